@@ -1,4 +1,4 @@
-"""Deletes rows whose own expiry time has passed: idempotency keys, console sessions and failed sign-ins."""
+"""Deletes expired rows: idempotency keys, console sessions and failed sign-ins."""
 
 from __future__ import annotations
 

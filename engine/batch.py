@@ -70,8 +70,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
 
     `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the previous step, which
     may so far exist only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot,
-    -1 for the base. `sample_rows` `[num_samples]` are the rows after which a token is sampled, according to `samples`.
-    `scores` has an entry for each sequence whose prompt is not completely scored yet.
+    -1 for the base. After each of `sample_rows` `[num_samples]`, a token is sampled according to `samples`. `scores`
+    has an entry for each sequence whose prompt is not completely scored yet.
     """
 
     tokens: npt.NDArray[np.int32]

@@ -18,7 +18,7 @@ PROTOCOL = 5
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits a sequence's thinking to `num_tokens` tokens between its markers, after which the end marker is forced.
+    """Limits a sequence's thinking to `num_tokens` tokens between its markers. Then the end marker is forced.
 
     `begin` and `end` are the tokens of the markers. `is_open` is True if the prompt ends inside the thinking.
     """

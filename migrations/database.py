@@ -31,7 +31,7 @@ Clock = Callable[[], int]
 """Returns the time in microseconds since 1970."""
 
 LONGEST_READ_S = 20.0
-"""Time limit, in seconds, for reads whose cost depends on a caller's filters."""
+"""Time limit for reads with a cost that depends on a caller's filters, in seconds."""
 
 SQLITE_WAIT_S = 10.0
 """Longest time that a writer waits for other writers, in seconds."""
@@ -50,7 +50,7 @@ _PATIENCE = {
 """loramux's defaults for libpq's parameters. The URL can override them."""
 
 UNASKED_S = 1.0
-"""Longest idle time, in seconds, after which a connection is reused without a ping."""
+"""A connection is reused without a ping after at most this idle time, in seconds."""
 
 UPGRADE_ATTEMPTS = 5
 """Maximum number of attempts at an upgrade that PostgreSQL aborts because of deadlocks."""
@@ -179,7 +179,8 @@ class Database:
     def now_us(self, connection: Connection | None = None) -> int:
         """Return microseconds since 1970.
 
-        The source is the injected clock if there is one, else PostgreSQL if `connection` uses it, else the host.
+        The source is the injected clock if there is one, otherwise PostgreSQL if `connection` uses it, otherwise the
+        host.
         """
         if self._clock is not None:
             return self._clock()

@@ -45,7 +45,7 @@ _OF_HOURS = (
     (2, ("tenant_id", "api_key_id"), (_HOUR_US, _DAY_US, _WEEK_US)),
     (3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), (_QUARTER_DAY_US, _DAY_US, _WEEK_US)),
 )
-"""Grains whose sums are computed from the hourly sums of the finest grain."""
+"""Grains computed from the hourly sums of the finest grain."""
 
 
 def roll_up_ledger() -> Iterator[str]:

@@ -32,7 +32,7 @@ def keyset_rows(
     the `limit` rows just newer than that identifier, still newest first. With both, the page starts after `after` and
     ends before `before`. The identifier need not exist.
 
-    Raises ValueError if `limit` is not positive, or if an identifier is not plain text, on which the database would
+    Raises ValueError if `limit` is not positive, or if an identifier is not plain text, which would make the query
     fail.
     """
     if limit < 1:

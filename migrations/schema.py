@@ -41,7 +41,7 @@ tenants = Table(
     Column("display_name", String(200), nullable=False),
     Column("state", String(16), nullable=False),
     Column("weight", Integer, nullable=False),
-    # IANA name of the timezone in which the tenant's days and months begin.
+    # IANA name of the timezone of the tenant's days and months.
     Column("timezone", String(64), nullable=False, server_default="UTC"),
     # Bytes of host memory that the tenant's adapters keep when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
@@ -105,14 +105,14 @@ adapter_versions = Table(
     Column("upload_id", ID, nullable=False),
     # SHA-256 of the uploaded files' checksums. Identical bytes become one version.
     Column("files_sha256", String(64), nullable=True),
-    # The server that is validating the version, and the time at which its claim expires.
+    # The server that is validating the version, and when its claim expires.
     Column("claimed_by", ID, nullable=True),
     Column("claim_expires_us", BigInteger, nullable=True),
     # The findings of validation: properties, checks and warnings, or the error with its code and parameter.
     Column("report", JSON, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("ready_us", BigInteger, nullable=True),
-    # Time at which an operator pinned the version in the page pool.
+    # When an operator pinned the version in the page pool.
     Column("pinned_us", BigInteger, nullable=True),
     UniqueConstraint("adapter_id", "number"),
     Index("ix_adapter_versions_digest", "digest"),
@@ -272,7 +272,7 @@ reservations = Table(
     Column("checkpoint_tokens", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("lease_expires_us", BigInteger, nullable=False),
-    # Time at which cancellation was requested. The gateway reads this column at each checkpoint.
+    # When cancellation was requested. The gateway reads this column at each checkpoint.
     Column("cancel_requested_us", BigInteger, nullable=True),
     Index("ix_reservations_state_lease", "state", "lease_expires_us"),
     # `settled` was written by servers before step 0013 and is now unused.
@@ -469,7 +469,7 @@ login_failures = Table(
     metadata,
     # An IPv4 address or an IPv6 network.
     Column("origin", String(64), primary_key=True),
-    # Time at which all of the origin's failures are forgotten. Each failure postpones this time.
+    # When all of the origin's failures are forgotten. Each failure postpones this time.
     Column("forgiven_us", BigInteger, nullable=False),
     Index("ix_login_failures_forgiven", "forgiven_us"),
 )

@@ -19,7 +19,7 @@ _UNFINISHED = ".unfinished"
 _PUT_ATTEMPTS = 5
 _CHUNK_BYTES = 1 << 20
 _CRASHED_AFTER_S = 86_400
-"""Age, in seconds since the last write, at which an unfinished file counts as abandoned."""
+"""An unfinished file counts as abandoned this long after its last write, in seconds."""
 
 
 class LocalBlobStore(BlobStore):

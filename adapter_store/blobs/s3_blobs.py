@@ -31,7 +31,7 @@ from loramux.adapter_store.blobs.s3_writing import S3Writer
 from loramux.adapter_store.errors import BlobNotFound
 
 _CRASHED_AFTER_S = 86_400
-"""Age, in seconds, at which a multipart upload counts as abandoned."""
+"""A multipart upload counts as abandoned at this age, in seconds."""
 # Matches the checksum of a whole object. A multipart object may instead have a checksum of checksums, with the number
 # of parts as a suffix.
 _SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
@@ -44,8 +44,8 @@ class S3BlobStore(BlobStore):
     works around it:
 
     - `If-None-Match: *` when a multipart upload is completed: see S3Writer;
-    - `Content-MD5` on PUT: damage on the way to the store is noticed only at the next read;
-    - metadata, for each blob's SHA-256: a read compares the ETag if it is an MD5, else only the size;
+    - `Content-MD5` on PUT: damage on the way to the store shows only at the next read;
+    - metadata, for each blob's SHA-256: a read compares the ETag if it is an MD5, otherwise only the size;
     - `x-amz-checksum-sha256` on presigned PUTs: ingestion hashes the bytes anyway;
     - `If-Match` on range requests: the parts' ETags are compared instead.
     """

@@ -1,4 +1,4 @@
-"""Signed requests with which clients put blobs into the bucket themselves."""
+"""Signed requests, so that clients can put blobs into the bucket themselves."""
 
 from __future__ import annotations
 

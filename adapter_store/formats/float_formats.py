@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 STORAGE: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-"""The numpy dtype in which values of each allowed safetensors dtype are stored."""
+"""The numpy dtype that stores values of each allowed safetensors dtype."""
 
 _BLOCK_ELEMENTS = 1 << 20
 

@@ -13,7 +13,7 @@ from loramux.kernels.layout import NO_ROWS, RowCounts
 WEIGHT_SUFFIX = ".weight"
 """The module's own weight `[vocab_size, hidden_size]`; the suffix is also that of a copy of the base's weight."""
 BASE_SUFFIXES = (WEIGHT_SUFFIX, ".base_layer.weight", ".token_adapter.base_layer.weight")
-"""Names under which PEFT saves a base's weight beside an adapter; loading the adapter overwrites the base's weight."""
+"""Suffixes of a copy of the base's weight in a PEFT file. Loading the adapter overwrites the base's weight with it."""
 UNUSED_SUFFIXES = (".original_module.weight", ".modules_to_save.weight")
 """Further copies that PEFT saves of a module in `modules_to_save`. PEFT does not use them with the adapter."""
 DELTA_SUFFIX = ".token_adapter.trainable_tokens_delta"
@@ -21,7 +21,7 @@ DELTA_SUFFIX = ".token_adapter.trainable_tokens_delta"
 
 
 def outer_weight_names(key: str) -> tuple[str, ...]:
-    """All tensor names with which PEFT can save an outer module's weight or rows of it."""
+    """All names that PEFT can give a tensor with an outer module's weight or rows of it."""
     return tuple(TENSOR_PREFIX + key + suffix for suffix in (*BASE_SUFFIXES, *UNUSED_SUFFIXES, DELTA_SUFFIX))
 
 

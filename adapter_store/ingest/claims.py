@@ -57,9 +57,9 @@ class Verdict:
 class VersionClaims:
     """One server's claims. Each state change is one transaction, and only the server that holds the claim makes it.
 
-    pending -> validating (claimed) -> ready or rejected. Any server can claim a version that was returned to the queue
-    or whose claim has expired. `accept` records the digest while the version is still `validating`, before any blob is
-    stored, so that every blob has a row.
+    pending -> validating (claimed) -> ready or rejected. Any server can claim a version that was returned to the queue,
+    or after its claim has expired. `accept` records the digest while the version is still `validating`, before any blob
+    is stored, so that every blob has a row.
     """
 
     def __init__(self, database: Database, lease_s: float = LEASE_S, limits: StockLimits | None = None) -> None:

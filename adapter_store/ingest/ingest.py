@@ -32,7 +32,7 @@ from loramux.adapter_store.validation.validator import Validator
 from loramux.migrations.paging import Page
 
 SOURCE_LIFETIME_S = 3600
-"""Period for which an unreachable source is retried, in seconds."""
+"""How long an unreachable source is retried, in seconds."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -6,7 +6,7 @@ from loramux.adapter_store.blobs.interface import UPLOADS, BlobStore
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 
 FORGET_AFTER_US = 7 * 86_400 * 1_000_000
-"""Period for which an expired upload is reported as expired rather than missing, in microseconds."""
+"""How long an expired upload is reported as expired rather than missing, in microseconds."""
 
 
 class Janitor:

@@ -42,7 +42,7 @@ class IngestJob:
     error: Mapping[str, Any] | None
     created_us: int
     finished_us: int | None
-    """Time at which the job succeeded. A failed job has none."""
+    """When the job succeeded, or None."""
 
 
 class IngestJobs:

@@ -52,7 +52,7 @@ class IngestTurns:
         return chosen.version_id
 
     def _candidates(self, but: Collection[str]) -> list[_Candidate]:
-        """Return one candidate for each tenant that has an unclaimed version or one whose claim has expired."""
+        """Return one candidate for each tenant with a version that is unclaimed or has an expired claim."""
         columns = adapter_versions.c
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)

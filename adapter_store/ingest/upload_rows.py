@@ -135,7 +135,7 @@ class UploadRows:
         return added
 
     def add_version_from(self, adapter_id: str, source_url: str, lifetime_us: int) -> AdapterVersion:
-        """Create a pending version whose files a server fetches from `source_url` within `lifetime_us`.
+        """Create a pending version. A server fetches its files from `source_url` within `lifetime_us`.
 
         If a version from that source is still pending, that version is returned. Raises AdapterNotFound.
         """

@@ -1,4 +1,4 @@
-"""Maps digests, by which the engine identifies adapters, to adapter versions."""
+"""Maps digests, which identify adapters in the engine, to adapter versions."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Adapter:
     name: str
     created_us: int
     disabled_us: int | None
-    """Time at which the adapter was disabled, or None if it is enabled."""
+    """When the adapter was disabled, or None if it is enabled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class AdapterVersion:
     created_us: int
     ready_us: int | None
     pinned_us: int | None
-    """Time at which the version was pinned in the page pool, or None if it is not pinned."""
+    """When the version was pinned in the page pool, or None if it is not pinned."""
     version_digest: str | None
     """The digest of the weights and the optional files; equal to `digest` if there are no such files."""
     invocation_tokens: Sequence[int] | None
@@ -137,7 +137,7 @@ class AdapterRef:
     version_id: str
     version: int
     digest: str
-    """The digest of the weights, by which the engine knows the adapter."""
+    """The digest of the weights, which identifies the adapter to the engine."""
     max_rank: int
     version_digest: str
     """The digest of the weights and the optional files; equal to `digest` if there are no such files."""

@@ -75,7 +75,7 @@ def version_digest_of(columns: ReadOnlyColumnCollection[str, Column[Any]]) -> Co
 
 
 def adapter_ref(row: Row[*tuple[Any, ...]]) -> AdapterRef:
-    """The AdapterRef of a row whose first columns are those of `_select_in_service`."""
+    """The AdapterRef of a row that begins with the columns of `_select_in_service`."""
     ref = AdapterRef(*row[:_NUM_FACTS])
     # The column is a JSON list, or NULL.
     return replace(ref, invocation_tokens=tuple(ref.invocation_tokens or ()))

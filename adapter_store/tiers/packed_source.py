@@ -61,7 +61,7 @@ class _Download:
 
 
 class PackedSource:
-    """Loads packed adapters for one target from disk, else from the blob store. Thread-safe.
+    """Loads packed adapters for one target from disk, or from the blob store if they are not on disk. Thread-safe.
 
     Concurrent fetches of one adapter are correct but duplicate work. An engine requests each adapter only once. If an
     engine requests an adapter again after a cancellation, the new fetch takes over the running download, so repeated

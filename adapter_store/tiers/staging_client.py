@@ -79,8 +79,8 @@ class StagingClient:
 
     Must be used from one thread only, and never blocks. It has no thread, because a thread would take the GIL after
     each of its system calls, for milliseconds in an S3 client. An engine step that waits for the GIL loses another
-    tenth of a millisecond until it is woken. `wake` is called when `poll` has a result for which `fileno` does not
-    become readable. Raises StagingRefused if no process can be started.
+    tenth of a millisecond until it is woken. `wake` is called when `poll` has a result that does not make `fileno`
+    readable. Raises StagingRefused if no process can be started.
     """
 
     def __init__(

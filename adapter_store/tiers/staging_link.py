@@ -30,10 +30,10 @@ OPEN_S = 30.0
 """Time limit for a process to open its tiers, in seconds."""
 
 PING_S = 2.0
-"""Seconds of silence after which a process with a pending answer is pinged."""
+"""A process with a pending answer is pinged after this silence, in seconds."""
 
 SILENCE_S = 10.0
-"""Seconds after which a process that has not answered a ping is killed, because it is stopped or hanging."""
+"""A process that does not answer a ping for this long, in seconds, is stopped or hanging, and is killed."""
 
 COMMAND = (sys.executable, "-m", "loramux.adapter_store.tiers.staging_process")
 

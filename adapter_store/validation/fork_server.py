@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 IDLE_S = 60.0
-"""Idle time after which the process exits, in seconds. The next request starts a new process."""
+"""The process exits after this idle time, in seconds. The next request starts a new process."""
 MAX_OUTPUT_BYTES = 4 << 20
 """Maximum number of bytes read from a fork's output."""
 _START_S = 60.0
@@ -178,7 +178,7 @@ def last_line(said: bytes) -> str:
 
 
 def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
-    """Return in a new fork for each request of a ForkServer, whose socket is standard input.
+    """Return in a new fork for each request of a ForkServer. Its socket is standard input.
 
     The fork leads its own session and has the request as its standard input. The fork's process group is killed when
     the fork exceeds its time limit or the ForkServer closes the socket. The forking process exits with the ForkServer,

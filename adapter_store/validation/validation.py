@@ -95,7 +95,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         warnings.append(
             Warn(
                 "base_weights_included",
-                "the file has copies of the base's weights, whose rows are used where they differ from the base's: "
+                "the file has copies of the base's weights, and rows that differ from the base's are used: "
                 "save it with save_pretrained(..., save_embedding_layers=False) unless they were trained",
                 len(parts.base_copies),
                 tuple(parts.base_copies),

@@ -99,7 +99,7 @@ class Corpus:
         return question
 
     def conversation(self, style: str) -> Conversation:
-        """A chat of one to four turns in which every answer is in `style`."""
+        """A chat of one to four turns with every answer in `style`."""
         count = self._random.choices((1, 2, 3, 4), (80, 12, 5, 3))[0]
         system = self._random.choice(SYSTEM_PROMPTS) if self._random.random() < 0.25 else ""
         if style == "plain" and self._random.random() < 0.12:

@@ -206,7 +206,7 @@ def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bi
 
 
 def _port(given: int | None, preferred: int) -> int:
-    """Return the requested port. Without one, return the preferred port if it is free, else any free port."""
+    """Return the requested port. Without one, return the preferred port if it is free, otherwise any free port."""
     if given is not None:
         return given
     for port in (preferred, 0):

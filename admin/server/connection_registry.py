@@ -59,7 +59,7 @@ class ConnectionRegistry(ServerState):
         self.proxies = proxies or TrustedProxies()
         self._listener = listener
         self._refusals = (metrics or GatewayMetrics()).note_listener(listener, lambda: len(self.connections))
-        # Connections in the order in which searches examine them.
+        # Connections in the order that searches examine them.
         self._members: OrderedDict[Connection, None] = OrderedDict()
         # The same connections, grouped by origin, except those of trusted proxies.
         self._members_of: dict[str, OrderedDict[Connection, None]] = {}

@@ -16,7 +16,7 @@ from loramux.platform.errors import Conflict, UnprocessableRequest
 
 LIFETIME_US = 24 * 3600 * 1_000_000
 RUNNING_US = 300 * 1_000_000
-"""Age, in microseconds, at which a claim without a response counts as abandoned. No call takes this long."""
+"""A claim without a response counts as abandoned at this age, in microseconds. No call takes this long."""
 
 
 class KeyInUse(Conflict):

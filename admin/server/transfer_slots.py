@@ -16,7 +16,7 @@ RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
 """Maximum cooldown that a single call adds, in seconds."""
 UNRESTED_S = 1.0
-"""Cooldown above which a tenant's slots are withheld, in seconds. The calls for a single page stay below it."""
+"""A tenant with a longer cooldown than this, in seconds, gets no slots. The calls for a single page stay below it."""
 
 
 class _Share:

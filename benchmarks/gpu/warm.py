@@ -21,7 +21,7 @@ from loramux.engine.sequence import PageTable, Sequence, block_list
 
 @dataclass(frozen=True, slots=True)
 class ZeroWeights:
-    """Zero weights, for engines whose answers are ignored."""
+    """Zero weights, for engines that only have to run."""
 
     device: torch.device
     dtype: torch.dtype

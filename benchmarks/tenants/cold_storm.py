@@ -1,7 +1,7 @@
 """Measures the slowdown of other tenants' streams while many cold adapters are loaded.
 
-An in-process engine with a small base serves resident streams: continuous sequences of requests whose adapters are in
-the pool. Four kinds of extra traffic alternate in one run:
+An in-process engine with a small base serves resident streams: continuous sequences of requests for adapters in the
+pool. Four kinds of extra traffic alternate in one run:
 
     quiet   none
     loads   many adapters are loaded for the first time by `Load` messages, without requests

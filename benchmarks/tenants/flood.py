@@ -1,6 +1,6 @@
 """Measures how much one account that floods the engine slows down polite accounts.
 
-An in-process engine on a small base serves a background load and a few polite accounts, whose requests arrive as a
+An in-process engine with a small base serves a background load and a few polite accounts. Their requests arrive as a
 Poisson process. The load has three variants, which alternate in one run and consist of the same requests for the same
 resident adapters:
 

@@ -31,7 +31,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A message and the time at which it is sent, in seconds."""
+    """A message, and when it is sent, in seconds."""
 
     at_s: float
     message: Add | Load

@@ -52,9 +52,9 @@ class AdapterLoad:
     failure: str | None = None
     """Reason why the load failed, or None. The pool has already removed a failed load."""
     used_s: float = 0.0
-    """Time at which the adapter became resident, or a sequence last started or stopped using it."""
+    """When the adapter became resident, or a sequence last started or stopped using it."""
     started_ns: int = field(default_factory=time.time_ns)
-    """Time at which the adapter was requested, in nanoseconds since 1970."""
+    """When the adapter was requested, in nanoseconds since 1970."""
     stages: list[PassedStage] = field(default_factory=list)
 
     @property

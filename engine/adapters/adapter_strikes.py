@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 MAX_STRIKES = 3
-"""Number of steps with non-finite rows after which an adapter is refused."""
+"""An adapter is refused after this many steps with non-finite rows."""
 
 MEMORY_S = 3600.0
-"""Seconds after which a strike expires. Three strikes spread over a month do not quarantine an adapter."""
+"""Lifetime of a strike, in seconds: three strikes in a month do not quarantine an adapter."""
 
 
 class AdapterStrikes:

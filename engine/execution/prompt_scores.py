@@ -22,8 +22,8 @@ LogitsOf = Callable[[int, int], torch.Tensor]
 class ScoredPrompts:
     """The scores of a step's prompt rows, on their way to the host. The rows of all `scores` follow each other.
 
-    Each of the tensors in `logprobs` float32 `[num_rows]`, `ranks` int64 `[num_rows]`, `values` float32 and `ids` int64
-    `[num_rows, count]` belongs to up to SCORED_AT_ONCE rows.
+    They are divided into tensors of up to SCORED_AT_ONCE rows: `logprobs` float32 `[num_rows]`, `ranks` int64
+    `[num_rows]`, `values` float32 and `ids` int64 `[num_rows, count]`.
     """
 
     scores: tuple[ScoredRows, ...]

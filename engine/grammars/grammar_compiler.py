@@ -66,7 +66,9 @@ class GrammarCompiler:
         self._mask_s = 0.0
 
     def request(self, isolation_key: bytes, grammar: str) -> Grammar:
-        """Return a new sequence's grammar, which is ready now if it has already been compiled, else after a `poll`."""
+        """Return a new sequence's grammar, which is ready now if it has already been compiled, otherwise after a
+        `poll`.
+        """
         # Sequences with an empty key do not share grammars.
         job = _Job(isolation_key or next(self._serial).to_bytes(8), grammar)
         requested = Grammar(self._vocab_size)

@@ -27,7 +27,7 @@ def in_gib(num_bytes: int) -> str:
 
 
 def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
-    """The pool's size in bytes: `wanted` if set, else the default, which on a GPU is most of the free memory.
+    """The pool's size in bytes: `wanted` if set, otherwise the default, which on a GPU is most of the free memory.
 
     Raises PoolTooSmall if nothing is left for the pool.
     """

@@ -13,7 +13,7 @@ from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, Share, S
 from loramux.engine.sequence import Sequence
 
 MAX_ROUNDS = 64
-"""Number of admissions from other shares after which a waiting share goes first, regardless of its counter."""
+"""A waiting share goes first after this many admissions from other shares, regardless of its counter."""
 
 ROUNDS_PER_SHARE = 4
 """The same limit, per waiting share. It applies when many shares are waiting. Strict round robin would need 1."""
@@ -373,7 +373,7 @@ def _cold_turn(share: Share) -> Turn:
 
 
 def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
-    # A share whose counter was just raised ties with another share, which may have many running sequences.
+    # After its counter was raised, a share ties with another, which may have many running sequences.
     return 1, served, num_running, sequence.arrival
 
 

@@ -13,7 +13,7 @@ from loramux.engine.tracing.spans import SpanRecord, SpanSink
 
 @dataclass(slots=True)
 class _Life:
-    """Times at which a sequence reached each stage. None for stages not reached yet."""
+    """When a sequence reached each stage, or None for stages not reached yet."""
 
     added_ns: int
     began_ns: int | None = None

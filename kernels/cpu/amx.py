@@ -45,7 +45,7 @@ CHUNK_ROW_STEPS = 1 << 14
 """Rows times steps in a chunk of the inputs. The chunk, 1 MiB, stays in the L2 cache while all panels use it."""
 
 STEPS_AHEAD = 2
-"""Number of steps by which weights are prefetched ahead if each weight is read only once."""
+"""Weights that are read only once are prefetched this many steps ahead."""
 
 TILE_PERMISSION = (158, 0x1023, 18)
 """The system call `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of x86-64 (Linux,

@@ -31,7 +31,7 @@ SERIAL_WORK = 200_000
 """With fewer multiplications, waking other threads costs more than it saves."""
 
 ROWS_HINT = 16
-"""Number of rows for which oneDNN chooses its layout: a full decode batch, the most frequent step."""
+"""oneDNN chooses its layout for this number of rows: a full decode batch, the most frequent step."""
 
 
 class PackedLinear:
@@ -87,7 +87,9 @@ class OneDnnProduct:
 
 
 class FloatPanels:
-    """A weight in panels of 16 outputs, stored as bfloat16 if it is bfloat16, else as float32. Sums are float32."""
+    """A weight in panels of 16 outputs, stored as bfloat16 if it is bfloat16, otherwise as float32. Sums are
+    float32.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, self._in_features = weight.shape

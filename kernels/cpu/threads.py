@@ -20,7 +20,8 @@ import torch
 _config: Any = numba.config
 
 # torch is imported before numba starts its threads. The OpenMP layer therefore finds torch's libgomp already loaded,
-# and both share one pool. Other threading layers would create a second pool, whose idle threads compete with the first.
+# and both share one pool. Other threading layers would create a second pool, with idle threads that compete with the
+# first.
 _config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 

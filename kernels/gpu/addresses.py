@@ -71,7 +71,7 @@ IS_COMPILED = isinstance(pick, triton.JITFunction)
 
 
 def dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
-    """The dtype for tensor cores: a 16-bit dtype if both sides have it, else float32 as three tf32 products."""
+    """The dtype for tensor cores: a 16-bit dtype if both sides have it, otherwise float32 as three tf32 products."""
     if x is not weights or not IS_COMPILED:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x, tl.float32)

@@ -51,7 +51,7 @@ def check_limit(scopes: frozenset[str]) -> None:
     """Raise InvalidRequest if a key with these scopes cannot be limited to some adapters."""
     if scopes - LIMITABLE_SCOPES:
         raise InvalidRequest(
-            f"only a key whose scopes are among {', '.join(sorted(LIMITABLE_SCOPES))} can be limited to adapters",
+            f"only a key with no scopes other than {', '.join(sorted(LIMITABLE_SCOPES))} can be limited to adapters",
             param="adapters",
         )
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_STALE_US = 5_000_000
-"""Time, in microseconds, for which an authenticated key is trusted without a database query."""
+"""How long an authenticated key is trusted without a database query, in microseconds."""
 
 MAX_ENTRIES = 10_000
 

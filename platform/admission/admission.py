@@ -31,7 +31,7 @@ from loramux.platform.quotas.policy_cache import PolicyReader
 _RECOVER_AT_ONCE = 100
 
 KEPT_WINDOWS_US = 100 * 86_400_000_000
-"""Time, in microseconds, for which counters are kept after the start of their day or month."""
+"""How long counters are kept after the start of their day or month, in microseconds."""
 
 _SWEEP_AT_ONCE = 1000
 
@@ -132,7 +132,7 @@ class Admission:
             return [request_id for request_id in flagged if request_id in wanted]
 
     def recover_expired(self) -> int:
-        """Settle reservations whose gateway is gone, and return their number.
+        """Settle the reservations of dead gateways, and return their number.
 
         The prompt and the last checkpoint's tokens are charged. A lease that ends more than two lease lengths ahead was
         written before the clock was set back, so it counts as expired.

@@ -23,7 +23,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import Charge
 
 LEASE_US = 30_000_000
-"""Time without a checkpoint, in microseconds, after which a gateway's reservations are recovered."""
+"""A gateway's reservations are recovered if it makes no checkpoint for this long, in microseconds."""
 
 
 class ReservationRow(RequestRow, frozen=True, gc=False):

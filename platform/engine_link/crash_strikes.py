@@ -13,7 +13,7 @@ from loramux.engine.messages import Add
 
 MAX_DEATHS = 2
 MEMORY_S = 600.0
-"""Time, in seconds, for which a request's strikes are remembered after the last one."""
+"""How long a request's strikes are remembered after the last one, in seconds."""
 MAX_REQUESTS = 4096
 """Maximum number of requests remembered. The request with the oldest strike is forgotten first."""
 

@@ -1,4 +1,4 @@
-"""The Unix socket at which an engine listens for gateways. Only the engine's user can reach it."""
+"""The Unix socket where an engine listens for gateways. Only the engine's user can reach it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _takes_sockets(directory: Path) -> bool:
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's unlocked temporary directories, whose owners are dead."""
+    """Remove this user's temporary directories of dead owners, which are unlocked."""
     for directory in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():

@@ -104,7 +104,7 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def socket_path(self) -> Path:
-        """The path at which the engine listens for all gateways. It stays the same across restarts."""
+        """The path where the engine listens for all gateways. It stays the same across restarts."""
         return self._socket.path
 
     @property

@@ -45,8 +45,8 @@ class SettlementSpool:
 
     The file's space is preallocated, so a full disk does not stop the spool. Only records that the database refused,
     which are set aside, take new space. Each record is a line with its CRC-32 and JSON, written in place after the
-    previous record and fsynced. Zeros fill the rest of the file. A file whose first byte is zero is empty, regardless
-    of its other bytes.
+    previous record and fsynced. Zeros fill the rest of the file. If the first byte of a file is zero, the file is
+    empty, regardless of its other bytes.
 
     `begin_replay` reads the waiting records, and `end_replay` marks them as settled. Settling twice changes nothing, so
     records can be replayed repeatedly. Once no record is waiting, the file is overwritten with zeros.

@@ -54,7 +54,7 @@ GRAINS = (
 
 
 def grains_for(columns: Collection[str]) -> dict[int, Grain]:
-    """Return the grains from which sums by these columns can be read, keyed by span length.
+    """Return the grains that have sums by these columns, keyed by span length.
 
     Coarser grains are preferred. A finer grain is used only for spans shorter than the shortest of the coarser one: its
     long spans have more rows than several short spans of the coarser grain.

@@ -27,7 +27,7 @@ class Answer(Protocol):
         """The chunks that a stream sends for a delta. `usage` is shown in each if the client asked for usage."""
 
     def usage_chunk(self, usage: Usage) -> Document:
-        """The last chunk of a stream whose client asked for usage."""
+        """The last chunk of a stream, if the client asked for usage."""
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document: ...
 

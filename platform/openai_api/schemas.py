@@ -105,7 +105,7 @@ class GenerationRequest(StrictModel):
         "length_penalty": (None, 1),
         "early_stopping": (None, False),
     }
-    """Unsupported fields, and the values with which they have no effect."""
+    """Unsupported fields, and their values that have no effect."""
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {"guided_decoding_backend", "stream_options.include_obfuscation"}
     )

@@ -52,7 +52,7 @@ _WRITE = BulkStatement.update(_counters, _CounterRow, _KEY, _AMOUNTS)
 
 @functools.cache
 def _locking(is_locking: bool) -> Select[*tuple[Any, ...]]:
-    """Select the counters whose keys are the rows of a JSON document (PostgreSQL only)."""
+    """Select counters by their keys, which are the rows of a JSON document (PostgreSQL only)."""
     keys = rows_of(_KEY)
     counters = select(*_KEY, *_AMOUNTS).join(keys, and_(*(column == keys.c[column.name] for column in _KEY)))
     return counters.order_by(*_KEY).with_for_update(of=_counters) if is_locking else counters

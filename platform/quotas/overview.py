@@ -47,7 +47,7 @@ class EffectiveLimit:
     window: Window | None
     """The window of a budget. None for other kinds."""
     reset_us: int | None
-    """Time at which the whole limit is free again if nothing more is used. None if waiting does not free it."""
+    """When the whole limit is free again if nothing more is used. None if waiting does not free it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

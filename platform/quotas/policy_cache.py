@@ -177,7 +177,7 @@ class PolicyReader:
 
 
 def among(dialect: str, wanted: Column[Any], values: Sequence[str]) -> ColumnElement[bool]:
-    """Match rows in which the column has one of the values."""
+    """Match rows that have one of the values in the column."""
     if dialect == "postgresql":
         # An array of any length is a single parameter, so the server plans the statement only once.
         return wanted == any_(bindparam(None, list(values), type_=ARRAY(String)))

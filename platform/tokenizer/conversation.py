@@ -11,7 +11,7 @@ from jinja2 import Template
 from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message's reasoning is passed. Most templates read the first."""
+"""Names of a message's reasoning for the template. Most templates read the first."""
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the message to continue. transformers uses the same mark, and some templates look for it. The space

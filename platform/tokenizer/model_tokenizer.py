@@ -63,7 +63,7 @@ class ModelTokenizer:
         return self._ids(text, add_special_tokens=add_special_tokens)
 
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token IDs of each word, at the start of a text and after a space, each spelling once."""
+        """Return the token IDs of each word, both at the start of a text and after a space, without duplicates."""
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
         found = (self._ids(text, add_special_tokens=False) for text in texts)
         return tuple(dict.fromkeys(ids for ids in found if ids))
@@ -95,7 +95,7 @@ class ModelTokenizer:
         return token_id if token_id is not None and self._bytes.is_hidden(token_id) else None
 
     def marker_token_id(self, text: str) -> int | None:
-        """Return the ID by which a grammar must name this text, or None if a grammar can spell it.
+        """Return the ID that a grammar must use for this text, or None if it can spell the text.
 
         Like llguidance, this treats each added token of the form `<...>` as special, even if it is shown in texts, as
         Qwen's `<tool_call>` is.

@@ -12,7 +12,7 @@ class TextEvent:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call whose name is known. `index` counts the answer's calls from 0."""
+    """The start of a call: its name is known. `index` counts the answer's calls from 0."""
 
     index: int
     name: str

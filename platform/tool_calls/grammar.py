@@ -111,7 +111,7 @@ def _forced_calls(lines: list[str], calls: Calls, ids: Mapping[str, int]) -> str
 
 
 def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, ids: Mapping[str, int]) -> str:
-    """Add the rules of free text in which markers, or openers at its start, begin calls. Return the expression."""
+    """Add the rules of free text. Calls begin at markers, or at openers at its start. Return the expression."""
     parser, syntax = PARSERS[calls.format], SYNTAXES[calls.format]
     assert {*parser.markers} == {*syntax.blocks} - {""}
     # Like calls without a marker, thinking can begin only at the start of an answer.

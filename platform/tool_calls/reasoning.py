@@ -27,7 +27,7 @@ CHANNEL = Markers("<|channel>thought", "<channel|>")
 REASONING_MARKERS: Mapping[str, Markers] = MappingProxyType(
     {"think": THINK, "mistral": BRACKETED_THINK, "gemma4": CHANNEL}
 )
-"""The markers by their name in the setting `reasoning_parser`, in the order in which templates are searched."""
+"""The markers by their name in the setting `reasoning_parser`. Templates are searched in this order."""
 
 
 class ReasoningSplitter:

@@ -16,7 +16,7 @@ from tests.conformance.demo_adapters import DEMO
 NUM_VERSIONS = 60
 OPEN_UPLOAD_BYTES = 1_000_000
 RAMP_S = 4.0
-"""Time over which a socket attack opens and later closes its connections, in seconds, to avoid a burst."""
+"""A socket attack spreads the opening and the closing of its connections over this time, in seconds."""
 
 Counted = Callable[[Stand, random.Random, int], Awaitable[Counter[str]]]
 """Makes about the given number of calls and counts the responses."""

@@ -94,7 +94,7 @@ def _llama_yarn(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _ministral3(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    """A Ministral 3 whose queries grow from position 64 on."""
+    """A Ministral 3 with queries that grow from position 64 on."""
     rope = {**YARN, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}
     config = Ministral3Config(**shape, head_dim=16, rope_parameters={**rope, "llama_4_scaling_beta": 0.4})
     return Ministral3ForCausalLM(config)
@@ -119,7 +119,7 @@ def _mixed_windows(shape: dict[str, Any], window: int) -> dict[str, Any]:
 
 
 def _olmo3(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    """An OLMo 3 whose rotary embedding is scaled in the layers without a window."""
+    """An OLMo 3 with a scaled rotary embedding in the layers without a window."""
     ropes = {
         "full_attention": {**YARN, "rope_theta": 500000.0, "attention_factor": 1.3},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
@@ -153,7 +153,7 @@ def _vaultgemma(shape: dict[str, Any], window: int) -> PreTrainedModel:
 
 
 def _helium(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    """A Helium, whose o has as many inputs as outputs."""
+    """A Helium, which needs an o with as many inputs as outputs."""
     return HeliumForCausalLM(HeliumConfig(**shape, head_dim=shape["hidden_size"] // shape["num_attention_heads"]))
 
 

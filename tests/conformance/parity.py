@@ -104,7 +104,7 @@ def make_subject(
 
 
 class Recorder:
-    """An executor that records each batch, its logits, and the logits from which each sequence was sampled."""
+    """An executor that records each batch, its logits, and the logits of each sampled token."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._engine = engine

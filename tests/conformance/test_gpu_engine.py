@@ -168,7 +168,7 @@ def test_adapters_of_the_embedding_and_the_head_have_shapes_of_their_own(
 
 
 def note_groups(executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
-    """Record the modules of each group to which `lora_add` adds adapters."""
+    """Record the modules of each group passed to `lora_add`."""
     noted: set[tuple[int, ...]] = set()
     add = executor._kernels.lora_add
 

@@ -30,7 +30,7 @@ from tests.conformance.tiny_models import (
 )
 
 ALONE = ("llama", "gemma2", "phi3-window")
-"""Families whose requests also run one at a time in every test run. Together they cover every branch of the decoder."""
+"""Families that every test run also compares one request at a time. Together they cover every branch of the decoder."""
 
 STEPS = [
     pytest.param(64, 45, id="chunks"),

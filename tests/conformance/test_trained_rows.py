@@ -93,7 +93,7 @@ UNTIED_ONLY = {"dora-of-head-and-tokens"}
 """Adapters that PEFT cannot run if the base ties its head to its embedding."""
 
 CHANGED = {"lora-and-copies", "dora-and-copies"}
-"""Adapters whose copies of the base's weights differ from the base's in the rows of TOKENS."""
+"""Adapters with copies of the base's weights that are changed in the rows of TOKENS."""
 
 UNTIED, TIED = "llama", "qwen2"
 FAMILIES = [

@@ -100,7 +100,7 @@ def test_unload_completes_after_a_request_with_several_choices(end: str, lookahe
 
 
 def test_base_requests_do_not_wait_for_adapters(lookahead: bool) -> None:
-    """Reported fault: requests for the base waited behind requests whose adapters were still loading."""
+    """Reported fault: requests for the base waited behind requests with adapters that were still loading."""
     names = {f"adapter{i}": 1 for i in range(200)}
     simulation = simulate_engine(adapters=names, max_sequences=4, lookahead=lookahead)
     simulation.hold_loads()

@@ -14,7 +14,7 @@ from loramux.admin.console.sessions.sessions import ConsoleSessions, Session
 from loramux.admin.rest.services import AdminServices
 
 CONFIRMED_S = 300
-"""Age, in seconds, at which the provider must renew a confirmation."""
+"""The provider must renew a confirmation at this age, in seconds."""
 ASK_EVERY_S = 30
 """Interval, in seconds, between attempts while the provider does not answer."""
 UNCONFIRMED_S = 900

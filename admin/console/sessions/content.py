@@ -21,7 +21,7 @@ class Notice:
     text: str
     detail: str = ""
     undo_url: str = ""
-    """The page on which the action can be undone."""
+    """The page where the action can be undone."""
 
 
 @dataclass(frozen=True, slots=True)

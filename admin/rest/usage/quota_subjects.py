@@ -37,8 +37,8 @@ async def subject_of(services: AdminServices, caller: Caller, body: QuotaSubject
 
 
 async def caller_of(services: AdminServices, caller: Caller, body: QuotaSubject) -> QuotaCaller:
-    """Return the caller of a hypothetical request. Without a tenant, the key's
-    tenant pays, else the adapter's owner.
+    """Return the caller of a hypothetical request. Without a tenant, the key's tenant pays or, without a key, the
+    adapter's owner.
     """
     if body.scope is not None:
         raise InvalidRequest("specify a tenant, a key or an adapter", param="scope")

@@ -85,7 +85,7 @@ class Radosgw:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing:
             raise RadosgwMissing(_how_to_install(missing))
-        # Keep the path short: the directory contains Unix sockets, whose paths have a maximum length.
+        # Keep the path short, because the paths of Unix sockets have a maximum length.
         self._directory = Path(tempfile.mkdtemp(prefix="loramux-rgw-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._config = self._directory / "ceph.conf"

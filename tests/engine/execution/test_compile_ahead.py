@@ -67,7 +67,9 @@ def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capabil
 def test_recorded_programs_match_the_warm_up(
     model: dict[str, Any], num_kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recorded and launched programs have equal cache keys, although recording skips layers and JSON has no tuples."""
+    """A program has the same cache key whether it is recorded or launched. Recording skips layers, and JSON has no
+    tuples.
+    """
     from triton import compiler
 
     from loramux.kernels.gpu.ahead import Program, recorded_programs

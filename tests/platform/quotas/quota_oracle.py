@@ -163,7 +163,7 @@ class QuotaOracle:
         return beyond
 
     def refuse(self, bound: list[tuple[Policy, Count]], now_us: int) -> None:
-        """A refusal charges nothing, but it corrects a bucket whose time was wrong."""
+        """A refusal charges nothing, but it corrects the time of a bucket."""
         for policy, count in bound:
             if count in self.buckets and self.buckets[count].at_us > now_us + MINUTE_US:
                 self.touch(policy, count, now_us)
@@ -240,7 +240,7 @@ class QuotaOracle:
         return sum(request.charged[0] + request.charged[2] for request in closed)
 
     def late(self, policy: Policy, count: Count) -> int:
-        """Largest amount by which late settlements could have pushed usage over a limit."""
+        """The most that late settlements could have pushed usage over a limit."""
         requests = [request for request in self.requests.values() if count in request.held]
         if policy.metric.startswith("cost"):
             return sum(max(0, request.corrected_nanos) for request in requests)

@@ -202,7 +202,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.policies)
     @rule(data=st.data())
     def delete_policy(self, data: st.DataObject) -> None:
-        # Keep the policies in the order in which they were set, because identifiers differ between runs.
+        # Keep the order that policies were set in, because identifiers differ between runs.
         subject, metric = data.draw(st.sampled_from(list(self.oracle.policies)))
         assert self.policies.delete(self.oracle.policies[subject, metric].id)
         self.oracle.delete_policy(subject, metric)
