@@ -1,4 +1,4 @@
-"""The layers of a decoder, grouped by how long they need the K and V of a token."""
+"""Groups the layers of a decoder by how long they need the K and V of a token."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLOCK_TOKENS = 16
-"""Tokens of a block: K and V that attention reads through one entry of a sequence's table."""
+"""Number of tokens in a block. Attention reads the K and V of a block through one entry of a sequence's table."""
 
 MAX_BLOCKS = 16
-"""Maximum number of blocks in a page. It bounds the tokens of which a cached prefix has to be a multiple."""
+"""Maximum number of blocks in a page, which limits the granularity of cached prefixes."""
 
 UNLIMITED = 1 << 62
-"""A number of tokens above every other limit."""
+"""A number of tokens larger than any other limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep K and V of all tokens or, with a `window`, of the tokens that later ones can still see.
+    """Layers that keep K and V of all tokens or, with a `window`, of the tokens that later tokens can still see.
 
     A page of the pool contains `num_blocks` blocks, each with K and V of `block_tokens` tokens in these layers.
     """
@@ -81,11 +81,11 @@ class CacheLayout:
         return num_pages * group.page_tokens
 
     def max_pages(self, num_tokens: int, step_tokens: int) -> int:
-        """Maximum number of pages that a sequence holds at any time until it has `num_tokens` tokens."""
+        """Maximum number of pages that a sequence of up to `num_tokens` tokens holds at any time."""
         return sum(-(-min(num_tokens, self.max_kept(group, step_tokens)) // group.page_tokens) for group in self.groups)
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Maximum number of blocks in a sequence's tables at any time until it has `num_tokens` tokens."""
+        """Maximum number of blocks in the tables of a sequence of up to `num_tokens` tokens."""
         kept = (min(num_tokens, self.max_kept(group, step_tokens)) for group in self.groups)
         pages = ((-(-tokens // group.page_tokens), group) for tokens, group in zip(kept, self.groups, strict=True))
         return sum(num_pages * group.num_blocks for num_pages, group in pages)
@@ -97,7 +97,7 @@ class CacheLayout:
         longest = max(0, num_pages) * max(group.page_tokens for group in self.groups)
         if self.max_pages(longest + 1, step_tokens) <= num_pages:
             return UNLIMITED
-        # Find the largest number of blocks that fits, because the number of pages never falls as a sequence grows.
+        # The number of pages never falls as a sequence grows, so find the largest number of blocks that fits.
         low, high = 0, longest // self.block_tokens
         while low < high:
             middle = (low + high + 1) // 2

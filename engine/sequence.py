@@ -27,7 +27,7 @@ def block_list(blocks: Iterable[int] = ()) -> array[int]:
 
 @dataclass(slots=True, eq=False)
 class PageTable:
-    """A sequence's pages in one group of layers, and the blocks in them: see `CacheLayout.blocks`."""
+    """A sequence's pages in one group of layers, and their blocks: see `CacheLayout.blocks`."""
 
     blocks: array[int] = field(default_factory=block_list)
     first_block: int = 0
@@ -46,8 +46,8 @@ class Sequence:
 
     `tokens` are the prompt and the committed tokens. Steps in flight have chosen `num_in_flight` more tokens, and
     `num_tokens` counts all of them. The K and V of positions `[0, num_computed)` are in `tables`, or will be once the
-    steps in flight finish. Windowed layers keep only positions that later ones see. A token's K and V are computed one
-    step after the token is chosen. A preemption resets `num_computed` to 0, so that all K and V are computed again.
+    steps in flight finish. Windowed layers keep only positions that later positions see. A token's K and V are computed
+    one step after the token is chosen. A preemption resets `num_computed` to 0, so that all K and V are computed again.
     """
 
     add: Add

@@ -1,4 +1,4 @@
-"""A weight in 4 or 8 bits: codes, a codebook, and scales of groups of inputs."""
+"""A weight in 4 or 8 bits: codes, a codebook, and a scale per group of inputs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import numpy as np
 import numpy.typing as npt
 
 INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
-"""Codebook of int8: a code is the value's byte in two's complement."""
+"""Codebook of int8. A code is the value's byte in two's complement."""
 
 UINT8 = np.arange(256, dtype=np.float32)
-"""Codebook of 8-bit values whose zero points make them signed."""
+"""Codebook of unsigned 8-bit values, with zero points."""
 
 INT4 = np.arange(16, dtype=np.float32) - 8
-"""Codebook of int4: a code is the value plus 8."""
+"""Codebook of int4. A code is the value plus 8."""
 
 UINT4 = np.arange(16, dtype=np.float32)
-"""Codebook of 4-bit values whose zero points make them signed."""
+"""Codebook of unsigned 4-bit values, with zero points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedWeight:
     """`weight[o, i] = (codebook[code[o, i]] - zeros[o, i // group]) * scales[o, i // group]`, computed in float32.
 
-    `codes` uint8 contains `[out, in]` codes of 8 bits, or `[out, in / 2]` pairs of codes of 4 bits, of which the lower
-    four bits belong to the even input. `codebook` float32 has 256 or 16 values, which are finite for all codes in use.
-    `scales` float32 `[out, in / group]` are finite; one group covers all inputs if scales belong to channels. `zeros`
-    int16 has the shape of `scales`, in units of the codebook, or is None if all are 0. Raises ValueError if shapes
-    disagree.
+    `codes` uint8 contains `[out, in]` codes of 8 bits, or `[out, in / 2]` pairs of codes of 4 bits, with the even input
+    in the lower bits. `codebook` float32 has 256 or 16 values, which are finite for all codes in use. `scales` float32
+    `[out, in / group]` are finite. With a scale per channel, one group covers all inputs. `zeros` int16 has the shape
+    of `scales`, in units of the codebook, or is None if all are 0. Raises ValueError if shapes disagree.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -75,7 +74,7 @@ class QuantizedWeight:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
-        """The float weights of outputs `[begin, end)`: the specification of every product with a quantised weight."""
+        """The float weights of outputs `[begin, end)`, which specify every product with a quantised weight."""
         codes, scales = self.codes[begin:end], self.scales[begin:end]
         if self.bits == 4:
             # Look up both codes of a byte at once: a complex64 has the bytes of two float32 values.
@@ -91,7 +90,7 @@ class QuantizedWeight:
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """The weight with the outputs of all parts, or None if their codebooks or groups differ."""
+    """Concatenate the outputs of all parts to one weight, or return None if their codebooks or groups differ."""
     first = parts[0]
     if any(part.group != first.group or not np.array_equal(part.codebook, first.codebook) for part in parts):
         return None

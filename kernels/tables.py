@@ -13,11 +13,11 @@ from loramux.kernels.layout import MAX_RANK, PageGeometry
 class PoolViews:
     """The page pool `uint8[P, L, page_bytes]` and its two typed views.
 
-    `kv` is `kv_dtype[P, L, page_bytes / itemsize]`. If groups of layers have pages of their own for K and V, it is
-    `kv_dtype[P * L, 1, page_bytes / itemsize]`: a page of K and V then is a run of the pool's `P * L` layers, known by
-    the index of its first layer, and the layers of a group are numbered from 0. On a CPU, the first half of a page's
-    elements in a layer is K `[num_kv_heads, head_dim, 16]`, and the second half is V `[num_kv_heads, 16, head_dim]`. On
-    a GPU, K has the same layout as V. `adapter` is `adapter_dtype[P, L, E]`.
+    `kv` is `kv_dtype[P, L, page_bytes / itemsize]`. If groups of layers have separate pages for K and V, it is
+    `kv_dtype[P * L, 1, page_bytes / itemsize]`. A page of K and V is then a run of the pool's `P * L` layers,
+    identified by the index of the first, and the layers of a group are numbered from 0. On a CPU, the first half of a
+    page's elements in a layer is K `[num_kv_heads, head_dim, 16]`, and the second half is V `[num_kv_heads, 16,
+    head_dim]`. On a GPU, K has the same layout as V. `adapter` is `adapter_dtype[P, L, E]`.
     """
 
     raw: torch.Tensor
@@ -124,8 +124,8 @@ class AttentionBatch:
     The query rows `[cu_q[i], cu_q[i + 1])` of sequence `i` are the last positions of its context `[0, seq_lens[i])`.
     Position `p` of the context is in page `pages[page_starts[i] + p // page_tokens]`. The pages of all sequences form
     one ragged list, so copying a step's metadata stays cheap even if one context is very long. Layers with a window
-    need no pages before the first key that a row sees. Such pages may be missing from the list, and `page_starts[i]`
-    may then be negative.
+    need no pages before the first key that a row sees. If these are missing from the list, `page_starts[i]` may be
+    negative.
 
     `cu_q` int32 `[num_sequences + 1]`, `seq_lens` int32 `[num_sequences]`, `pages` int32 `[num_listed]`, `page_starts`
     int32 `[num_sequences]`, and `kv_slots` int64 `[num_tokens]`, which contains `page * page_tokens + position %

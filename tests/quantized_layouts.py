@@ -1,7 +1,7 @@
-"""Quantised checkpoints as other programs release them, with the float weights that they stand for.
+"""Quantised checkpoints in the layouts of other programs, with their float weights.
 
-The quantisers and the packing here share no code with the product. Each layout turns a float weight into the tensors of
-a module, by the ends of their names, and the float32 weight that these tensors mean.
+The quantisers and the packing here share no code with the product. Each layout converts a float weight to the tensors
+of a module, by suffix, and to the float32 weight that they stand for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`config` is the `quantization_config`; `is_reordered` weights have groups of inputs that are not neighbours."""
+    """`config` is the `quantization_config`. `is_reordered` weights have groups of inputs that are not adjacent."""
 
     quantize: Quantize
     config: dict[str, Any]
@@ -192,7 +192,7 @@ def nvfp4(weight: Tensor) -> Quantized:
 
 
 def nf4(nested: bool, block: int = 64) -> Quantize:
-    """bitsandbytes: blocks of consecutive weights, whose scales may be coded again."""
+    """bitsandbytes: blocks of consecutive weights, with scales that may be quantised, too."""
 
     def quantize(weight: Tensor) -> Quantized:
         blocks = weight.reshape(-1, block)

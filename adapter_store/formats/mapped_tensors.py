@@ -24,12 +24,12 @@ STORED: dict[str, np.dtype[Any]] = {
     "I32": np.dtype("<i4"),
     **dict.fromkeys(("I8", "U8", "F8_E4M3", "F8_E8M0"), _BYTES),
 }
-"""The numpy dtype in which values of each safetensors dtype are stored. Values of 8 bits are bytes."""
+"""The numpy dtype that stores values of each safetensors dtype. 8-bit values are bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedTensor:
-    """A tensor of one file; its values are the bytes `[begin, end)` of `data`."""
+    """A tensor of one file. Its values are the bytes `[begin, end)` of `data`."""
 
     data: mmap.mmap
     begin: int
@@ -42,7 +42,7 @@ class MappedTensor:
         return self.end - self.begin
 
     def array(self) -> npt.NDArray[Any]:
-        """The values in `STORED[dtype]`, without a copy. Raises KeyError if the dtype has none."""
+        """The values in `STORED[dtype]`, without a copy. Raises KeyError for a dtype that is not in `STORED`."""
         storage = STORED[self.dtype]
         return np.frombuffer(self.data, storage, math.prod(self.shape), self.begin).reshape(self.shape)
 
@@ -58,8 +58,8 @@ class MappedTensor:
 def map_directory(model_dir: Path) -> dict[str, MappedTensor]:
     """The tensors of a model directory, by their names in a text-only model.
 
-    The directory is the operator's own, so its files are trusted to be well-formed. Raises OSError, ValueError,
-    KeyError or TypeError for those that are not.
+    The directory is the operator's own, so its files are trusted. A malformed file raises OSError, ValueError, KeyError
+    or TypeError.
     """
     index = model_dir / _INDEX
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()

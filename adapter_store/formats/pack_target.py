@@ -137,7 +137,7 @@ class PackTarget:
         page_elements = self.geometry.flat.adapter_elements
         shapes = [trained_rows_of(self.shard(module).shape(module)) for module in self.outer_modules]
         rows = sum(count * row_layout(row_len, page_elements).padded_len for count, row_len in shapes)
-        # One more page for what alignment adds.
+        # Alignment can add up to a page.
         return without_rows + (-(-min(rows, MAX_ELEMENTS) // page_elements) + 1 if rows else 0)
 
     @property

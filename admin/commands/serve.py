@@ -135,7 +135,7 @@ def demo(
     exit_after: Annotated[bool, typer.Option("--exit", help="Exit after the report; do not keep serving.")] = False,
     tools: Annotated[
         bool,
-        typer.Option("--tools", help="Serve a base that thinks and calls tools, with two tenants' adapters."),
+        typer.Option("--tools", help="Serve a base that thinks and calls tools, with the adapters of two tenants."),
     ] = False,
     port: Port = None,
     admin_port: AdminPort = None,

@@ -42,7 +42,7 @@ class ForwardedClients:
         client = self._proxies.client_of(peer[0], said[b"x-forwarded-for"].decode("latin-1"))
         scope["client"] = (client, 0)
         if self._proxies.trusts(client):
-            # Calls by the proxy itself, or through a proxy that does not forward the client's address.
+            # The call is by the proxy itself, or the proxy does not forward the client's address.
             await self._app(scope, receive, send)
             return
         origin = origin_of(client)

@@ -145,7 +145,7 @@ class Settings(DataSettings):
     hf_endpoint: str = HUB_ENDPOINT
     """The Hugging Face hub of `hf://` sources."""
     hf_token: SecretStr | None = None
-    """A token of that hub, for private repositories. Read access to the allowed repositories is enough."""
+    """An access token for the hub, for private repositories. Read access to the allowed repositories is enough."""
     presigned_uploads: bool = True
     sandbox: Literal["preferred", "required"] = "preferred"
     """`required`: refuse to start unless uploads can be validated behind landlock, seccomp and no_new_privs."""

@@ -57,7 +57,7 @@ class MixtureConfig:
     """The layers in which a router chooses experts for each token.
 
     `layers` are these layers in ascending order; other layers have one feed-forward block. `shared_size` is the inner
-    size of the expert that all tokens use in addition, or None. `names` are the names of the tensors in a file.
+    size of the expert that all tokens use in addition, or None. `names` are those of the tensors in a file.
     """
 
     layers: tuple[int, ...]

@@ -16,7 +16,7 @@ from loramux.kernels.layout import LinearShape
 from loramux.kernels.quantized import QuantizedWeight, concatenate
 
 _BLOCK_ELEMENTS = 1 << 22
-"""Elements of a quantised weight that are dequantised at once."""
+"""Number of elements of a quantised weight to dequantise at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,9 @@ class Placement:
     config: ModelConfig
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor on the device, in `dtype` (None: that of the weights). A quantised one is dequantised."""
+        """Move a tensor to the device, in `dtype` or, if None, the weights' dtype. A quantised tensor is
+        dequantised.
+        """
         return self._placed(self.weights.tensor(name, shape), dtype or self.dtype)
 
     def norm(self, name: str, size: int) -> Norm:

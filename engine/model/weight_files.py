@@ -18,14 +18,14 @@ from loramux.engine.errors import ModelNotSupported
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 DERIVED = (".rotary_emb.inv_freq",)
-"""Name suffixes of tensors that can be derived from config.json; older versions of transformers stored them."""
+"""Name suffixes of tensors that config.json determines. Older versions of transformers stored them."""
 
 INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's header entry. A quantised weight (`is_coded`) has the dtype of its codes."""
+    """A tensor's header entry. For a quantised weight (`is_coded`), `dtype` is the dtype of its codes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ def weight_paths(model_dir: Path) -> list[Path]:
 def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     """The tensors of a model directory by name, without reading weights. Raises ModelNotSupported.
 
-    A quantised weight has the name and shape that it has in a float checkpoint.
+    A quantised weight has its name and shape from a float checkpoint.
     """
     found: set[str] = set()
     for path in weight_paths(model_dir):
@@ -80,9 +80,9 @@ def checkpoint_of(model_dir: Path, quantized_dir: Path | None = None) -> Checkpo
 
 
 def text_tensors(stored_names: Iterable[str], found: Container[str]) -> Iterator[tuple[str, str]]:
-    """Each of a file's tensors in the text decoder: its name in a text-only model, and its name in the file.
+    """Yield the name of each of a file's text decoder tensors in a text-only model, and its name in the file.
 
-    Raises ModelNotSupported if a name is in `found`, the names of the files before, or occurs twice.
+    Raises ModelNotSupported if a name occurs twice or is in `found`, the names in earlier files.
     """
     names: set[str] = set()
     for stored in stored_names:

@@ -20,7 +20,7 @@ RUNNING = -1
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A cached prefix of `num_tokens` tokens: for each group of layers, the pages that the tokens after it see."""
+    """A cached prefix of `num_tokens` tokens: the pages of each group that later tokens see."""
 
     num_tokens: int = 0
     pages: tuple[tuple[CachedPage, ...], ...] = ()
@@ -77,7 +77,7 @@ class KvPages:
         )
 
     def _longest(self, sequence: Sequence, group: int, num_tokens: int) -> tuple[int, tuple[CachedPage, ...]]:
-        """The longest prefix of up to `num_tokens` tokens that is cached in one group, and its pages."""
+        """Find the longest prefix of up to `num_tokens` tokens that is cached in one group, and its pages."""
         own = self._groups[group]
         if own.window is None:
             pages: list[CachedPage] = []
@@ -87,8 +87,8 @@ class KvPages:
                     break
                 pages.append(cached)
             return self._multiple(len(pages) * own.page_tokens), tuple(pages)
-        # Search from the end, because only the pages within the last window are needed. After a missing page, continue
-        # with the prefix before it, so that each page is looked up once.
+        # Search from the end, because only the pages in the last window are needed. After a missing page, continue with
+        # the prefix before it, so that each page is looked up once.
         while num_tokens:
             first, last = own.first_seen(num_tokens) // own.page_tokens, num_tokens // own.page_tokens
             pages = []
@@ -151,8 +151,8 @@ class KvPages:
         """Add to the prefix cache the pages that this sequence has filled since the last call. Free the pages that no
         later token sees.
 
-        Both can happen as soon as the step that fills a page, or reads it last, has been submitted, because pages are
-        read or written again only by later steps.
+        Both can happen as soon as the step that fills a page, or reads it last, has been submitted: only later steps
+        read or write the page again.
         """
         if sequence.num_computed < sequence.next_offer:
             return
@@ -196,7 +196,7 @@ class KvPages:
                     self._cache.forget(cached)
 
     def _end(self, group: CacheGroup, num_computed: int, num_tokens: int) -> int:
-        """The end of the tokens that need pages now if `num_tokens` tokens follow the `num_computed` first ones."""
+        """End of the tokens that need pages now if `num_tokens` tokens follow the first `num_computed`."""
         return num_computed + (num_tokens if group.window is None else min(num_tokens, self._max_step_tokens))
 
     def _multiple(self, num_tokens: int) -> int:
@@ -219,7 +219,9 @@ class KvPages:
             table.cached.append(self._cache.insert(key, block // self._layout.page_step, digest))
 
     def _free_unseen(self, table: PageTable, group: CacheGroup, num_known: int) -> None:
-        """Free the pages that neither a later token sees, nor the first token after the longest prefix to share."""
+        """Free the pages that no later token sees, except those that the first token after the longest prefix to share
+        sees.
+        """
         first = table.first_block // group.num_blocks
         count = group.first_seen(self._multiple(num_known)) // group.page_tokens - first
         if count <= 0:
@@ -249,7 +251,7 @@ class KvPages:
             digest = self._digest(sequence, len(keys))
             num_base_tokens = 0 if digest is None else max(0, sequence.activation - begin)
             keys.append(self._cache.page_key(parent, digest, tokens, num_base_tokens))
-        # Only keys of the first group are parents, so another length cannot make two groups' keys equal.
+        # Only keys of the first group are parents, so keys of different groups are never equal.
         return keys[block] + group.to_bytes(1, "little") if group else keys[block]
 
     def _digest(self, sequence: Sequence, block: int) -> str | None:

@@ -55,7 +55,7 @@ def allocate_pool(
 ) -> PoolViews:
     """Allocate as many whole pages as fit in `pool_bytes`. Raises PoolTooSmall if no page fits or memory runs out.
 
-    `has_cache_groups` means that groups of layers have pages of their own for K and V.
+    With `has_cache_groups`, groups of layers have separate pages for K and V.
 
     The memory is not cleared: no page is read before its owner has written it.
     """

@@ -182,7 +182,7 @@ def paged_attention(
     `workspace` is float32 with at least `plan.workspace_elements(...)` elements. Its contents do not matter before or
     after the call. The batch is read on the device, so a captured graph can be replayed after its tensors are
     overwritten in place. Sequences without query rows, and rows that belong to no sequence, are padding and are
-    skipped. Pool elements and listed pages beyond a context, or before the windows of all its rows, are never read.
+    skipped. Pool elements and listed pages are never read beyond a context or before the windows of all its rows.
     `check_attention` defines what is supported.
     """
     group_size = spec.num_heads // spec.num_kv_heads

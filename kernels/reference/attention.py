@@ -59,7 +59,7 @@ def paged_attention(
 
 
 def _index(pages: torch.Tensor, pool: PoolViews, layer: int) -> torch.Tensor:
-    """Where `_kv_pages` has these pages of a layer."""
+    """Indices of a layer's pages in the result of `_kv_pages`."""
     return pages * pool.kv.shape[1] + layer
 
 

@@ -19,7 +19,7 @@ class EngineClient(Protocol):
     dies, every stream ends with Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and the
     aborted stream still ends with a Finished. An unread stream blocks nothing else.
 
-    Implementations: Implemented by `LocalEngine`, `JoinedEngine` and, for tests, `ScriptedEngine`.
+    Implementations: `LocalEngine`, `JoinedEngine` and, for tests, `ScriptedEngine`.
     """
 
     @property

@@ -12,8 +12,8 @@ from loramux.platform.generation.choice import ChoiceDelta
 class PendingDeltas:
     """A queue that never blocks its writer and stays short if its reader is slow.
 
-    Deltas that a reader has not taken in time are joined, except the last of each choice, so that at most two per
-    choice are waiting. A reader that keeps up gets each delta as it was written.
+    A reader that keeps up gets each delta as it was written. For a slow reader, all deltas of a choice except the last
+    are joined, so that at most two per choice are waiting.
     """
 
     def __init__(self) -> None:

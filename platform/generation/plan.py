@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How an answer's reasoning is marked. `is_open` is True if the prompt ends inside the reasoning."""
+    """The markers of an answer's reasoning. `is_open` is True if the prompt ends inside the reasoning."""
 
     markers: Markers
     is_open: bool

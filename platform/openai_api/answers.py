@@ -17,7 +17,7 @@ LOWEST_LOGPROB = -9999.0
 
 Document = dict[str, Any]
 Chunk = Document | msgspec.Raw
-"""A chunk of a stream, which can already be encoded."""
+"""A chunk of a stream, possibly already encoded."""
 
 
 class Answer(Protocol):
@@ -41,10 +41,10 @@ def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
 
 
 class ChunkTemplates:
-    """Encodes chunks of a choice that differ only in their text. This is faster than encoding each whole document."""
+    """Encodes chunks that differ only in their text, which is faster than encoding whole documents."""
 
     def __init__(self, make: Callable[[int, str], Document]) -> None:
-        """`make` returns the chunk with a text for the choice with an index."""
+        """`make(index, text)` returns the chunk with this text for the choice."""
         self._make = make
         self._parts: dict[int, tuple[bytes, bytes]] = {}
 

@@ -42,7 +42,7 @@ class CompletionAnswer:
     """The prompt of each choice, if the log-probabilities begin with those of the prompt."""
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
-    """For each choice, the number of characters whose log-probabilities have been sent."""
+    """Number of characters of each choice with log-probabilities sent so far."""
     _templates: ChunkTemplates = field(init=False)
 
     def __post_init__(self) -> None:

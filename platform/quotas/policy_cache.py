@@ -25,7 +25,7 @@ _policies, _tenants = schema.quota_policies, schema.tenants
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """A caller's bindings, valid in `[start_us, end_us)`. It contains no end of the caller's day or month."""
+    """A caller's bindings, valid in `[start_us, end_us)`. In that time, no day or month of the caller ends."""
 
     bindings: Sequence[Binding]
     start_us: int

@@ -15,7 +15,7 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 def new_detokenizer(tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
-    """Decode what follows `prompt`."""
+    """Return a detokenizer for the tokens after `prompt`."""
     kind = ByteDetokenizer if tokenizer.joins_bytes else ContextDetokenizer
     return kind(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
 
@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """Decodes tokens of a byte-level vocabulary: the text is that of the tokens' bytes, one after the other."""
+    """Decodes tokens of a byte-level vocabulary: the tokens' bytes, concatenated, are the text."""
 
     def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._bytes_of = tokenizer.text_bytes if skip_special_tokens else tokenizer.token_bytes

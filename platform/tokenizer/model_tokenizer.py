@@ -82,7 +82,7 @@ class ModelTokenizer:
 
     @property
     def joins_bytes(self) -> bool:
-        """True if the text of tokens is the text of their bytes, joined."""
+        """True if the tokens' bytes, concatenated, are the text."""
         return self._bytes.are_joined
 
     def text_bytes(self, token_id: int) -> bytes:

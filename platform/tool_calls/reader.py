@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
 
 WHITESPACE = " \t\n\r"
-"""The characters that may surround calls and thinking: JSON's whitespace."""
+"""The characters that may surround calls and thinking: JSON whitespace."""
 
 SPACE = r"[ \t\n\r]"
 """The same characters as a regular expression."""

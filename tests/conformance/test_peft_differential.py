@@ -1,4 +1,4 @@
-"""Random configurations that both peft and loramux accept give equal logits, from the saved directory to the engine.
+"""If both peft and loramux accept a random configuration, the engine's logits equal peft's.
 
 Peft saves each configuration and reloads it as the reference. Our code processes it like an upload.
 """

@@ -1,4 +1,4 @@
-"""A start from every released layout: logits equal those of transformers over the weights that the codes mean."""
+"""Engines start from every released layout, with the logits of transformers on the dequantised weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PLANS = [
     AdapterPlan("dora", 4, ["q_proj", "gate_proj", "down_proj"], use_dora=True),
 ]
 FREQUENT = ("fp8-blocks", "ct-w4a16-asymmetric", "gptq-act-order")
-"""The layouts whose start is part of every test run; `make campaign-parity` adds the others."""
+"""The layouts of every test run. `make campaign-parity` adds the others."""
 
 
 def make_quantized(directory: Path, layout: str, plans: Sequence[AdapterPlan], keep: str = "lm_head") -> Subject:
-    """A quantised base, and a reference with the weights that its codes mean."""
+    """A quantised base, and a reference with the dequantised weights."""
     torch.manual_seed(3)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
     base = directory / "base"
@@ -74,10 +74,10 @@ def test_every_layout_serves_the_weights_that_it_means(
 
 
 def test_modules_that_are_not_converted_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The q of one layer is a float, so that it is fused with quantised k and v.
+    # The q of one layer is not quantised, so it is fused with quantised k and v.
     check(make_quantized(tmp_path, "awq", PLANS[:1], keep="0.self_attn.q_proj"), [None], monkeypatch)
 
 
 def test_adapters_over_nf4_equal_peft_over_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DoRA's gains are computed from the dequantised weights too."""
+    """The gains of DoRA are also computed from the dequantised weights."""
     check(make_quantized(tmp_path, "nf4-double", PLANS), [None, "r8", "dora"], monkeypatch)

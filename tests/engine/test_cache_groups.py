@@ -21,7 +21,8 @@ def groups_of(layout: CacheLayout) -> list[tuple[int, int | None, int]]:
         pytest.param(GEMMA3_27B, 131072, [(10, None, 6), (52, 1024, 1)], id="gemma 3 27B"),
         pytest.param(GPT_OSS_20B, 131072, [(12, None, 2), (12, 128, 2)], id="gpt-oss 20B"),
         pytest.param((64,) * 4, 64, [(4, None, 1)], id="contexts within the window"),
-        # Pages of one group waste the layers that do not divide, which is worth it only for contexts beyond the window.
+        # Separate pages waste layers unless the numbers divide, so they are worth it only for contexts beyond the
+        # window.
         pytest.param(GEMMA3_27B, 1100, [(62, None, 1)], id="contexts little longer than the window"),
     ],
 )

@@ -48,7 +48,7 @@ def batch_of(
 
 
 def free_unseen(batch: AttentionBatch, window: int | None, pool: PoolViews, poison: int) -> AttentionBatch:
-    """Overwrite the pages that no row of the batch sees through its window with NaN, and take them off the list."""
+    """Fill the pages that no row sees through its window with NaN, and remove them from the list."""
     if window is None:
         return batch
     pages = batch.pages.clone()
@@ -62,7 +62,7 @@ def free_unseen(batch: AttentionBatch, window: int | None, pool: PoolViews, pois
 
 
 def in_groups(pool: PoolViews, pages: torch.Tensor) -> tuple[PoolViews, torch.Tensor]:
-    """The pool and its pages as groups of layers see them whose first layer is the pool's."""
+    """The pool and its pages as seen by a group of layers that starts at the pool's first layer."""
     return replace(pool, kv=pool.kv.view(pool.kv.shape[0] * pool.kv.shape[1], 1, -1)), pages * pool.kv.shape[1]
 
 

@@ -185,7 +185,7 @@ def test_windowed_layers_lose_and_leak_nothing(layers: str, lookahead: bool) -> 
 @pytest.mark.parametrize("seed", range(200, 205))
 def test_long_runs_of_windowed_layers_lose_and_leak_nothing(seed: int, layers: str, lookahead: bool) -> None:
     life = live(seed, lookahead, NUM_TURNS, layers)
-    # In the smallest pool, pages that windowed layers have freed are evicted before another request needs them.
+    # In the smallest pool, freed pages of windowed layers are evicted before another request needs them.
     assert stats_of(life.simulation).cached_tokens > 0 or life.simulation.pages.num_pages == 24
 
 

@@ -1,1 +1,1 @@
-"""Readers of base models whose weights are quantised."""
+"""Readers of quantised base models."""

@@ -24,7 +24,7 @@ from loramux.kernels.quantized import QuantizedWeight
 
 _PER_WORD = 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the code of each of eight outputs is in its word."""
+"""Position of the code of each of eight outputs in its word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _by_output(words: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 def parse_awq(config: Mapping[str, Any]) -> AwqFormat:
-    # AutoAWQ's own name for the number of bits is w_bit.
+    # AutoAWQ calls the number of bits w_bit.
     integer({"bits": config.get("w_bit", 4), **config}, "bits", (4,))
     version = str(config.get("version", config.get("format", "gemm"))).lower()
     if version != "gemm":

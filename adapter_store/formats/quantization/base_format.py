@@ -1,4 +1,4 @@
-"""Chooses a checkpoint's format from its `quantization_config`, and finds the quantised weights among its tensors."""
+"""Chooses a checkpoint's format by its `quantization_config`, and finds the quantised weights among its tensors."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "mxfp4": parse_mxfp4,
 }
 READABLE = tuple(sorted(_PARSERS))
-"""The values of `quant_method` whose checkpoints can be read."""
+"""The supported values of `quant_method`."""
 
 _CACHE_SCALES = (".k_scale", ".v_scale")
-"""Scales of quantised keys and values, which are not needed, because loramux does not quantise them."""
+"""Scales of keys and values, which are ignored because loramux does not quantise keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedTensor:
-    """One quantised weight of a checkpoint, not read yet. `dtype` is that of its codes."""
+    """One quantised weight of a checkpoint, not read yet. `dtype` is the dtype of its codes."""
 
     format: WeightFormat
     parts: Parts
@@ -45,7 +45,7 @@ class CodedTensor:
     dtype: str
 
     def read(self) -> CodedWeight:
-        """The weight, with the bytes of its codes in memory at most twice. Raises BaseNotSupported."""
+        """Read the weight. At most two copies of its codes are in memory at the same time. Raises BaseNotSupported."""
         try:
             return self.format.read(self.parts)
         except ValueError as error:
@@ -54,7 +54,7 @@ class CodedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint's quantised weights and its other tensors, by the names of a checkpoint that is not quantised."""
+    """A checkpoint's quantised weights and other tensors, by their names in a checkpoint that is not quantised."""
 
     coded: Mapping[str, CodedTensor]
     plain: Mapping[str, MappedTensor]
@@ -92,10 +92,10 @@ def read_format(model_dir: Path) -> WeightFormat | None:
 
 
 def find_coded(weight_format: WeightFormat | None, tensors: Mapping[str, MappedTensor]) -> Checkpoint:
-    """Tell the quantised weights from ordinary tensors by what is stored.
+    """Tell quantised weights from ordinary tensors by the stored tensors.
 
     Modules that the configuration exempts, such as those of `ignore` or `modules_to_not_convert`, are stored as
-    ordinary tensors. Raises BaseNotSupported for a weight that the format cannot explain.
+    ordinary tensors. Raises BaseNotSupported for a weight that does not fit the format.
     """
     if weight_format is None:
         return Checkpoint({}, tensors)

@@ -24,7 +24,7 @@ _STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsand
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The fields of a 4-bit weight's `quant_state` that are needed. `nested_block` is 0 if scales are not coded."""
+    """The required fields of a 4-bit weight's `quant_state`. `nested_block` is 0 if scales are not quantised."""
 
     shape: tuple[int, int]
     block: int
@@ -36,7 +36,7 @@ class _State:
 class BitsAndBytesFormat:
     """4-bit weights, two in a byte with the higher bits first, or int8 weights.
 
-    Scales of 4-bit weights (`absmax`) belong to blocks of consecutive weights. They can be coded again in blocks
+    Scales of 4-bit weights (`absmax`) belong to blocks of consecutive weights. They can be quantised in blocks, too
     (double quantisation). The scales of int8 weights, `SCB`, are the largest magnitudes of rows, so that the largest
     code is 127.
     """
@@ -73,7 +73,7 @@ class BitsAndBytesFormat:
         if self.bits == 4:
             return _four_bits(parts)
         shape = matrix_shape(parts, ".weight", "I8")
-        # A row of zeros has the largest magnitude 0.
+        # The largest magnitude of a row of zeros is 0.
         largest = parts.floats(".SCB")
         if largest.size != shape[0]:
             raise parts.wrong(".SCB", f"has shape {list(largest.shape)} for {shape[0]} outputs")
@@ -92,7 +92,7 @@ def _four_bits(parts: Parts) -> QuantizedWeight:
     codebook = parts.floats(".weight.quant_map").reshape(-1)
     if codebook.size != 16:
         raise parts.wrong(".weight.quant_map", f"has {codebook.size} values, not 16")
-    # A group must divide both a row and a block, so rows that are not whole blocks have smaller groups.
+    # Groups must divide both rows and blocks, so they are smaller if a row is not a whole number of blocks.
     group = math.gcd(in_features, state.block)
     if group % 2:
         raise parts.wrong(".weight", f"packs rows of {in_features} weights, an odd number")

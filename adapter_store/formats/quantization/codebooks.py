@@ -1,4 +1,4 @@
-"""The values of floats with 4 and 8 bits."""
+"""The values of 4-bit and 8-bit floats."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _e4m3() -> npt.NDArray[np.float32]:
 E4M3 = _e4m3()
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""float4_e2m1, which mxfp4 and nvfp4 scale in groups."""
+"""float4_e2m1, the codes of mxfp4 and nvfp4."""
 
 
 E8M0 = np.append(2.0 ** np.arange(-127, 128), np.nan).astype(np.float32)
-"""Powers of two, with 8 bits of exponent."""
+"""float8_e8m0: powers of two, with 8 bits of exponent."""

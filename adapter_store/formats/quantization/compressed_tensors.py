@@ -33,7 +33,7 @@ _CODED = (".weight_packed", ".weight")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the weights of one kind are quantised. `group` None means a scale for each output or for the tensor."""
+    """The quantisation of one kind of weights. If `group` is None, there is one scale per output or per tensor."""
 
     group: int | None
     block: tuple[int, int] | None
@@ -42,14 +42,14 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsFormat:
-    """The kinds of weights of a checkpoint, with at most one scheme each. The stored tensors say a weight's kind.
+    """The kinds of weights of a checkpoint, with at most one scheme each. The stored tensors show the kind of a weight.
 
     - int8: `weight` int8; or `weight_packed`, four codes in an int32;
     - int4: `weight_packed` int32, eight codes in a word, each the value plus 8;
     - fp8: `weight` float8_e4m3fn;
     - fp4: `weight_packed` uint8, two values of mxfp4 or nvfp4 in a byte.
 
-    Activations, keys and values are not quantised, so that their scales are not needed.
+    Scales of activations, keys and values are ignored, because loramux does not quantise these.
     """
 
     schemes: tuple[tuple[str, Scheme], ...]
@@ -138,7 +138,7 @@ def _check_stored_shape(parts: Parts, *shape: int) -> None:
 
 
 def _zero_codes(parts: Parts, bits: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Zero points as unsigned codes `[out, groups]`; they are packed along the outputs if the weight is packed."""
+    """Zero points as unsigned codes `[out, groups]`. If the weight is packed, they are packed along the outputs."""
     suffix = ".weight_zero_point"
     if parts.tensor(suffix, "I8", "I32").dtype == "I8":
         zeros = flip_sign(parts.array(suffix, "I8", shape))

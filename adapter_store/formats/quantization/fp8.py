@@ -24,7 +24,7 @@ _SCALES = (".weight_scale_inv", ".weight_scale")
 class Fp8Format:
     """Weights in float8_e4m3fn with scales for the tensor, for channels, or for blocks `[outputs, inputs]`.
 
-    Scales of activations are not needed, because activations are not quantised.
+    Scales of activations are ignored, because loramux does not quantise activations.
     """
 
     block: tuple[int, int] | None

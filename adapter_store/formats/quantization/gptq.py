@@ -26,7 +26,7 @@ from loramux.adapter_store.formats.quantization.weight_format import (
 class GptqFormat:
     """`qweight` int32 `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]` and `scales` `[groups, out]`.
 
-    `g_idx` int32 `[in]` says each input's group; it is arbitrary with act-order. The first version of the format
+    `g_idx` int32 `[in]` contains the group of each input, in any order with act-order. The first version of the format
     stores zero points minus 1.
     """
 
@@ -61,7 +61,7 @@ class GptqFormat:
         zero_words = parts.array(".qzeros", "I32", (num_groups, out_features * self.bits // 32))
         zeros = words_as_codes(zero_words, self.bits).T + np.uint8(self.zero_offset)
         if self.bits == 4:
-            # A stored 15 is -1, the zero point 0.
+            # A stored 15 stands for -1, which is the zero point 0.
             zeros &= 15
         words = parts.tensor(".qweight", "I32").array()
         order = inputs_by_group(parts, ".g_idx", in_features, num_groups)

@@ -1,4 +1,4 @@
-"""Scales for a whole weight, for each output, for groups of inputs or for blocks, as scales for groups."""
+"""Converts scales of a whole weight, of outputs, of groups of inputs or of blocks to scales of groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def grouped_scales(
         wanted = (-(-out_features // block[0]), -(-in_features // block[1]))
         if scales.shape != wanted:
             raise parts.wrong(suffix, f"has shape {list(scales.shape)}; blocks of {list(block)} need {list(wanted)}")
-        # A group must divide the inputs, so the last block of a row may make groups smaller than a block.
+        # Groups must divide the inputs, so a partial block at the end of a row makes them smaller than a block.
         group = math.gcd(block[1], in_features)
         inputs = np.arange(0, in_features, group) // block[1]
         return np.ascontiguousarray(scales.repeat(block[0], axis=0)[:out_features, inputs])
@@ -37,7 +37,7 @@ def grouped_scales(
 
 
 def check_group(parts: Parts, suffix: str, num_groups: int, in_features: int, group: int | None) -> None:
-    """Raise BaseNotSupported unless groups of `group` inputs divide them into `num_groups`; None means one group."""
+    """Raise BaseNotSupported unless the inputs form `num_groups` groups of `group` inputs. None means one group."""
     wanted = 1 if group is None else in_features / group
     if num_groups != wanted:
         size = "all" if group is None else group

@@ -1,4 +1,4 @@
-"""mxfp4 as gpt-oss stores it: the weights of all experts in one tensor of blocks and one of scales."""
+"""mxfp4 as in gpt-oss: one tensor of blocks and one of scales for the weights of all experts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from loramux.adapter_store.formats.quantization.parts import Parts
 from loramux.kernels.quantized import QuantizedWeight
 
 _BLOCK_BYTES = 16
-"""Bytes of a block of 32 values, which share a scale."""
+"""Bytes of a block: 32 values that share a scale."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedExperts:
-    """The weights of all experts, `[num_experts, in, out]`, from the quantised `[out, in]` of each."""
+    """The weights of all experts, `[num_experts, in, out]`. Each expert's quantised weight is `[out, in]`."""
 
     experts: tuple[QuantizedWeight, ...]
 

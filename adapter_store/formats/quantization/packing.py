@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 def unpack(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Codes along the last axis, the lower four bits of a byte first."""
+    """Unpack codes along the last axis, the lower four bits of each byte first."""
     codes = np.empty((*packed.shape, 2), np.uint8)
     np.bitwise_and(packed, 15, out=codes[..., 0])
     np.right_shift(packed, 4, out=codes[..., 1])
@@ -31,6 +31,6 @@ def swap_pairs(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 def words_as_codes(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
-    """Codes of 4 or 8 bits, one a byte, of int32 words along the last axis, the lowest bits first."""
+    """Unpack codes of 4 or 8 bits from int32 words along the last axis, lowest bits first, to one code per byte."""
     as_bytes = np.ascontiguousarray(words).view(np.uint8)
     return unpack(as_bytes) if bits == 4 else as_bytes

@@ -1,4 +1,4 @@
-"""The tensors in which a checkpoint stores one quantised weight."""
+"""The tensors of one quantised weight in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loramux.adapter_store.formats.quantization.codebooks import E4M3, E8M0
 
 
 class CodedWeight(Protocol):
-    """A weight that can be dequantised in blocks of its first axis; `kernels.quantized.QuantizedWeight` is one."""
+    """A weight that can be dequantised in blocks of its first axis, such as `kernels.quantized.QuantizedWeight`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -26,9 +26,9 @@ class CodedWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors of one module by the ends of their names. `module` is the common start of the names.
+    """The tensors of one module, by the suffixes of their names. `module` is the common prefix.
 
-    Methods raise BaseNotSupported, naming the tensor, if one is missing or not as the format says.
+    If a tensor is missing or does not fit the format, methods raise BaseNotSupported with its name.
     """
 
     module: str
@@ -65,7 +65,7 @@ class Parts:
         return values
 
     def scales(self, suffix: str) -> npt.NDArray[np.float32]:
-        """Finite values other than 0. A scale of 0 would erase its weights, and no quantiser writes one."""
+        """Finite values other than 0. A scale of 0 would erase its weights, and no quantiser writes it."""
         values = self.floats(suffix)
         if not values.all():
             raise self.wrong(suffix, "contains a scale of 0")

@@ -1,4 +1,4 @@
-"""Weights whose groups are not neighbouring inputs (act-order)."""
+"""Weights with groups of inputs that are not adjacent (act-order)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReorderedWeight:
 
 
 def inputs_by_group(parts: Parts, suffix: str, in_features: int, num_groups: int) -> npt.NDArray[np.int64] | None:
-    """The inputs sorted by the groups that a tensor int32 `[in]` names, or None if they are sorted already.
+    """Sort the inputs by their groups, which a tensor int32 `[in]` contains. Return None if they are already sorted.
 
     Raises BaseNotSupported if the groups differ in size.
     """

@@ -17,22 +17,22 @@ from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 class WeightFormat(Protocol):
     """Reads the quantised weights of one checkpoint. Methods raise BaseNotSupported.
 
-    `suffixes` are the ends of the names of all tensors that belong to a weight, those that are not needed included.
+    `suffixes` are the suffixes of all tensors of a weight, including ignored ones.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
 
     @property
     def name(self) -> str:
-        """The format as operators know it, such as `awq int4`."""
+        """The operators' name of the format, such as `awq int4`."""
         ...
 
     def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
-        """Whether the tensors of a module, by suffix, are a quantised weight; else they are ordinary tensors."""
+        """Whether a module's tensors, by suffix, form a quantised weight. If not, they are ordinary tensors."""
         ...
 
     def weight_name(self, module: str) -> str:
-        """The name of the weight in a checkpoint that is not quantised."""
+        """The weight's name in a checkpoint that is not quantised."""
         ...
 
     def shape(self, parts: Parts) -> tuple[int, ...]: ...
@@ -68,7 +68,7 @@ def affine_weight(
 
 
 def flip_sign(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Bytes of int8 values as the values plus 128, and the other way round."""
+    """Convert the bytes of int8 values to the values plus 128, or back."""
     return codes ^ np.uint8(128)
 
 

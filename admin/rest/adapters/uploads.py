@@ -134,7 +134,7 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
 
 
 def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
-    """The body's chunks, for a function on a thread. The client can send only as fast as the function reads."""
+    """Yield the body's chunks to a function on a thread. The client can send only as fast as the function reads."""
     deadline = time.monotonic() + UPLOAD_TIMEOUT_S
     while chunk := anyio.from_thread.run(_next_chunk, body):
         if time.monotonic() > deadline:

@@ -112,7 +112,7 @@ class QuotaCheckDocument(TypedDict):
 
 @router.post("", openapi_extra=takes(QuotaLimit))
 async def set_quota(request: Request, services: Services, caller: PlatformAdmin) -> QuotaDocument:
-    """Set a limit, replacing its subject's earlier limit for the metric."""
+    """Set a limit, which replaces the subject's earlier limit for the metric."""
     return await _set(services, caller, await read_json(request, QuotaLimit))
 
 

@@ -1,4 +1,4 @@
-"""Sequences of windowed layers free pages that no later token sees, and find prefixes by the pages that are left."""
+"""Sequences of windowed layers free pages that no later token sees, and find prefixes by the remaining pages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_missing_page_shortens_the_prefix_to_the_part_before_it() -> None:
     bench.cache.forget(pages[-1])
     assert bench.kv.find_prefix(bench.sequence(20)).num_tokens == 12
     bench.cache.forget(bench.kv.find_prefix(bench.sequence(13)).pages[0][0])
-    # The second page is missing: only the first page has everything that its next token sees.
+    # The second page is missing, so only the first page has everything that the next token sees.
     assert bench.kv.find_prefix(bench.sequence(20)).num_tokens == 4
 
 

@@ -72,7 +72,7 @@ def geometry_of(dtype: torch.dtype) -> PageGeometry:
 
 
 def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
-    """A group of the tables' modules 1, 2, and so on. Module 0 belongs to another group."""
+    """A group of modules 1, 2 and so on of the tables. Module 0 belongs to another group."""
     offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
     return ModuleGroup(tuple(range(1, len(out_features) + 1)), in_features, tuple(out_features), tuple(offsets))
 

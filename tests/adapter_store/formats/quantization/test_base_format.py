@@ -1,4 +1,4 @@
-"""Which quantisations are read, and what the refusals of the others say."""
+"""The supported quantisations are read, and others are refused with a reason."""
 
 from __future__ import annotations
 

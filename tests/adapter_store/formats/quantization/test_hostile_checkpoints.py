@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors contradict their configuration are refused with the tensor's name."""
+"""If a checkpoint's tensors contradict its configuration, it is refused with the tensor's name."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def coded(directory: Path, name: str = f"{MODULE}.weight") -> CodedTensor:
 
 
 def quantized(directory: Path, layout: Layout, shape: tuple[int, int]) -> torch.Tensor:
-    """Write one quantised weight and an ordinary tensor; return what the weight means."""
+    """Write one quantised weight and an ordinary tensor, and return the float weight."""
     tensors, values = layout.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 8)
     others = {"lm_head.weight": torch.ones(8, 4), f"{MODULE}.bias": torch.arange(4.0)}
     write(directory, {MODULE + suffix: tensor for suffix, tensor in tensors.items()} | others, layout.config)
@@ -40,7 +40,7 @@ def quantized(directory: Path, layout: Layout, shape: tuple[int, int]) -> torch.
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_dequantised_weights_equal_an_independent_copy(tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
-    # 200 outputs are not whole blocks of 128.
+    # 200 outputs are not a whole number of blocks of 128.
     values = quantized(tmp_path, layout, (200, 256))
     found = coded(tmp_path)
     assert found.shape == (200, 256)
