@@ -44,7 +44,7 @@ SETTLE_S = 5.0
 def run(settings: Settings, texts: Callable[[int], Sequence[str]] = lambda num_texts: ()) -> None:
     """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening.
 
-    `texts` makes as many texts as it is asked for; the quality of a model that is quantised is measured with them.
+    `texts(n)` makes n texts. If the model is quantised, its quality is measured with them.
     """
     configure_logs(settings.log_format)
     if settings.sandbox == "required":

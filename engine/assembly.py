@@ -208,7 +208,9 @@ def assemble_engine(
 
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
-    """The format of the weights, as operators know it: `int4` if they were quantised at the start."""
+    """The format of the weights under the name that operators know, such as `int4` for weights quantised at the
+    start.
+    """
     if config.quantized_dir is not None:
         made = read_format(Path(config.quantized_dir))
         return None if made is None else made.name.removeprefix("compressed-tensors ")

@@ -1,4 +1,4 @@
-"""Quantises the base model at the start of a server, or finds the weights that an earlier start has quantised."""
+"""Quantises the base model when a server starts, or finds the weights that an earlier start has quantised."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 MAX_PROMPTS = 32
 MAX_PROMPT_TOKENS = 48
-"""Limits on the texts with which the quality is measured, so that it takes seconds."""
+"""Limits on the texts that measure the quality, so that it takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBase:
-    """Quantised weights and how far their answers are from the float model's, as a sentence."""
+    """Quantised weights, and a sentence on how far their answers are from the float model's."""
 
     directory: Path
     quality: str
@@ -42,8 +42,7 @@ def quantize_base(
 ) -> QuantizedBase:
     """Quantise the model of `config` below `root` in another process. Raises StartRefused.
 
-    The quality is measured with the beginnings of `texts` if the float model fits into memory. `texts` makes as many
-    as it is asked for.
+    If the float model fits into memory, the beginnings of texts measure the quality. `texts(n)` makes n of them.
     """
     prompts: tuple[tuple[int, ...], ...] = ()
     quality = "the quality was not measured, which is done on CPUs only"
@@ -91,7 +90,7 @@ def _prompts(model_dir: Path, texts: Sequence[str]) -> tuple[tuple[int, ...], ..
 def _run(job: QuantizeJob) -> QuantizeResult:
     command = (sys.executable, "-m", "loramux.engine.quantizing.process")
     pipe = subprocess.PIPE
-    # A session of its own, so that Ctrl-C at the terminal reaches only this process, which ends the other one.
+    # In a separate session, Ctrl-C at the terminal reaches only this process, which then ends the other one.
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:  # noqa: S603 - our own
         assert process.stdin is not None
         try:

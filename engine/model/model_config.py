@@ -52,7 +52,7 @@ _ACTIVATIONS_WITHOUT_GATE = {"gelu_pytorch_tanh": GELU_TANH, "relu2": RELU_SQUAR
 class ModelConfig:
     """Configuration of one decoder.
 
-    Contexts have up to `max_model_len` tokens by default, and up to `stretched_model_len` if the operator says so.
+    By default, contexts have up to `max_model_len` tokens. The operator can allow up to `stretched_model_len`.
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
     are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form

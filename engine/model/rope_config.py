@@ -122,7 +122,7 @@ def _parse_rope(
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, rotary_fraction=fraction, factor=positive_float(given, "factor"))
     if kind == "dynamic":
-        # As in transformers, theta depends on max_position_embeddings, whatever else the settings name.
+        # As in transformers, theta depends on max_position_embeddings even if the settings contain another length.
         if int(head_dim * fraction) <= 2:
             refuse_field("partial_rotary_factor", fraction, f"the rotary embedding {kind!r}")
         trained, growth = positive(raw, "max_position_embeddings"), positive_float(given, "factor")

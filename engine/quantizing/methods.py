@@ -1,4 +1,4 @@
-"""Rounds float weights to codes of int8, int4 or FP8, to the nearest value."""
+"""Rounds float weights to the nearest codes of int8, int4 or FP8."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from loramux.engine.errors import ModelNotSupported
 
 GROUPS = (64, 32, 16)
-"""Possible numbers of inputs that share a scale of int4; the first that divides the inputs of all linears is used."""
+"""How many inputs can share a scale of int4. The first number that divides the inputs of all linears is used."""
 
 _LARGEST_E4M3 = 448.0
 
@@ -55,7 +55,8 @@ def _int8(rows: Floats, group: int) -> tuple[npt.NDArray[np.int8], Floats]:
 
 def _int4(rows: Floats, group: int) -> tuple[npt.NDArray[np.int32], Floats]:
     grouped = rows.reshape(len(rows), -1, group)
-    # The weight of the largest magnitude becomes -8, the only code without an opposite, so its sign is the scale's.
+    # The weight of the largest magnitude becomes -8, because there is no code 8. Its sign is the opposite of the
+    # scale's.
     at = np.abs(grouped).argmax(axis=2, keepdims=True)
     scales = _nonzero(np.take_along_axis(grouped, at, axis=2) / np.float32(-8))
     codes = np.clip(np.rint(grouped / scales) + 8, 0, 15).astype(np.uint8).reshape(rows.shape)
@@ -71,7 +72,7 @@ def _fp8(rows: Floats, group: int) -> tuple[npt.NDArray[np.uint8], Floats]:
 
 
 def _nonzero(scales: Floats) -> Floats:
-    """Scales, with 1 for weights that are all 0."""
+    """The scales. If all weights of a group are 0, its scale is 1."""
     return np.where(scales == 0, np.float32(1), scales)
 
 

@@ -1,8 +1,8 @@
-"""Quantises a model in a process of its own: `python -m loramux.engine.quantizing.process`.
+"""Quantises a model in a separate process: `python -m loramux.engine.quantizing.process`.
 
 The process reads a QuantizeJob as JSON from standard input, and writes lines of JSON: QuantizeProgress, and at the end
-QuantizeResult or QuantizeRefused. It can need torch, which a gateway never imports, and much memory, which is free again
-afterwards.
+QuantizeResult or QuantizeRefused. It can need torch, which a gateway never imports, and much memory, which is freed
+when it ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run(job: QuantizeJob) -> QuantizeResult:
-    """Quantise the model unless that was done before, and measure the quality unless that was done before."""
+    """Quantise the model and measure the quality. What an earlier start has done is not repeated."""
     destination = quantized_directory(Path(job.root), Path(job.config.model_dir), job.method)
     if not destination.is_dir():
         reported = -1.0
@@ -55,7 +55,7 @@ def run(job: QuantizeJob) -> QuantizeResult:
 
 
 def _quality(job: QuantizeJob, config: EngineConfig, path: Path) -> float | None:
-    """The divergence, which is kept beside the weights; None if it was not measured."""
+    """The divergence, which is stored beside the weights, or None if it was not measured."""
     if path.is_file():
         return msgspec.json.decode(path.read_bytes(), type=float)
     if not job.prompts:

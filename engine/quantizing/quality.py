@@ -22,7 +22,8 @@ from loramux.engine.sequence import page_list
 
 
 def mean_divergence(config: EngineConfig, prompts: Sequence[tuple[int, ...]]) -> float:
-    """Mean KL divergence, in nats, of the next token after each prompt: quantised against float model, on a CPU.
+    """Mean KL divergence of the quantised model from the float model, in nats, for the token after each prompt. Runs on
+    a CPU.
 
     The two models are loaded one after the other.
     """

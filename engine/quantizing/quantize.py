@@ -25,7 +25,7 @@ from loramux.engine.model.weight_shapes import check_shapes
 from loramux.engine.quantizing.methods import METHODS, Method
 
 VERSION = 1
-"""Changes with the meaning of the files, so that those of older versions are not used."""
+"""Changes when the meaning of the files does, so that those of older versions are not used."""
 
 _UNFINISHED = "unfinished-"
 _BLOCK_ELEMENTS = 1 << 22
@@ -63,7 +63,7 @@ def quantized_names(config: ModelConfig) -> list[str]:
 
 
 def quantize(model_dir: Path, destination: Path, method: str, progress: Callable[[int, int], None]) -> None:
-    """Write `destination` in the format of compressed-tensors; it appears only when it is complete.
+    """Write `destination` in the format of compressed-tensors. It appears once it is complete.
 
     `progress` is called with the numbers of weights done and in total. Raises ModelNotSupported or ConfigNotUsable.
     """

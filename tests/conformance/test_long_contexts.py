@@ -1,4 +1,4 @@
-"""Each way of scaling the rotary embedding gives the logits of transformers at four times the trained length."""
+"""At four times the trained length, each way of scaling the rotary embedding gives the logits of transformers."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Checkpoint:
     plain: Mapping[str, MappedTensor]
 
     def with_coded(self, other: Checkpoint) -> Checkpoint:
-        """This checkpoint with the quantised weights of another one in place of its own."""
+        """This checkpoint, with quantised weights from another one."""
         plain = {name: tensor for name, tensor in self.plain.items() if name not in other.coded}
         return Checkpoint({**self.coded, **other.coded}, plain)
 

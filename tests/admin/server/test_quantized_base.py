@@ -1,4 +1,4 @@
-"""A server that quantises its base starts with it, keeps it, and says how good it is."""
+"""A server quantises its base when it starts, keeps the result, and says how good it is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.quantized_layouts import LAYOUTS, quantize_directory
 def test_weights_are_made_once_by_another_process(
     demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # Measuring is tested in tests/engine/quantizing; a process of its own would have to load the model twice.
+    # tests/engine/quantizing measures the quality. The process of this test does not, because it would have to load two
+    # models.
     monkeypatch.setattr(quantized_base, "free_memory", lambda: 0)
     config = EngineConfig(model_dir=str(demo_base), blob_url="", cache_dir="")
     base = quantize_base(config, tmp_path / "quantized", "int8", sample_texts)

@@ -54,7 +54,8 @@ def test_codes_are_the_nearest_values(
     group = 32 if method == "int4" else 128
     largest = np.abs(wanted).reshape(128, -1, group).max(2).repeat(group, axis=1)
     error = np.abs(found - wanted) / largest
-    # int4 has no code for the opposite of the largest weight, so a weight near it is up to a whole step away.
+    # int4 has no code for the opposite of the largest weight, so a weight near that opposite is up to a whole step
+    # away.
     assert error.max() <= (2 if method == "int4" else 1) * STEPS[method] + 1e-6
     # The nearest of evenly spaced codes is a quarter of a step away on average.
     assert error.mean() < 0.55 * STEPS[method]
@@ -126,5 +127,5 @@ def test_kept_weights_and_their_quality_are_used_again(model: Path, tmp_path: Pa
         assert json.loads(stored.read_text()) == result.divergence
         stored.write_text("0.5")
         assert run(job).divergence == 0.5
-    # Four bits are further from the float model than eight.
+    # A model of four bits is further from the float model than one of eight bits.
     assert 0 < found["int8"] < 0.1 * found["int4"]

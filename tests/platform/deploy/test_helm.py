@@ -1,6 +1,6 @@
 """`make test-container`: the Helm chart's manifests follow the schemas of Kubernetes.
 
-Helm itself is not needed: `helm_template.go` renders the templates with the libraries that Helm uses.
+Helm itself is not needed: `helm_template.go` renders the templates with Helm's libraries.
 """
 
 from __future__ import annotations
