@@ -98,7 +98,7 @@ def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
 
 
 def _check_summed(connection: Connection, query: UsageQuery, days: Sequence[int]) -> None:
-    """Refuse a report over too many rows. Counting rows takes a fiftieth of the time of reading them."""
+    """Refuse a report over too many rows. Counting rows is fifty times faster than reading them."""
     limit = query.max_summed
     counted = select_num_summed(query, days, limit + 1)
     if connection.execute(counted, execution_options=_UNCACHED).scalar_one() > limit:
