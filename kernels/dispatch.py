@@ -55,14 +55,16 @@ class LoraKernels(Protocol):
     def replace_rows(self, tokens: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t] = row of tokens[t]` where the adapter replaces the embedding's row; `y` has the dtype of the pool.
 
-        `call.tables` is `AdapterTables.trained_rows`; `y` is contiguous.
+        `call.tables` is `AdapterTables.trained_rows`; `y` is contiguous. Adapters can also have rows of tokens
+        beyond the embedding's own.
         """
         ...
 
     def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, id] = x[t] · row of id` for each id whose row of the head the adapter replaces.
 
-        `call.tables` is `AdapterTables.trained_rows`. No listed adapter has more rows than `call.segments.max_rank`.
+        `call.tables` is `AdapterTables.trained_rows`. No listed adapter has more rows than `call.segments.max_rank`. `y`
+        has a column for each id, also for those beyond the head's own.
         """
         ...
 

@@ -17,7 +17,8 @@ holds with that `E` and layer 0. An embedding's A is stored by token: row `t` of
 The outer stream ends with the trained rows: rows of an outer module's own weight `[vocab_size, hidden_size]` that the
 adapter replaces. They are stored like the rows of an A with the number of rows as its rank, in ascending order of their
 token ids. The ids, int32, are stored in place of B, from byte `4 * offset` of the stream on. If all rows are replaced,
-row `i` belongs to token `i`, and no ids are stored.
+row `i` belongs to token `i`, and no ids are stored. An adapter with tokens beyond the base's vocabulary has a row for
+each of them, and can therefore have more rows than the base's weight.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ MAX_ELEMENTS = (1 << 31) - 1
 
 ID_BYTES = 4
 """Size of the id of a trained row."""
+
+MAX_EXTRA_TOKENS = 512
+"""Largest number of tokens that an adapter can have beyond the base's vocabulary, including its padding."""
 
 A, B, AFFINE = 0, 1, 2
 """Indices of a module's parts in an offset table's last axis."""
@@ -276,7 +280,7 @@ class AdapterLayout:
         if not count or (self.rows.is_shared and index):
             return range(0)
         begin, first_id = (int(offset) for offset in self.row_offsets[index, :2])
-        num_ids = 0 if count == trained_rows_of(module)[0] else count
+        num_ids = 0 if count >= trained_rows_of(module)[0] else count
         return range(begin * geometry.adapter_itemsize, (first_id + num_ids) * ID_BYTES)
 
     @property
@@ -384,8 +388,8 @@ def _lay_out_rows(
     cursor, page_elements = begin, geometry.flat.adapter_elements
     for m, (module, count) in enumerate(zip(modules, rows.counts or (0,) * len(modules), strict=True)):
         num_rows, row_len = trained_rows_of(module)
-        if not 0 <= count <= num_rows:
-            raise ValueError(f"{count} rows of {module.name} are outside [0, {num_rows}]")
+        if not 0 <= count <= num_rows + MAX_EXTRA_TOKENS:
+            raise ValueError(f"{count} rows of {module.name} are outside [0, {num_rows + MAX_EXTRA_TOKENS}]")
         if rows.is_shared and m:
             offsets[m] = offsets[0]
         elif count:
@@ -393,7 +397,7 @@ def _lay_out_rows(
             cursor = -(-cursor // part.row.chunk_len) * part.row.chunk_len
             end = cursor + part.num_elements
             words = -(-end * geometry.adapter_itemsize // ID_BYTES)
-            num_ids = 0 if count == num_rows else count
+            num_ids = 0 if count >= num_rows else count
             end = -(-(words + num_ids) * ID_BYTES // geometry.adapter_itemsize)
             if end > MAX_ELEMENTS:
                 raise ValueError(f"the trained rows end after {end} elements, but offsets reach only {MAX_ELEMENTS}")

@@ -18,7 +18,7 @@ SERIAL_COPIES = 100_000
 @helper
 def _row_of(token: int, ids: Any, pages: Any, first_id: int, num_rows: int, vocab_size: int) -> Any:
     """Index of a token among the ascending ids, or -1 if the adapter does not replace its row."""
-    if num_rows == vocab_size:
+    if num_rows >= vocab_size:
         return token
     flat_ids = ids.reshape(-1)
     low, high = np.int64(0), np.int64(num_rows)
@@ -96,7 +96,7 @@ def _store_row(
     slot, t = slots[np.searchsorted(starts, j, side="right") - 1], np.int64(rows[j])
     pages = page_table[slot]
     count, first_id = np.int64(num_rows[slot, 0, module]), np.int64(off[slot, 0, module, 1])
-    if count == vocab_size:
+    if count >= vocab_size:
         for r in range(count):
             logits[t * y_stride + r] = planes[t * row_stride + r]
     else:

@@ -169,7 +169,7 @@ def replace_rows(pool: PoolViews, tokens: torch.Tensor, call: LoraCall, y: torch
     """`y[t] = row of tokens[t]` for each row `t` of each segment whose adapter replaces the token's row.
 
     - `pool` contains flat pages; `layout.py` describes how trained rows are stored.
-    - `tokens` int32 or int64 `[T]`, contiguous, in `[0, vocab_size)` for rows listed by a segment.
+    - `tokens` int32 or int64 `[T]`, contiguous; tokens of the adapter for rows listed by a segment.
     - `call` as for `lora_gather`, but with the tables `AdapterTables.trained_rows`.
     - `y` `[T, hidden_size]` in the dtype of `pool.adapter`, contiguous. Nothing else is written.
 
@@ -201,7 +201,7 @@ def replace_columns(pool: PoolViews, x: torch.Tensor, call: LoraCall, y: torch.T
     - `x` `[T, hidden_size]`, last axis contiguous.
     - `call` as for `lora_shrink`, but with the tables `AdapterTables.trained_rows`. The grid depends on the number of
       segments only: each program continues until it has passed the adapter's last row.
-    - `y` `[T, vocab_size]`, last axis contiguous. Nothing else is written.
+    - `y` `[T, num_columns]`, a column for each id, last axis contiguous. Nothing else is written.
 
     Products are summed in float32. The call allocates nothing and does not wait for the device.
     """

@@ -109,7 +109,7 @@ class ReferenceLora:
     def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, id] = x[t] · row of id` for each row `t` of each segment and each id whose row the adapter replaces.
 
-        `x` `[T, hidden_size]`; `y` `[T, vocab_size]`; the group is the head, and the tables are
+        `x` `[T, hidden_size]`; `y` `[T, num_columns]`, a column for each id; the group is the head, and the tables are
         `AdapterTables.trained_rows`. All other elements keep their exact bits.
         """
         for rows, slot, _ in _slots_of(call.segments):

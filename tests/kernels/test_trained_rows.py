@@ -12,6 +12,7 @@ import torch
 
 from loramux.kernels.layout import (
     ID_BYTES,
+    MAX_EXTRA_TOKENS,
     LinearShape,
     PageGeometry,
     RowCounts,
@@ -28,6 +29,8 @@ GEOMETRY = {
 """Pages of 3 * 512 or 2 * 1,280 elements. Neither size is a power of two."""
 
 VOCAB_SIZE, HIDDEN_SIZE = 333, 72
+NUM_TOKENS = VOCAB_SIZE + 9
+"""The largest vocabulary of an adapter."""
 MODULES = (
     LinearShape("embedding", VOCAB_SIZE, HIDDEN_SIZE, is_embedding=True),
     LinearShape("head", HIDDEN_SIZE, VOCAB_SIZE),
@@ -41,13 +44,16 @@ ROWS = (
     RowCounts((7, 7), is_shared=True),
     RowCounts(),
     RowCounts((1, VOCAB_SIZE)),
+    RowCounts((NUM_TOKENS, NUM_TOKENS), is_shared=True),
+    RowCounts((9, 14)),
 )
-"""Numbers of trained rows of the embedding and the head, by slot."""
+"""Numbers of trained rows of the embedding and the head, by slot. The last two slots have more tokens than the base."""
 
 BATCHES = {
     "mixed": [-1, 0, 2, 2, -1, 3, 0, 2, 4, -1, 3, 2, 2, 1, 5, 5],
     "one adapter": [2] * 40,
     "each its own": [3, 0, 5],
+    "further tokens": [6, 7, -1, 7, 6, 7, 2, 6, 7],
     "no adapter": [-1, -1],
 }
 
@@ -80,7 +86,11 @@ class TrainedPool:
                     self.ids[slot, m], self.rows[slot, m] = self.ids[slot, 0], self.rows[slot, 0]
                     assert layout.row_offsets[1].tolist() == layout.row_offsets[0].tolist()
                     continue
-                ids = torch.randperm(VOCAB_SIZE, dtype=torch.int32)[:count].sort().values
+                vocab_size = VOCAB_SIZE if slot < 6 else NUM_TOKENS
+                ids = torch.randperm(vocab_size, dtype=torch.int32)[:count]
+                if slot == 7:
+                    ids[:9] = torch.arange(VOCAB_SIZE, NUM_TOKENS)
+                ids = ids.sort().values
                 rows = torch.randn(count, HIDDEN_SIZE).to(dtype)
                 e = begin + torch.arange(count)[:, None] * padded_len + torch.arange(HIDDEN_SIZE)
                 elements[pages[e // elements.shape[1]], e % elements.shape[1]] = rows
@@ -99,7 +109,7 @@ class TrainedPool:
 
 def segments_of(slots: Sequence[int], kernels: Any) -> Segments:
     """Segments of the rows with an adapter, plus an empty segment if the device pads its steps."""
-    segments = build_segments(np.array(slots, np.int32), kernels.segment_rows, VOCAB_SIZE)
+    segments = build_segments(np.array(slots, np.int32), kernels.segment_rows, NUM_TOKENS)
     device = torch.get_default_device()
     parts = [segments.rows, segments.starts, segments.slots]
     if kernels.segment_rows == 16:
@@ -139,7 +149,7 @@ def test_logits_of_trained_tokens_are_computed_with_their_rows(
 ) -> None:
     adapters = TrainedPool(make_poisoned_pool, dtype)
     kernels = make_kernels(adapters.pool).outer
-    x, y = torch.randn(len(slots), HIDDEN_SIZE), torch.randn(len(slots), VOCAB_SIZE + 3)[:, :VOCAB_SIZE]
+    x, y = torch.randn(len(slots), HIDDEN_SIZE), torch.randn(len(slots), NUM_TOKENS + 3)[:, :NUM_TOKENS]
     before = y.clone()
     call = LoraCall(0, HEAD, adapters.tables, segments_of(slots, kernels))
     kernels.replace_columns(x, call, y)
@@ -148,7 +158,7 @@ def test_logits_of_trained_tokens_are_computed_with_their_rows(
         ids = adapters.ids.get((slot, 1), [])
         if ids:
             expected[ids] = adapters.rows[slot, 1].double() @ x[t].double()
-        others = torch.ones(VOCAB_SIZE, dtype=torch.bool)
+        others = torch.ones(NUM_TOKENS, dtype=torch.bool)
         others[ids] = False
         assert torch.equal(y[t][others], before[t][others])
         torch.testing.assert_close(y[t].double(), expected, rtol=1e-4, atol=1e-4)
@@ -176,7 +186,7 @@ def test_rows_and_ids_are_stored_once_and_behind_the_outer_modules() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (RowCounts((VOCAB_SIZE + 1, 0)), "outside"),
+        (RowCounts((VOCAB_SIZE + MAX_EXTRA_TOKENS + 1, 0)), "outside"),
         (RowCounts((-1, 0)), "outside"),
         (RowCounts((1,)), "shorter"),
     ],
