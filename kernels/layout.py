@@ -212,11 +212,13 @@ class RowCounts:
     """The number of rows that an adapter replaces in each outer module; `()` means none.
 
     With `is_shared`, all outer modules use the same rows, which are stored once: the base ties its head to its
-    embedding.
+    embedding. `vocab_size` is the number of the adapter's tokens, or None if it has the base's. An adapter with more
+    tokens than the base has a row for each further one.
     """
 
     counts: tuple[int, ...] = ()
     is_shared: bool = False
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.is_shared and len(set(self.counts)) != 1:

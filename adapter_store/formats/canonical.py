@@ -2,7 +2,8 @@
 
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
 key, `config`: JSON with sorted keys that contains each module's scale, with alpha, rsLoRA and patterns already applied,
-the rows that replace rows of the embedding or the head, and the tokens that activate the adapter, if there are any.
+the rows that replace rows of the embedding or the head, the number of its tokens if it is not the base's, and the tokens
+that activate the adapter, if there are any.
 Equal adapters yield equal bytes, regardless of the order and names of the tensors in the uploaded files.
 """
 
@@ -32,17 +33,20 @@ def write_canonical(
     names: Mapping[str, str] | None = None,
     invocation_tokens: Sequence[int] = (),
     trained: Mapping[str, TrainedRows] = MappingProxyType({}),
+    vocab_size: int | None = None,
 ) -> str:
     """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
     `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same. `trained`
-    maps outer modules to their replaced rows.
+    maps outer modules to their replaced rows. `vocab_size` is the number of its tokens, or None if it has the base's.
     """
     facts: dict[str, object] = {"peft_type": "LORA", "scales": dict(scales)}
     if invocation_tokens:
         facts[INVOCATION_KEY] = list(invocation_tokens)
     if trained:
         facts["trained_rows"] = {key: rows.document() for key, rows in trained.items()}
+    if vocab_size is not None:
+        facts["vocab_size"] = vocab_size
     config = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     with TensorFile(tensors, MAX_HEADER_BYTES) as file, destination.open("wb") as out:
         originals = names or {name: name for name in file.header.tensors}
@@ -88,6 +92,7 @@ class CanonicalAdapter(TensorFile):
             self.is_activated = INVOCATION_KEY in config
             rows = config.get("trained_rows", {})
             self.trained = {key: TrainedRows.from_document(document) for key, document in rows.items()}
+            self.vocab_size: int | None = config.get("vocab_size")
         except (InvalidJson, KeyError, TypeError, AttributeError, ValueError) as error:
             self.__exit__(None, None, None)
             raise AdapterCorrupt("the canonical file has no configuration") from error

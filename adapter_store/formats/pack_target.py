@@ -16,6 +16,7 @@ from loramux.adapter_store.formats.shards import Shard, shard_of
 from loramux.kernels.layout import (
     MAX_ELEMENTS,
     MAX_EXPERT_RANK,
+    MAX_EXTRA_TOKENS,
     MAX_RANK,
     NO_ROWS,
     AdapterLayout,
@@ -97,10 +98,12 @@ class PackTarget:
     def max_tensors_bytes(self) -> int:
         """Size of the largest valid safetensors file: every module at the highest rank, in float32.
 
-        It also has room for the whole weight of each outer module. Experts have a lower highest rank.
+        It also has room for the whole weight of each outer module, with tokens beyond the base's vocabulary. Experts
+        have a lower highest rank.
         """
         elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
-        elements += sum(module.in_features * module.out_features for module in self.outer_modules)
+        for num_rows, row_len in map(trained_rows_of, self.outer_modules):
+            elements += (num_rows + MAX_EXTRA_TOKENS) * row_len
         if self.experts is not None:
             linears = (linear for linear, counts in self._expert_linears if counts)
             of_one = sum(MAX_EXPERT_RANK * (linear.in_features + linear.out_features) for linear in linears)
@@ -136,7 +139,9 @@ class PackTarget:
             without_rows = -(-MAX_ELEMENTS // self.geometry.adapter_elements)
         page_elements = self.geometry.flat.adapter_elements
         shapes = [trained_rows_of(self.shard(module).shape(module)) for module in self.outer_modules]
-        rows = sum(count * row_layout(row_len, page_elements).padded_len for count, row_len in shapes)
+        rows = sum(
+            (count + MAX_EXTRA_TOKENS) * row_layout(row_len, page_elements).padded_len for count, row_len in shapes
+        )
         # Alignment can add up to a page.
         return without_rows + (-(-min(rows, MAX_ELEMENTS) // page_elements) + 1 if rows else 0)
 
@@ -183,11 +188,17 @@ class PackTarget:
         kv_features = self.geometry.num_kv_heads * head_dim * self.tp_size
         return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
 
-    def tokens(self, module: LinearShape) -> range:
-        """The tokens whose rows of an outer module this rank has."""
+    def tokens(self, module: LinearShape, vocab_size: int | None = None) -> range:
+        """The tokens whose rows of an outer module this rank has; the last rank has those beyond the base's vocabulary.
+
+        `vocab_size` is the number of an adapter's tokens, or None if it has the base's.
+        """
         shard = self.shard(module)
         (tokens,) = shard.inputs if module.is_embedding else shard.outputs
-        return tokens
+        if vocab_size is None:
+            return tokens
+        is_last = tokens.stop == trained_rows_of(module)[0]
+        return range(tokens.start, vocab_size if is_last else min(tokens.stop, vocab_size))
 
     def document(self) -> dict[str, Any]:
         """Return this target as plain JSON values, for packed files and the validation process."""

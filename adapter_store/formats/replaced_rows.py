@@ -15,7 +15,14 @@ from loramux.adapter_store.formats.canonical import CanonicalAdapter
 from loramux.adapter_store.formats.float_formats import to_pool_dtype
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.trained_rows import TrainedRows
-from loramux.kernels.layout import AdapterLayout, LinearShape, RowCounts, row_layout, trained_rows_of
+from loramux.kernels.layout import (
+    MAX_EXTRA_TOKENS,
+    AdapterLayout,
+    LinearShape,
+    RowCounts,
+    row_layout,
+    trained_rows_of,
+)
 
 NO_TOKENS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -37,6 +44,8 @@ def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: BaseWeights 
     modules = target.outer_modules
     if not file.trained.keys() <= {module.name for module in modules}:
         raise AdapterRejected("base_mismatch", "the adapter replaces modules that the base model does not have")
+    if file.vocab_size is not None:
+        _check_vocabulary(file, file.vocab_size, target)
     found = [file.trained.get(module.name) for module in modules]
     is_shared = target.tied_embeddings and len(modules) > 1 and all(rows == found[0] for rows in found)
     tokens: dict[str, npt.NDArray[np.int64]] = {}
@@ -51,7 +60,8 @@ def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: BaseWeights 
         raise AdapterRejected("base_mismatch", "an activated adapter contains changed weights of the base")
     if not file.trained:
         return ReplacedRows(tokens, RowCounts())
-    return ReplacedRows(tokens, RowCounts(tuple(len(tokens[module.name]) for module in modules), is_shared))
+    counts = tuple(len(tokens[module.name]) for module in modules)
+    return ReplacedRows(tokens, RowCounts(counts, is_shared, file.vocab_size))
 
 
 def write_rows(
@@ -66,7 +76,7 @@ def write_rows(
         tokens = replaced.tokens[module.name]
         if not len(tokens) or (layout.rows.is_shared and index):
             continue
-        rows, ours = file.trained[module.name], target.tokens(module)
+        rows, ours = file.trained[module.name], target.tokens(module, file.vocab_size)
         begin, first_id = (int(offset) for offset in layout.row_offsets[index, :2])
         row_len = trained_rows_of(module)[1]
         padded_len = row_layout(row_len, target.geometry.flat.adapter_elements).padded_len
@@ -81,7 +91,7 @@ def write_rows(
             ids, values = np.array(rows.ids, np.int64), file.converted(rows.delta, target.dtype)
             is_ours = np.isin(ids, tokens)
             at[tokens.searchsorted(ids[is_ours])] = values[is_ours]
-        if len(tokens) < len(ours):
+        if len(tokens) < len(target.tokens(module)):
             stream.view("<i4")[first_id : first_id + len(tokens)] = tokens - ours.start
 
 
@@ -117,20 +127,41 @@ def _changed(
     """This tensor-parallel rank's tokens whose rows are trained or differ from the base's."""
     if not _fits(rows, file, module):
         raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
-    tokens, ours = np.array(sorted(rows.ids), np.int64), target.tokens(module)
+    tokens, ours = np.array(sorted(rows.ids), np.int64), target.tokens(module, file.vocab_size)
     if rows.whole is not None:
         assert base is not None, "packing a whole weight needs the base's"
+        num_rows, _ = trained_rows_of(module)
         for block in file.blocks(rows.whole):
-            values = file.converted(rows.whole, target.dtype, block)
-            is_changed = values != to_pool_dtype(base.rows(module.name, block.start, block.stop), target.dtype)
-            tokens = np.append(tokens, block.start + np.flatnonzero(is_changed.any(axis=1)))
+            end = min(block.stop, num_rows)
+            if block.start < end:
+                values = file.converted(rows.whole, target.dtype, range(block.start, end))
+                is_changed = values != to_pool_dtype(base.rows(module.name, block.start, end), target.dtype)
+                tokens = np.append(tokens, block.start + np.flatnonzero(is_changed.any(axis=1)))
+            tokens = np.append(tokens, np.arange(max(block.start, num_rows), block.stop))
         tokens = np.unique(tokens)
-    return tokens[(tokens >= ours.start) & (tokens < ours.stop)]
+    tokens = tokens[(tokens >= ours.start) & (tokens < ours.stop)]
+    if len(ours) > len(tokens) >= len(target.tokens(module)):
+        # With as many rows as the base has, an adapter's rows have no ids, so none may be missing.
+        if rows.whole is None:
+            raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
+        tokens = np.arange(ours.start, ours.stop)
+    return tokens
+
+
+def _check_vocabulary(file: CanonicalAdapter, vocab_size: int, target: PackTarget) -> None:
+    """Raise AdapterRejected unless the file has all rows that this base lacks."""
+    for module in target.outer_modules:
+        num_rows, rows = trained_rows_of(module)[0], file.trained.get(module.name)
+        beyond = range(num_rows, vocab_size)
+        is_complete = rows is not None and (rows.has_all(beyond) if beyond else rows.whole is not None)
+        if not is_complete or not 0 < vocab_size <= num_rows + MAX_EXTRA_TOKENS:
+            raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
 
 
 def _fits(rows: TrainedRows, file: CanonicalAdapter, module: LinearShape) -> bool:
     """True if the replaced rows have the shape of the base's."""
     num_rows, row_len = trained_rows_of(module)
+    num_rows = num_rows if file.vocab_size is None else file.vocab_size
     wanted = {rows.whole: (num_rows, row_len), rows.delta: (len(rows.ids), row_len)}
     shapes = {name: entry.shape for name, entry in file.header.tensors.items()}
     are_ids = len(set(rows.ids)) == len(rows.ids) and all(0 <= token < num_rows for token in rows.ids)

@@ -44,20 +44,25 @@ class TrainedRows:
     def from_document(cls, document: Mapping[str, Any]) -> TrainedRows:
         return cls(document["whole"], document["delta"], tuple(int(token) for token in document["ids"]))
 
+    def has_all(self, tokens: range) -> bool:
+        return self.whole is not None or set(tokens).issubset(self.ids)
+
     def max_count(self, tokens: range) -> int:
         """The number of rows of `tokens` that are replaced, if no row of a whole weight equals the base's."""
         return len(tokens) if self.whole is not None else sum(token in tokens for token in self.ids)
 
 
-def max_row_counts(trained: Mapping[str, TrainedRows], target: PackTarget) -> RowCounts:
-    """The largest number of rows replaced in each outer module; equal rows of a tied base are stored once."""
+def max_row_counts(trained: Mapping[str, TrainedRows], target: PackTarget, vocab_size: int | None = None) -> RowCounts:
+    """The largest number of rows replaced in each outer module; equal rows of a tied base are stored once.
+
+    `vocab_size` is the number of the adapter's tokens, or None if it has the base's.
+    """
     if not trained:
         return NO_ROWS
     found = [trained.get(module.name) for module in target.outer_modules]
     counts = tuple(
-        0 if rows is None else rows.max_count(target.tokens(module))
+        0 if rows is None else rows.max_count(target.tokens(module, vocab_size))
         for rows, module in zip(found, target.outer_modules, strict=True)
     )
-    return RowCounts(
-        counts, is_shared=target.tied_embeddings and len(found) > 1 and all(rows == found[0] for rows in found)
-    )
+    is_shared = target.tied_embeddings and len(found) > 1 and all(rows == found[0] for rows in found)
+    return RowCounts(counts, is_shared, vocab_size)

@@ -49,6 +49,8 @@ class Accepted:
     report: dict[str, Any]
     invocation_tokens: tuple[int, ...] = ()
     """The tokens that activate the adapter; empty if it is always active."""
+    vocab_size: int | None = None
+    """Number of the adapter's tokens, if its embedding and head have another size than the base's."""
 
 
 @dataclass(frozen=True, slots=True)

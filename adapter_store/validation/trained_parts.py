@@ -29,6 +29,7 @@ from loramux.adapter_store.formats.trained_rows import (
 )
 from loramux.adapter_store.validation.peft_config import PeftConfig
 from loramux.adapter_store.validation.trained_config import EMBEDDING, HEAD
+from loramux.adapter_store.validation.vocab_size import ResizedVocabulary, resized_vocabulary
 from loramux.adapter_store.validation.weight_checks import check_values
 from loramux.kernels.layout import trained_rows_of
 
@@ -44,6 +45,12 @@ class TrainedParts:
     twins: list[tuple[str, str]] = field(default_factory=list)
     base_copies: list[str] = field(default_factory=list)
     """Tensors that PEFT saved as a copy of the base's weight."""
+    vocabulary: ResizedVocabulary | None = None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of the adapter's tokens, or None if it has the base's."""
+        return None if self.vocabulary is None else self.vocabulary.num_tokens
 
     def check_shapes(self, entries: Mapping[str, TensorEntry]) -> None:
         """Raise AdapterRejected if a tensor has the wrong shape. `entries` are keyed by current names."""
@@ -59,8 +66,7 @@ class TrainedParts:
                 )
             raise AdapterRejected(
                 "base_mismatch",
-                f"the tensor has shape {list(entry.shape)}, but the base needs {list(wanted)}; "
-                "tokens beyond the base's vocabulary are not supported",
+                f"the tensor has shape {list(entry.shape)}, but the base needs {list(wanted)}",
                 entry.name,
             )
 
@@ -84,18 +90,20 @@ class TrainedParts:
 
 
 def trained_parts(
-    config: PeftConfig, target: PackTarget, names: Collection[str], adapted: Collection[str]
+    config: PeftConfig, target: PackTarget, entries: Mapping[str, TensorEntry], adapted: Collection[str]
 ) -> TrainedParts:
-    """Find the trained parts of a file with tensors `names`. Raises AdapterRejected if PEFT would not load them.
+    """Find the trained parts of a file. Raises AdapterRejected if PEFT would not load them.
 
-    `adapted` are the modules with a LoRA.
+    `entries` are the file's tensors by current names, and `adapted` the modules with a LoRA.
     """
-    parts = TrainedParts()
-    modules = {module.name: trained_rows_of(module) for module in target.outer_modules}
     saved, tokens = set(config.modules_to_save), dict(config.token_indices)
+    modules = {module.name: trained_rows_of(module) for module in target.outer_modules}
     for key in (*saved, *tokens):
         if key not in modules:
             raise AdapterRejected("unknown_module", "adapters cannot replace this module of the base", key)
+    parts = TrainedParts(vocabulary=resized_vocabulary(config, target, entries))
+    if parts.vocab_size is not None:
+        modules = {key: (parts.vocab_size, row_len) for key, (_, row_len) in modules.items()}
     _check_tokens(config, {key: count for key, (count, _) in modules.items()}, adapted)
     is_tied = target.tied_embeddings and modules.keys() == {EMBEDDING, HEAD}
     follows_whole = is_tied and config.ensure_weight_tying and bool(saved)
@@ -110,7 +118,7 @@ def trained_parts(
         return TENSOR_PREFIX + key + suffix
 
     def is_there(key: str, suffix: str) -> bool:
-        return TENSOR_PREFIX + key + suffix in names
+        return TENSOR_PREFIX + key + suffix in entries
 
     copies: dict[str, str] = {}
     for key, shape in modules.items():
@@ -162,7 +170,7 @@ def _check_tokens(config: PeftConfig, vocab_sizes: Mapping[str, int], adapted: C
         if max(tokens) >= vocab_sizes[key]:
             raise AdapterRejected(
                 "base_mismatch",
-                f"the base has {vocab_sizes[key]} tokens, numbered from 0; further tokens are not supported",
+                f"the vocabulary has {vocab_sizes[key]} tokens, numbered from 0",
                 "trainable_token_indices",
             )
 

@@ -18,7 +18,7 @@ from loramux.adapter_store.formats.module_places import module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.safetensors_header import TensorEntry
 from loramux.adapter_store.formats.tensor_file import TensorFile
-from loramux.adapter_store.formats.trained_rows import TrainedRows, max_row_counts, outer_weight_names
+from loramux.adapter_store.formats.trained_rows import max_row_counts, outer_weight_names
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
 from loramux.adapter_store.validation.peft_config import PeftConfig, parse_peft_config
 from loramux.adapter_store.validation.report import CheckList, Report, Warn, without_effect
@@ -56,9 +56,10 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         with checks.check("names"):
             names = with_stacked_names(current_names(file.header.tensors), parsed, target)
             entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
-            parts = trained_parts(parsed, target, entries.keys(), {module.key for module in expected})
+            parts = trained_parts(parsed, target, entries, {module.key for module in expected})
             # Packing compares copies of the base's weights with the base.
-            if parsed.invocation_tokens and (parsed.modules_to_save or parsed.token_indices):
+            has_trained = parsed.modules_to_save or parsed.token_indices or parts.vocab_size is not None
+            if parsed.invocation_tokens and has_trained:
                 raise AdapterRejected(
                     "unsupported_config",
                     "an activated LoRA cannot have trained weights of the embedding or the head, which PEFT would also "
@@ -66,6 +67,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     INVOCATION_KEY,
                 )
             _check_names(entries, expected, parts, target)
+            if parts.vocabulary is not None:
+                parts.vocabulary.check(parts.rows, target, {module.key for module in expected})
         with checks.check("shapes"):
             _check_shapes(entries, expected)
             parts.check_shapes(entries)
@@ -104,14 +107,15 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
     return Report(
         scales={module.key: module.scale for module in expected},
         trained=parts.rows,
+        vocab_size=parts.vocab_size,
         num_trained_rows={
-            module.name: parts.rows[module.name].max_count(target.tokens(module))
+            module.name: parts.rows[module.name].max_count(target.tokens(module, parts.vocab_size))
             for module in target.outer_modules
             if module.name in parts.rows
         },
         names=names.originals,
         max_rank=max(module.rank for module in expected),
-        num_pages=_num_pages(expected, parts.rows, target),
+        num_pages=_num_pages(expected, parts, target),
         num_parameters=sum(math.prod(entry.shape) for entry in entries.values()),
         dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
         features=parsed.features,
@@ -154,7 +158,7 @@ def _ranks(file: TensorFile, config: PeftConfig, target: PackTarget) -> dict[str
     return {place.key: place.rank_of(shape) for place, shape in places if shape is not None}
 
 
-def _num_pages(expected: Sequence[ExpectedModule], trained: Mapping[str, TrainedRows], target: PackTarget) -> int:
+def _num_pages(expected: Sequence[ExpectedModule], parts: TrainedParts, target: PackTarget) -> int:
     ranks = np.zeros((target.geometry.num_layers, len(target.all_modules)), np.int32)
     outer_ranks = np.zeros(len(target.outer_modules), np.int32)
     for module in expected:
@@ -164,7 +168,8 @@ def _num_pages(expected: Sequence[ExpectedModule], trained: Mapping[str, Trained
             ranks[module.layer, module.module] = module.rank
     has_affines = any(module.vector_name is not None for module in expected)
     try:
-        return target.layout(ranks, outer_ranks, has_affines, max_row_counts(trained, target)).num_pages
+        rows = max_row_counts(parts.rows, target, parts.vocab_size)
+        return target.layout(ranks, outer_ranks, has_affines, rows).num_pages
     except ValueError:
         raise AdapterRejected(
             "adapter_too_large",

@@ -41,11 +41,19 @@ def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
     report = validate_files(job.config.read_bytes(), job.tensors, target, checks)
     with checks.check("packing"):
         digest = write_canonical(
-            job.tensors, report.scales, job.canonical, report.names, report.invocation_tokens, report.trained
+            job.tensors,
+            report.scales,
+            job.canonical,
+            report.names,
+            report.invocation_tokens,
+            report.trained,
+            report.vocab_size,
         )
         if not needs_base(job.canonical):
             write_packed(job.packed, pack(job.canonical, target), target)
-    return Accepted(digest, report.max_rank, report.num_pages, report.document(), report.invocation_tokens)
+    return Accepted(
+        digest, report.max_rank, report.num_pages, report.document(), report.invocation_tokens, report.vocab_size
+    )
 
 
 def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:

@@ -349,5 +349,13 @@ def pack_peft_directory(directory: Path, target: PackTarget, base_dir: Path) -> 
     tensors = directory / "adapter_model.safetensors"
     report = validate_files((directory / "adapter_config.json").read_bytes(), tensors, target)
     canonical = directory / "canonical.safetensors"
-    write_canonical(tensors, report.scales, canonical, report.names, report.invocation_tokens, report.trained)
+    write_canonical(
+        tensors,
+        report.scales,
+        canonical,
+        report.names,
+        report.invocation_tokens,
+        report.trained,
+        report.vocab_size,
+    )
     return pack(canonical, target, BaseWeights(base_dir))

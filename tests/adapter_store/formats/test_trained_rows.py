@@ -20,7 +20,7 @@ from loramux.adapter_store.formats.packing import PackedAdapter, needs_base, pac
 from loramux.adapter_store.formats.replaced_rows import LoadedWeights
 from loramux.adapter_store.formats.trained_rows import max_row_counts
 from loramux.adapter_store.validation.validation import validate_files
-from loramux.kernels.layout import PageGeometry, RowCounts, row_layout, trained_rows_of
+from loramux.kernels.layout import MAX_EXTRA_TOKENS, PageGeometry, RowCounts, row_layout, trained_rows_of
 from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.linears import llama_linears, outer_linears
 from tests.adapter_store.small_base import HIDDEN, VOCAB_SIZE
@@ -53,7 +53,13 @@ def canonical_of(target: PackTarget, tensors: dict[str, np.ndarray], path: Path,
     files.tensors |= tensors
     report = validate_files(files.config_bytes, files.tensor_bytes, target)
     write_canonical(
-        files.tensor_bytes, report.scales, path, report.names, report.invocation_tokens, trained=report.trained
+        files.tensor_bytes,
+        report.scales,
+        path,
+        report.names,
+        report.invocation_tokens,
+        trained=report.trained,
+        vocab_size=report.vocab_size,
     )
     return path
 
@@ -251,7 +257,67 @@ def test_digest_depends_on_the_tokens(outer_target: PackTarget, tmp_path: Path) 
 def test_room_is_reserved_for_all_rows(outer_target: PackTarget) -> None:
     geometry = outer_target.geometry
     ranks = np.full((geometry.num_layers, len(outer_target.modules)), 256, np.int32)
-    every = RowCounts((VOCAB_SIZE, VOCAB_SIZE))
+    every = RowCounts((VOCAB_SIZE + MAX_EXTRA_TOKENS,) * 2)
     most = outer_target.layout(ranks, np.full(2, 256, np.int32), has_affines=True, rows=every)
     assert most.num_pages <= outer_target.max_pages <= most.num_pages + 2
     assert max_row_counts({}, outer_target) == RowCounts()
+
+
+def extended(rows: np.ndarray, num_tokens: int, changed: int) -> np.ndarray:
+    """Rows of `num_tokens` tokens, of which the first `changed` differ from the base's."""
+    values = np.concatenate([rows, random(MAX_EXTRA_TOKENS, HIDDEN, seed=4)])[:num_tokens].copy()
+    values[:changed] += 1
+    return values
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "changed", "expected"),
+    [
+        pytest.param(VOCAB_SIZE + 2, 3, [0, 1, 2, VOCAB_SIZE, VOCAB_SIZE + 1], id="more tokens"),
+        pytest.param(VOCAB_SIZE + 2, VOCAB_SIZE - 1, range(VOCAB_SIZE + 2), id="as many rows as the base"),
+        pytest.param(VOCAB_SIZE + 2, VOCAB_SIZE, range(VOCAB_SIZE + 2), id="all rows"),
+        pytest.param(VOCAB_SIZE - 5, 2, [0, 1], id="fewer tokens"),
+        pytest.param(VOCAB_SIZE - 5, 0, [], id="fewer tokens, unchanged"),
+    ],
+)
+def test_resized_weights_are_packed_with_the_rows_that_the_base_lacks(
+    outer_target: PackTarget, tmp_path: Path, base: BaseWeights, num_tokens: int, changed: int, expected: Any
+) -> None:
+    weights = [extended(rows, num_tokens, changed) for rows in (BASE_EMBEDDING, BASE_HEAD)]
+    tensors = {EMBEDDING + ".weight": weights[0], HEAD + ".weight": weights[1]}
+    path = canonical_of(outer_target, tensors, tmp_path / "canonical", modules_to_save=["embed_tokens", "lm_head"])
+    packed = pack(path, outer_target, base)
+    assert packed.layout.rows == RowCounts((len(expected),) * 2, vocab_size=num_tokens)
+    for index, values in enumerate(weights):
+        assert_rows(rows_in_pages(packed, outer_target, index), {t: values[t] for t in expected}, outer_target)
+    write_packed(tmp_path / "packed", packed, outer_target)
+    assert read_packed(tmp_path / "packed", outer_target).layout.rows == packed.layout.rows
+
+
+def test_trained_tokens_extend_the_vocabulary_of_a_tied_base(outer_target: PackTarget, tmp_path: Path) -> None:
+    tied = replace(outer_target, tied_embeddings=True)
+    ids, rows = [VOCAB_SIZE + 1, 4, VOCAB_SIZE], random(3, HIDDEN)
+    path = canonical_of(tied, {EMBEDDING + DELTA: rows}, tmp_path / "canonical", trainable_token_indices=ids)
+    packed = pack(path, tied)
+    assert packed.layout.rows == RowCounts((3, 3), is_shared=True, vocab_size=VOCAB_SIZE + 2)
+    assert_rows(rows_in_pages(packed, tied, 0), dict(zip(ids, rows, strict=True)), tied)
+
+
+def test_resized_weights_are_refused_for_a_base_that_lacks_other_rows(
+    outer_target: PackTarget, tmp_path: Path, base: BaseWeights
+) -> None:
+    path = canonical_of(
+        replace(outer_target, tied_embeddings=True),
+        {EMBEDDING + DELTA: random(2, HIDDEN)},
+        tmp_path / "canonical",
+        trainable_token_indices=[VOCAB_SIZE, VOCAB_SIZE + 1],
+    )
+    smaller = replace(
+        outer_target,
+        outer_modules=tuple(
+            replace(module, **{"in_features" if module.is_embedding else "out_features": VOCAB_SIZE - 1})
+            for module in outer_target.outer_modules
+        ),
+    )
+    with pytest.raises(AdapterRejected, match="another base model"):
+        pack(path, smaller, base)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
+from loramux.kernels.layout import MAX_EXTRA_TOKENS
 from tests.adapter_store.adapter_files import AdapterFiles
 from tests.adapter_store.small_base import HIDDEN, VOCAB_SIZE
 from tests.adapter_store.validation.hostile import MARK, Hostile
@@ -18,6 +19,12 @@ BOTH = ["lm_head", "embed_tokens"]
 LORA_OF_BOTH: dict[str, Any] = {"modules": ("model.embed_tokens", "lm_head")}
 WHOLE = np.ones((VOCAB_SIZE, HIDDEN), np.float32)
 ROWS = np.ones((2, HIDDEN), np.float32)
+
+
+def _resized(num_rows: int, num_head_rows: int | None = None) -> dict[str, np.ndarray]:
+    """An embedding and a head with this many tokens."""
+    sizes = {EMBEDDING: num_rows, HEAD: num_rows if num_head_rows is None else num_head_rows}
+    return {f"{module}.weight": np.ones((size, HIDDEN), np.float32) for module, size in sizes.items()}
 
 
 def _with(value: float, like: np.ndarray = WHOLE) -> np.ndarray:
@@ -103,6 +110,24 @@ TENSORS = [
     _trained("an unused copy of another size", "base_mismatch", HEAD + ".original_module.weight",
              {HEAD + ".weight": WHOLE, HEAD + ".original_module.weight": ROWS}, modules_to_save=["lm_head"]),
     _trained("a base's head of fewer tokens", "base_mismatch", HEAD + ".weight", {HEAD + ".weight": ROWS}),
+    _trained("one token more than allowed", "base_mismatch", EMBEDDING + ".weight",
+             _resized(VOCAB_SIZE + MAX_EXTRA_TOKENS + 1), modules_to_save=BOTH),
+    _trained("head and embedding of different sizes", "base_mismatch", HEAD + ".weight",
+             _resized(VOCAB_SIZE + 2, VOCAB_SIZE + 1), modules_to_save=BOTH),
+    _trained("a resized embedding beside the base's head", "base_mismatch", HEAD + ".weight",
+             _resized(VOCAB_SIZE + 2, VOCAB_SIZE), modules_to_save=BOTH),
+    _trained("resized weights of different sizes", "base_mismatch", HEAD + ".weight",
+             _resized(VOCAB_SIZE + 2, VOCAB_SIZE + 3), modules_to_save=["embed_tokens"]),
+    _trained("a resized embedding and head with a LoRA", "unsupported_config", "target_modules",
+             {f"{module}.base_layer.weight": np.ones((VOCAB_SIZE + 2, HIDDEN), np.float32)
+              for module in (EMBEDDING, HEAD)}, adapter=LORA_OF_BOTH),
+    _trained("an activated adapter with a resized embedding", "unsupported_config", INVOCATION_KEY,
+             _resized(VOCAB_SIZE + 2), **{INVOCATION_KEY: [1]}),
+    _trained("trained tokens with a gap beyond the vocabulary", "base_mismatch", TOKENS,
+             {EMBEDDING + DELTA: ROWS}, is_tied=True, trainable_token_indices=[VOCAB_SIZE, VOCAB_SIZE + 2]),
+    _trained("more trained tokens than the base has", "unsupported_config", TOKENS,
+             {EMBEDDING + DELTA: np.ones((VOCAB_SIZE, HIDDEN), np.float32)}, is_tied=True,
+             trainable_token_indices=list(range(1, VOCAB_SIZE + 1))),
     _tokens("more ids than rows", "token_mismatch", EMBEDDING + DELTA, [1, 2, 3]),
     _tokens("fewer ids than rows", "token_mismatch", EMBEDDING + DELTA, [1]),
     _tokens("rows of a narrower base", "base_mismatch", EMBEDDING + DELTA, [1, 2], ROWS[:, :8].copy()),

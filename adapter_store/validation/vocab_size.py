@@ -1,0 +1,81 @@
+"""The number of tokens of an adapter whose embedding and head were resized, because its tokenizer has other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.module_places import TENSOR_PREFIX
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.safetensors_header import TensorEntry
+from loramux.adapter_store.formats.trained_rows import BASE_SUFFIXES, TrainedRows
+from loramux.adapter_store.validation.peft_config import PeftConfig
+from loramux.kernels.layout import MAX_EXTRA_TOKENS, trained_rows_of
+
+_TOKENS = "trainable_token_indices"
+
+
+@dataclass(frozen=True, slots=True)
+class ResizedVocabulary:
+    """An embedding and head of `num_tokens` rows, which are not as many as the base's; `param` shows their number."""
+
+    num_tokens: int
+    param: str
+
+    def check(self, rows: Mapping[str, TrainedRows], target: PackTarget, adapted: Collection[str]) -> None:
+        """Raise AdapterRejected unless embedding and head have all tokens, and no LoRA.
+
+        `rows` are the rows that the adapter replaces by module, and `adapted` the modules with a LoRA.
+        """
+        for module in target.outer_modules:
+            num_rows, found = trained_rows_of(module)[0], rows.get(module.name)
+            if not 0 < self.num_tokens <= num_rows + MAX_EXTRA_TOKENS:
+                raise AdapterRejected(
+                    "base_mismatch",
+                    f"the base has {num_rows} tokens; an adapter can have at most {MAX_EXTRA_TOKENS} more",
+                    self.param,
+                )
+            if module.name in adapted:
+                raise AdapterRejected(
+                    "unsupported_config",
+                    f"the adapter has {self.num_tokens} tokens and the base {num_rows}, so the embedding and the head "
+                    "cannot have a LoRA: list them in modules_to_save instead",
+                    "target_modules",
+                )
+            beyond = range(num_rows, self.num_tokens)
+            if found is None or not (found.has_all(beyond) if beyond else found.whole is not None):
+                missing = f"the tokens {num_rows} to {self.num_tokens - 1} of" if beyond else "the weight of"
+                raise AdapterRejected(
+                    "base_mismatch",
+                    f"the adapter has {self.num_tokens} tokens and the base {num_rows}, but the file lacks {missing} "
+                    f"{module.name}: save the adapter with save_pretrained(..., save_embedding_layers=True)",
+                    self.param,
+                )
+            if found.whole is None and num_rows <= len(found.ids) < self.num_tokens:
+                raise AdapterRejected(
+                    "unsupported_config",
+                    "beside tokens beyond the base's vocabulary, train fewer tokens than the base has, or all",
+                    _TOKENS,
+                )
+
+
+def resized_vocabulary(
+    config: PeftConfig, target: PackTarget, entries: Mapping[str, TensorEntry]
+) -> ResizedVocabulary | None:
+    """The vocabulary that the file's embedding and head were resized to, or None if they have the base's size.
+
+    Without a whole weight, trained tokens beyond the base's vocabulary extend it. `entries` are the file's tensors by
+    current names.
+    """
+    usual = target.vocab_size
+    if usual is None:
+        return None
+    for module in target.outer_modules:
+        _, row_len = trained_rows_of(module)
+        for suffix in BASE_SUFFIXES:
+            entry = entries.get(TENSOR_PREFIX + module.name + suffix)
+            if entry is not None and entry.shape[1:] == (row_len,):
+                return None if entry.shape[0] == usual else ResizedVocabulary(entry.shape[0], entry.name)
+    last = max((token for _, tokens in config.token_indices for token in tokens), default=0)
+    return ResizedVocabulary(last + 1, _TOKENS) if last >= usual else None
