@@ -158,7 +158,8 @@ class Engine:
             seed=(self._seeds.getrandbits(64) if seed is None else seed) % 2**64,
             stop_token_ids=self._stop_token_ids(add.sampling),
         )
-        sequence.token_rules = token_rules(add.sampling, sequence.tokens, sequence.num_prompt, self._limits.vocab_size)
+        vocab_size = self._limits.vocab_size if add.vocab_size is None else add.vocab_size
+        sequence.token_rules = token_rules(add.sampling, sequence.tokens, sequence.num_prompt, vocab_size)
         self._num_arrivals += 1
         if add.digest is not None:
             self._floors.note(add.share_key, add.digest, add.host_floor_bytes)
@@ -166,7 +167,7 @@ class Engine:
         if self._traces is not None:
             self._traces.added(sequence)
         if add.grammar:
-            sequence.grammar = self._grammars.request(add.isolation_key, add.grammar)
+            sequence.grammar = self._grammars.request(add.isolation_key, add.grammar, add.vocab_size)
         self._scheduler.add(sequence)
         self._set_timers(sequence)
         self._shed()
@@ -476,6 +477,8 @@ class Engine:
         for sequence in self._scheduler.take_unfit():
             message = "the request and its adapter together need more pages than the pool can provide"
             self._end(sequence, "error", "request_too_large", message)
+        for sequence in self._scheduler.take_misstated():
+            self._end(sequence, "error", "invalid_request", "vocab_size is not the size of the adapter's vocabulary")
 
     def stats(self, request: StatsRequest) -> Stats:
         return self._stats.snapshot(request.call_id, request.with_tiers)

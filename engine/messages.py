@@ -13,7 +13,7 @@ import msgspec
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -83,6 +83,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     digest: str | None = None
     activation: int = 0
     """Position of the first prompt token that the adapter modifies; the base alone computes the tokens before it."""
+    vocab_size: int | None = None
+    """Number of the adapter's tokens, or None if it has the base's."""
     share_key: str = ""
     weight: int = 1
     host_floor_bytes: int = 0

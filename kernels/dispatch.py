@@ -63,8 +63,8 @@ class LoraKernels(Protocol):
     def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, id] = x[t] · row of id` for each id whose row of the head the adapter replaces.
 
-        `call.tables` is `AdapterTables.trained_rows`. No listed adapter has more rows than `call.segments.max_rank`. `y`
-        has a column for each id, also for those beyond the head's own.
+        `call.tables` is `AdapterTables.trained_rows`. No listed adapter has more rows than `call.segments.max_rank`.
+        `y` has a column for each id, also for those beyond the head's own.
         """
         ...
 

@@ -2,9 +2,9 @@
 
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
 key, `config`: JSON with sorted keys that contains each module's scale, with alpha, rsLoRA and patterns already applied,
-the rows that replace rows of the embedding or the head, the number of its tokens if it is not the base's, and the tokens
-that activate the adapter, if there are any.
-Equal adapters yield equal bytes, regardless of the order and names of the tensors in the uploaded files.
+the rows that replace rows of the embedding or the head, the number of its tokens if it is not the base's, and the
+tokens that activate the adapter, if there are any. Equal adapters yield equal bytes, regardless of the order and names
+of the tensors in the uploaded files.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class Warn:
 class Report:
     """The result of a validation. `scales` contains each module's scale, in the order of the packed streams.
 
-    `trained` maps outer modules to the rows that the adapter replaces. `vocab_size` is the number of its tokens, or None
-    if it has the base's. `names` maps PEFT's current name of each tensor
-    to the file's own name. `invocation_tokens` is empty unless the adapter is an activated LoRA.
+    `trained` maps outer modules to the rows that the adapter replaces. `vocab_size` is the number of its tokens, or
+    None if it has the base's. `names` maps PEFT's current name of each tensor to the file's own name.
+    `invocation_tokens` is empty unless the adapter is an activated LoRA.
     """
 
     scales: Mapping[str, float]

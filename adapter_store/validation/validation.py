@@ -174,7 +174,7 @@ def _num_pages(expected: Sequence[ExpectedModule], parts: TrainedParts, target: 
         raise AdapterRejected(
             "adapter_too_large",
             "the adapter has more elements than the page pool can address: use a lower rank, or train fewer rows",
-            "modules_to_save" if trained else "r",
+            "modules_to_save" if parts.rows else "r",
         ) from None
 
 

@@ -232,6 +232,7 @@ class AdapterPool:
         """Queue a staged adapter until there is room for it. Returns an error message if there can never be room."""
         load.staged = staged
         load.num_pages = staged.packed.num_pages
+        load.vocab_size = staged.packed.layout.rows.vocab_size
         if self._fits_beside_pins(load):
             load.phase = AdapterPhase.STAGED
             self._staged.append(load)

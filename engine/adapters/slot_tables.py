@@ -66,6 +66,9 @@ class SlotTables:
         self._has_module = np.zeros((num_slots, len(target.all_modules)), np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
         self._num_rows = np.zeros((num_slots, len(target.outer_modules)), np.int32)
+        # A target without an embedding has no adapters with tokens of their own.
+        self._base_vocab_size = target.vocab_size or 0
+        self._vocab_sizes = np.full(num_slots, self._base_vocab_size, np.int32)
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
         layout = packed.layout
@@ -87,6 +90,11 @@ class SlotTables:
             row_off[slot, 0] = layout.row_offsets
             num_rows[slot, 0] = self._num_rows[slot] = layout.rows.counts
             self._has_outer[slot] |= self._num_rows[slot] > 0
+        self._vocab_sizes[slot] = self._base_vocab_size
+        if layout.rows.vocab_size is not None:
+            # Even if the adapter's rows are the base's, it may have fewer of them.
+            self._vocab_sizes[slot] = layout.rows.vocab_size
+            self._has_outer[slot] = True
         self._max_ranks[slot] = layout.max_rank
         self._has_module[slot] = layout.ranks.any(axis=0)
         for staged, table in self._copied:
@@ -100,6 +108,11 @@ class SlotTables:
     def max_rows(self, slots: npt.NDArray[np.int32], module: int) -> int:
         """Largest number of trained rows of an outer module among the adapters in `slots`, where -1 is the base."""
         return int(self._num_rows[slots[slots >= 0], module].max(initial=0))
+
+    def vocab_sizes(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
+        """Number of tokens of each adapter in `slots`, int32, where -1 is the base; None if all have the base's."""
+        sizes = np.where(slots >= 0, self._vocab_sizes[slots], np.int32(self._base_vocab_size))
+        return sizes if (sizes != self._base_vocab_size).any() else None
 
     def modules(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Modules that adapters in `slots` change in any layer, bool `[num_modules]`. Slot -1 is the base."""

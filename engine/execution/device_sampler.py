@@ -18,9 +18,7 @@ from loramux.engine.execution.token_marks import DeviceTokenMarks
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.logit_penalties import LogitPenalties, kept_finite, penalised
 from loramux.engine.messages import PromptLogprob, TokenLogprobs
-
-FORBIDDEN = -1e30
-"""Logit for forbidden tokens: low enough for a weight of 0, but finite, because non-finite rows end their sequences."""
+from loramux.engine.model.vocabularies import FORBIDDEN
 
 EDITED_AT_ONCE = 16
 """Maximum number of rows with a bias or penalties to edit at a time. It bounds the memory for their float32 copies."""
@@ -162,7 +160,7 @@ class DeviceSampler:
         if penalties[0].has_penalties:
             slots = self._marks.slots(penalties)
             factors = stage(torch.stack([one.penalties for one in penalties], dim=1))
-            changed = penalised(changed, self._marks.rows(slots), *factors)
+            changed = penalised(changed, self._marks.rows(slots, model.shape[1]), *factors)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
         self._sample_tokens(
             kept_finite(changed, model),
@@ -224,7 +222,12 @@ class DeviceSampler:
             return
         stage = self._accelerator.stage
         places = stage(torch.tensor(list(masks)))
-        bits = stage(torch.from_numpy(np.stack(list(masks.values()))))
+        # A sequence's mask ends with its vocabulary. Tokens beyond it are not allowed.
+        packed = np.zeros((len(masks), -(-logits.shape[1] // 8)), np.uint8)
+        for row, mask in zip(packed, masks.values(), strict=True):
+            num_bytes = min(len(mask), len(row))
+            row[:num_bytes] = mask[:num_bytes]
+        bits = stage(torch.from_numpy(packed))
         shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
         is_allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
         values = logits[places]

@@ -17,6 +17,7 @@ from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.model.decoder import Decoder, HeadAdapters
 from loramux.engine.model.model_config import HEAD
+from loramux.engine.model.vocabularies import Vocabularies
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, Segments
@@ -77,7 +78,10 @@ class DirectExecutor:
         head = None
         if head_slots is not None:
             max_rows = self._tables.max_rows(head_slots, HEAD)
-            head = HeadAdapters(self._kernels, self._tables.device, self._segments(head_slots), max_rows)
+            sizes = self._tables.vocab_sizes(head_slots)
+            vocabularies = Vocabularies.of(sizes, self._decoder.config.vocab_size, self._accelerator)
+            segments = self._segments(head_slots)
+            head = HeadAdapters(self._kernels, self._tables.device, segments, max_rows, vocabularies)
         return self._decoder.logits(hidden, head)
 
     def _inputs(self, batch: Batch, rows: npt.NDArray[np.int32], outer: OuterSlots | None) -> StepInputs:

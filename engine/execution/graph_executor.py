@@ -25,6 +25,7 @@ from loramux.engine.logit_penalties import logit_penalties
 from loramux.engine.messages import GraphMemory, SamplingParams
 from loramux.engine.model.decoder import Decoder, HeadAdapters
 from loramux.engine.model.model_config import HEAD
+from loramux.engine.model.vocabularies import Vocabularies
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import Segments
@@ -117,16 +118,18 @@ class GraphExecutor:
                 self._capture(layout)
             if shape.max_rank:
                 self._warm_up_outer(replace(shape, has_outer=True))
-            for params in (
-                SamplingParams(temperature=0.0),
-                SamplingParams(top_k=5, top_p=0.5),
-                # Rows with a bias or penalties are sampled from float32 logits, which may require different kernels.
-                SamplingParams(top_k=5, logit_bias=((0, 1.0),)),
-            ):
-                row = SamplingRow(params, 0, 0, logit_penalties(params, [0], 1))
-                samples = [row] * min(shape.num_sequences, self._max_sequences)
-                logits = self._decoder.logits(self._hidden[: len(samples)])
-                self._sampler.choose(logits, samples, layout.sampling).tokens()
+            num_samples = min(shape.num_sequences, self._max_sequences)
+            self._warm_up_sampling(layout, self._decoder.logits(self._hidden[:num_samples]))
+
+    def _warm_up_sampling(self, layout: StepLayout, logits: torch.Tensor) -> None:
+        for params in (
+            SamplingParams(temperature=0.0),
+            SamplingParams(top_k=5, top_p=0.5),
+            # Rows with a bias or penalties are sampled from float32 logits, which may require different kernels.
+            SamplingParams(top_k=5, logit_bias=((0, 1.0),)),
+        ):
+            row = SamplingRow(params, 0, 0, logit_penalties(params, [0], 1))
+            self._sampler.choose(logits.clone(), [row] * len(logits), layout.sampling).tokens()
 
     def submit(self, batch: Batch) -> GraphForward:
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
@@ -158,8 +161,14 @@ class GraphExecutor:
     def _head(self, layout: StepLayout, outer: OuterSlots) -> HeadAdapters | None:
         """Inputs for the head's adapters. The logits are not captured, so the grid can depend on the batch."""
         num_segments = len(group_rows(outer.head, SEGMENT_ROWS)[2])
-        max_rows = self._tables.max_rows(outer.head, HEAD)
-        return self._head_of(layout, num_segments, max_rows) if num_segments else None
+        if not num_segments:
+            return None
+        head = self._head_of(layout, num_segments, self._tables.max_rows(outer.head, HEAD))
+        return replace(head, vocabularies=self._vocabularies(outer.head))
+
+    def _vocabularies(self, head_slots: npt.NDArray[np.int32]) -> Vocabularies | None:
+        sizes = self._tables.vocab_sizes(head_slots)
+        return Vocabularies.of(sizes, self._decoder.config.vocab_size, self._accelerator)
 
     def _head_of(self, layout: StepLayout, num_segments: int, max_rows: int) -> HeadAdapters:
         whole = layout.head_segments
@@ -178,6 +187,12 @@ class GraphExecutor:
             for num_segments in HEAD_SEGMENTS:
                 # Any number of trained rows launches the same program.
                 self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments, max_rows=1))
+            # Logits with columns for further tokens are sampled by programs of their own.
+            base_size = self._decoder.config.vocab_size
+            sizes = np.full(num_rows, base_size + 1, np.int32)
+            vocabularies = Vocabularies.of(sizes, base_size, self._accelerator)
+            head = replace(self._head_of(layout, 1, max_rows=1), vocabularies=vocabularies)
+            self._warm_up_sampling(layout, self._decoder.logits(self._hidden[:num_rows], head))
         if shape.is_captured:
             self._has_run.add(shape)
 
@@ -209,7 +224,8 @@ class GraphExecutor:
         stage = self._accelerator.stage
         on_device = [stage(torch.from_numpy(one)) for one in (rows, starts, segment_slots)]
         segments = Segments(on_device[0], on_device[1], on_device[2], max_rank)
-        return HeadAdapters(self._kernels, self._tables.device, segments, self._tables.max_rows(slots, HEAD))
+        max_rows = self._tables.max_rows(slots, HEAD)
+        return HeadAdapters(self._kernels, self._tables.device, segments, max_rows, self._vocabularies(slots))
 
     def _run(self, layout: StepLayout) -> None:
         shape = layout.shape

@@ -117,7 +117,9 @@ def _changed(
             values[list(forbidden)] = -torch.inf
         if mask is not None:
             # Adding biases takes a sixth of the time of assigning -inf through a boolean index.
-            values += torch.from_numpy(_BIASES.take(mask, axis=0).reshape(-1)[: len(values)])
+            biases = torch.from_numpy(_BIASES.take(mask, axis=0).reshape(-1)[: len(values)])
+            values[: len(biases)] += biases
+            values[len(biases) :] = -torch.inf
     return changed
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from loramux.engine.batch import SamplingRow
 from loramux.engine.device.accelerator import Accelerator
@@ -24,7 +25,10 @@ class _Held:
 
 
 class DeviceTokenMarks:
-    """Marks as in `TokenMarks`, over the whole vocabulary: int32 `[num_slots, vocab_size]`.
+    """Marks as in `TokenMarks`, over the whole vocabulary: int32 `[num_slots, num_columns]`.
+
+    A step with an adapter that has tokens of its own has more columns than others. The marks get them when they are
+    first needed.
 
     The host builds a sequence's marks once. Each step then marks the tokens that it chooses, which may not have reached
     the host when it submits the next step. Marks are kept as long as every step includes the sequence. When a sequence
@@ -42,7 +46,7 @@ class DeviceTokenMarks:
     def num_held(self) -> int:
         return len(self._held)
 
-    def hold(self, samples: Sequence[SamplingRow], vocab_size: int) -> None:
+    def hold(self, samples: Sequence[SamplingRow], num_columns: int) -> None:
         """Build missing marks for the step's sequences, and drop the marks of all other sequences."""
         wanted = {
             one.logit_penalties: one.num_chosen
@@ -54,19 +58,21 @@ class DeviceTokenMarks:
             return
         for penalties in [penalties for penalties in self._held if penalties not in wanted]:
             self._free.append(self._held.pop(penalties).slot)
+        if self._marks is not None and self._marks.shape[1] < num_columns:
+            self._marks = functional.pad(self._marks, (0, num_columns - self._marks.shape[1]))
         for penalties, num_chosen in wanted.items():
             if penalties not in self._held:
-                self._held[penalties] = self._build(penalties, num_chosen, vocab_size)
+                self._held[penalties] = self._build(penalties, num_chosen, num_columns)
             assert self._held[penalties].num_marked == num_chosen, "a step chose a token without marking it"
 
     def slots(self, penalties: Sequence[LogitPenalties]) -> torch.Tensor:
         """Slots of these sequences' marks, int64 `[num_rows]`."""
         return self._accelerator.stage(torch.tensor([self._held[one].slot for one in penalties]))
 
-    def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Marks in these slots, int32 `[num_rows, vocab_size]`."""
+    def rows(self, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """Marks in these slots, int32 `[num_rows, num_columns]`."""
         assert self._marks is not None
-        return self._marks[slots]
+        return self._marks[slots, :num_columns]
 
     def mark(self, penalties: Sequence[LogitPenalties], slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Mark the tokens just chosen, `[num_rows]`. A negative id means no token, and its sequence ends."""
@@ -76,8 +82,8 @@ class DeviceTokenMarks:
         for one in penalties:
             self._held[one].num_marked += 1
 
-    def _build(self, penalties: LogitPenalties, num_chosen: int, vocab_size: int) -> _Held:
-        slot = self._take_slot(vocab_size)
+    def _build(self, penalties: LogitPenalties, num_chosen: int, num_columns: int) -> _Held:
+        slot = self._take_slot(num_columns)
         assert self._marks is not None
         ids, marks = penalties.marks(num_chosen).tensors()
         row = self._marks[slot]
@@ -85,11 +91,11 @@ class DeviceTokenMarks:
         row[self._accelerator.stage(ids)] = self._accelerator.stage(marks)
         return _Held(slot, num_chosen)
 
-    def _take_slot(self, vocab_size: int) -> int:
+    def _take_slot(self, num_columns: int) -> int:
         if not self._free:
-            num_slots = 0 if self._marks is None else len(self._marks)
+            num_slots, num_columns = (0, num_columns) if self._marks is None else self._marks.shape
             grown = torch.empty(
-                (2 * num_slots or FIRST_SLOTS, vocab_size), dtype=torch.int32, device=self._accelerator.device
+                (2 * num_slots or FIRST_SLOTS, num_columns), dtype=torch.int32, device=self._accelerator.device
             )
             if self._marks is not None:
                 grown[:num_slots].copy_(self._marks)

@@ -59,8 +59,11 @@ class Grammar:
         found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         # The tokenizer may have fewer tokens than the model's padded vocabulary.
         allowed = np.zeros(-(-self._vocab_size // 32) * 4, np.uint8)
-        num_bytes = min(len(found), len(allowed))
+        num_bytes = min(len(found), -(-self._vocab_size // 8))
         allowed[:num_bytes] = found[:num_bytes]
+        # An adapter can have fewer tokens than the base.
+        if self._vocab_size % 8:
+            allowed[self._vocab_size // 8] &= (1 << self._vocab_size % 8) - 1
         if self._matcher.is_error():
             self.failure = problem_of(self._matcher)
         elif not allowed.any():

@@ -65,13 +65,14 @@ class GrammarCompiler:
         self._num_masks = 0
         self._mask_s = 0.0
 
-    def request(self, isolation_key: bytes, grammar: str) -> Grammar:
-        """Return a new sequence's grammar, which is ready now if it has already been compiled, otherwise after a
-        `poll`.
+    def request(self, isolation_key: bytes, grammar: str, vocab_size: int | None = None) -> Grammar:
+        """Return a new sequence's grammar, which is ready now if it has already been compiled, else after a `poll`.
+
+        `vocab_size` is the number of the sequence's tokens, or None if it has the base's.
         """
         # Sequences with an empty key do not share grammars.
         job = _Job(isolation_key or next(self._serial).to_bytes(8), grammar)
-        requested = Grammar(self._vocab_size)
+        requested = Grammar(self._vocab_size if vocab_size is None else vocab_size)
         compiled = self._compiled.get(job)
         if compiled is not None:
             self._compiled.move_to_end(job)

@@ -22,6 +22,7 @@ from loramux.engine.model.norms import NoNorm, Norm
 from loramux.engine.model.placement import Placement
 from loramux.engine.model.rope_config import NO_ROPE
 from loramux.engine.model.rotary import in_halves, query_scales, rotary_tables
+from loramux.engine.model.vocabularies import Vocabularies
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.layout import LinearShape
@@ -80,13 +81,15 @@ class LoraGroups:
 class HeadAdapters:
     """Inputs for the head's adapters: `segments` cover the rows of `hidden` whose adapters modify the head.
 
-    None of these adapters replaces more than `max_rows` rows of the head.
+    None of these adapters replaces more than `max_rows` rows of the head. `vocabularies` is None if all of them have
+    the base's tokens.
     """
 
     kernels: Kernels
     tables: AdapterTables
     segments: Segments
     max_rows: int = 0
+    vocabularies: Vocabularies | None = None
 
 
 class Decoder:
@@ -157,9 +160,12 @@ class Decoder:
     @torch.inference_mode()
     def embed(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
         """Embeddings of a step's tokens, including adapters, `[num_tokens, hidden_size]`."""
-        embedded = functional.embedding(inputs.tokens, self._embedding)
-        segments = inputs.embedding_segments
+        tokens, segments = inputs.tokens, inputs.embedding_segments
         is_adapted = segments is not None and segments.num_segments > 0
+        if is_adapted:
+            # An adapter's rows replace what is read here for tokens beyond the base's vocabulary.
+            tokens = tokens.clamp(max=self.config.vocab_size - 1)
+        embedded = functional.embedding(tokens, self._embedding)
         if segments is not None and is_adapted:
             assert tables.trained_rows is not None
             call = LoraCall(0, self._groups.embedding, tables.trained_rows, segments)
@@ -248,11 +254,15 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, adapters: HeadAdapters | None = None) -> torch.Tensor:
-        """Logits of rows of `hidden`, `[num_rows, vocab_size]`, in the dtype of the activations.
+        """Logits of rows of `hidden`, `[num_rows, num_columns]`, in the dtype of the activations.
 
-        `adapters` is None if no row's adapter modifies the head.
+        `adapters` is None if no row's adapter modifies the head. There is a column for each token of the base and, if
+        an adapter has further tokens, MAX_EXTRA_TOKENS more. Tokens that a row's adapter does not have get FORBIDDEN.
         """
         logits = self._head(hidden)
+        vocabularies = None if adapters is None else adapters.vocabularies
+        if vocabularies is not None:
+            logits = vocabularies.widened(logits)
         if adapters is not None and adapters.segments.num_segments:
             if adapters.max_rows:
                 assert adapters.tables.trained_rows is not None
@@ -264,7 +274,11 @@ class Decoder:
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
         cap = self.config.logit_soft_cap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        if vocabularies is not None:
+            vocabularies.forbid_others(logits)
+        return logits
 
 
 def _activation(config: ModelConfig, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.engine.messages import Add, SamplingParams, ThinkingBudget, is_duration
+from loramux.kernels.layout import MAX_EXTRA_TOKENS
 
 MAX_BIASED_TOKENS = 300
 MAX_BIAS = 100.0
@@ -38,15 +39,18 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
     """Error code and message if a request can never run, or None. The pool has room for `max_pool_tokens` tokens."""
     if not add.prompt or add.max_tokens < 1:
         return "invalid_request", "the prompt and max_tokens must each be at least one token"
-    if not all(0 <= token < limits.vocab_size for token in add.prompt):
-        return "invalid_request", f"token ids must be in [0, {limits.vocab_size})"
+    vocab_size = limits.vocab_size if add.vocab_size is None else add.vocab_size
+    if not 0 < vocab_size <= limits.vocab_size + MAX_EXTRA_TOKENS or (add.vocab_size and add.digest is None):
+        return "invalid_request", "vocab_size must be the size of the adapter's vocabulary, and null without an adapter"
+    if not all(0 <= token < vocab_size for token in add.prompt):
+        return "invalid_request", f"token ids must be in [0, {vocab_size})"
     if not 0 <= add.activation < len(add.prompt) or (add.activation and add.digest is None):
         return "invalid_request", "activation must be a position in the prompt, and 0 without an adapter"
     if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
         return "invalid_request", "timeout_s and pause_s must be finite and not negative"
     if add.host_floor_bytes < 0:
         return "invalid_request", "host_floor_bytes must not be negative"
-    problem = sampling_problem(add.sampling, limits.vocab_size)
+    problem = sampling_problem(add.sampling, vocab_size)
     if problem is not None:
         return "invalid_request", problem
     total = len(add.prompt) + add.max_tokens

@@ -54,6 +54,7 @@ class Scheduler:
         self._short_of_pages: Sequence | None = None
         # Sequences that need more pages, including their adapter's, than the pool has.
         self._unfit: list[Sequence] = []
+        self._misstated: list[Sequence] = []
         self.num_preemptions = 0
 
     @property
@@ -132,6 +133,11 @@ class Scheduler:
         """Return waiting sequences found too large for the pool since the last call. The caller must end them."""
         unfit, self._unfit = self._unfit, []
         return unfit
+
+    def take_misstated(self) -> list[Sequence]:
+        """Return waiting sequences whose `vocab_size` is not their adapter's. The caller must end them."""
+        misstated, self._misstated = self._misstated, []
+        return misstated
 
     def advance(self, scheduled: list[ScheduledSequence]) -> None:
         """Record that a step with these tokens was submitted."""
@@ -223,6 +229,9 @@ class Scheduler:
                 if entry is None or entry.phase is not AdapterPhase.RESIDENT or entry.evict_when_idle:
                     continue
                 if self._adapters.must_yield_slot(entry, position):
+                    continue
+                if entry.vocab_size != sequence.add.vocab_size:
+                    self._misstated.append(sequence)
                     continue
                 if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):
                     self._unfit.append(sequence)

@@ -231,14 +231,15 @@ def test_extreme_settings_do_not_make_a_row_look_broken(sampler: DeviceSampler, 
 def test_marks_follow_the_sequences_of_a_step() -> None:
     marks = DeviceTokenMarks(HostAccelerator())
     rows = edited_rows([EDITED[0]] * 9, 3)
-    # Add more rows than fit in the initial memory, then drop some.
-    for held in (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]):
-        marks.hold(held, VOCAB_SIZE)
+    # Use more rows than fit in the initial memory, then drop some. Some steps have columns for further tokens.
+    for further, held in zip((0, 7, 0, 9), (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]), strict=True):
+        num_columns = VOCAB_SIZE + further
+        marks.hold(held, num_columns)
         assert marks.num_held == len(held)
         penalties = [one.logit_penalties for one in held if one.logit_penalties is not None]
-        found = marks.rows(marks.slots(penalties))
+        found = marks.rows(marks.slots(penalties), num_columns)
         for row, one in zip(found, penalties, strict=True):
-            expected = torch.zeros(VOCAB_SIZE, dtype=torch.int32)
+            expected = torch.zeros(num_columns, dtype=torch.int32)
             ids, values = one.marks(3).tensors()
             expected[ids] = values
             assert row.tolist() == expected.tolist()
