@@ -43,6 +43,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "trained-embedding": {"target_modules": ["up_proj"], "modules_to_save": ["embed_tokens"]},
     "trained-tokens": {"target_modules": ["down_proj"], "trainable_token_indices": TOKENS},
     "activated": {"target_modules": ALL_LINEARS, "alora_invocation_tokens": INVOCATION},
+    "added-tokens": {"target_modules": ALL_LINEARS, "modules_to_save": ["lm_head", "embed_tokens"]},
 }
 RANKS = (1, 2, 3, 4, 8, 16, 31, 33)
 NUM_TOKENS = 3
@@ -53,11 +54,16 @@ class FormsSubject(Subject):
     base: Any
     saved: dict[str, Path]
 
+    def vocab_size(self, name: str) -> int | None:
+        return self.adapters[self.digests[name]].layout.rows.vocab_size
+
     @torch.no_grad()
     def reference_logits(self, name: str | None, tokens: list[int], num_prompt: int | None = None) -> torch.Tensor:
         # PEFT may overwrite the base's weights, so load each adapter into a copy.
         model, settings = copy.deepcopy(self.base), {}
         if name is not None:
+            if (vocab_size := self.vocab_size(name)) is not None:
+                model.resize_token_embeddings(vocab_size)
             model = PeftModel.from_pretrained(model, self.saved[name]).eval()
             if name.startswith("activated"):
                 prompt = torch.tensor([tokens[:num_prompt]])
@@ -77,7 +83,10 @@ def make_forms(family: str, num_adapters: int, directory: Path) -> FormsSubject:
             name = f"{form}-{rank}"
             torch.manual_seed(len(subject.saved))
             config = LoraConfig(r=rank, lora_alpha=2 * rank, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
-            model = get_peft_model(copy.deepcopy(base), config)
+            resized = copy.deepcopy(base)
+            if form == "added-tokens":
+                resized.resize_token_embeddings(VOCAB_SIZE + 2 * rank)
+            model = get_peft_model(resized, config)
             with torch.no_grad():
                 for parameter_name, parameter in model.named_parameters():
                     if "lora_magnitude" in parameter_name:
@@ -102,6 +111,9 @@ def requests(subject: FormsSubject) -> dict[str, tuple[str | None, Add]]:
         prompt = [*TOKENS, *torch.randint(VOCAB_SIZE, (3 + index % 17,), generator=generator).tolist()]
         if index % 3:
             prompt[index % 5 : index % 5] = INVOCATION
+        vocab_size = None if name is None else subject.vocab_size(name)
+        if vocab_size is not None:
+            prompt += range(VOCAB_SIZE, vocab_size, 2)
         position = activation(prompt, INVOCATION) if name is not None and name.startswith("activated") else 0
         add = Add(
             sequence_id=f"{index}-{name}",
@@ -110,6 +122,7 @@ def requests(subject: FormsSubject) -> dict[str, tuple[str | None, Add]]:
             sampling=SamplingParams(temperature=0.0, ignore_eos=True),
             digest=None if name is None or position is None else subject.digests[name],
             activation=position or 0,
+            vocab_size=vocab_size,
         )
         made[add.sequence_id] = (name, add)
     return made
