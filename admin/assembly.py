@@ -33,7 +33,7 @@ from loramux.adapter_store.validation.validator import SubprocessValidator
 from loramux.admin.app import create_admin_app
 from loramux.admin.doctor.self_check import SelfCheck
 from loramux.admin.errors import StartRefused
-from loramux.admin.rest.services import NUM_ADMIN_THREADS, NUM_REPORT_THREADS, AdminServices
+from loramux.admin.rest.services import NUM_ADMIN_THREADS, NUM_REPORT_THREADS, AdminServices, BaseVocabulary
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.server.settings import Settings
@@ -64,6 +64,7 @@ from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
+from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 
 NUM_THREADS = 16
 """Number of threads that run the SQL of inference requests. They mostly wait for the database."""
@@ -116,6 +117,7 @@ def assemble(
                 sources=AdapterSources(settings.adapter_sources, hub=hub),
                 is_presigning=settings.presigned_uploads,
                 check_template=templates.check_upload,
+                check_vocabulary=VersionTokenizers(tokenizer).check_upload,
             )
             ingest.recover()
         except (DatabaseError, StoreError, ModelFilesError) as error:
@@ -188,6 +190,7 @@ def assemble(
                 served_name=served_name,
                 is_sandbox_required=settings.sandbox == "required",
             ),
+            vocabulary=BaseVocabulary(tokenizer.num_tokens, model.vocab_size),
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback and not settings.trusted_proxies,
             executor=admin_executor,

@@ -1,4 +1,4 @@
-"""The files of an adapter: the two that PEFT writes, two optional ones that transformers writes, and one of ours."""
+"""The files of an adapter: the two that PEFT writes, two optional ones that transformers writes, and two of ours."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 PARSERS_FILE = "parsers.json"
-FURTHER_FILES = (TEMPLATE_FILE, GENERATION_FILE, PARSERS_FILE)
+VOCABULARY_FILE = "added_vocabulary.json"
+FURTHER_FILES = (TEMPLATE_FILE, GENERATION_FILE, PARSERS_FILE, VOCABULARY_FILE)
 """The names of an upload's optional files, in the order in which a version's digest covers them."""

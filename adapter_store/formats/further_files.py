@@ -8,23 +8,31 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from loramux.adapter_store.formats.added_vocabulary import AddedVocabulary
 from loramux.adapter_store.formats.answer_parsers import AnswerParsers
-from loramux.adapter_store.formats.file_names import FURTHER_FILES, GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.file_names import (
+    FURTHER_FILES,
+    GENERATION_FILE,
+    PARSERS_FILE,
+    TEMPLATE_FILE,
+    VOCABULARY_FILE,
+)
 from loramux.adapter_store.formats.generation_config import SamplingDefaults
 
 MAX_FURTHER_BYTES: Mapping[str, int] = MappingProxyType(
-    {TEMPLATE_FILE: 64 << 10, GENERATION_FILE: 16 << 10, PARSERS_FILE: 1 << 10}
+    {TEMPLATE_FILE: 64 << 10, GENERATION_FILE: 16 << 10, PARSERS_FILE: 1 << 10, VOCABULARY_FILE: 128 << 10}
 )
 """Largest size of each optional file, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FurtherFiles:
-    """A version's optional files as uploaded, by name, and the settings in two of them. All are checked."""
+    """A version's optional files as uploaded, by name, and the contents of three of them. All are checked."""
 
     contents: Mapping[str, bytes] = field(default_factory=dict)
     defaults: SamplingDefaults | None = None
     parsers: AnswerParsers | None = None
+    vocabulary: AddedVocabulary | None = None
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -43,6 +51,8 @@ class FurtherFiles:
             facts["generation_config"] = self.defaults.document()
         if self.parsers is not None:
             facts["parsers"] = self.parsers.document()
+        if self.vocabulary is not None:
+            facts["added_vocabulary"] = self.vocabulary.report()
         return facts
 
 

@@ -26,7 +26,12 @@ from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.ingest.version_processor import VersionProcessor
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.adapter_store.validation.further_checks import TemplateCheck, check_template_syntax
+from loramux.adapter_store.validation.further_checks import (
+    TemplateCheck,
+    VocabularyCheck,
+    accept_vocabulary,
+    check_template_syntax,
+)
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.validator import Validator
 from loramux.migrations.paging import Page
@@ -45,7 +50,8 @@ class Ingest:
 
     Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
     operator can create versions from a bucket. `is_presigning` lets clients put their files into the blob store
-    directly, if the store supports that. `check_template` decides whether an uploaded chat template can be served.
+    directly, if the store supports that. `check_template` decides whether an uploaded chat template can be
+    served, and `check_vocabulary` whether added tokens extend the base's tokenizer.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Ingest:
         sources: AdapterSources | None = None,
         is_presigning: bool = True,
         check_template: TemplateCheck = check_template_syntax,
+        check_vocabulary: VocabularyCheck = accept_vocabulary,
         at_failpoint: FailpointHook = no_op,
     ) -> None:
         self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
@@ -78,6 +85,7 @@ class Ingest:
             validator,
             self._sources,
             check_template,
+            check_vocabulary,
             at_failpoint,
         )
         self._janitor = Janitor(self._upload_rows, blobs)

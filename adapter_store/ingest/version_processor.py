@@ -28,7 +28,12 @@ from loramux.adapter_store.ingest.originals import KeptHeader, config_key, heade
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
-from loramux.adapter_store.validation.further_checks import TemplateCheck, check_further_files
+from loramux.adapter_store.validation.further_checks import (
+    TemplateCheck,
+    VocabularyCheck,
+    check_further_files,
+    check_vocab_size,
+)
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.validator import Accepted, ValidationJob, Validator
 from loramux.migrations.database import Database
@@ -56,6 +61,7 @@ class VersionProcessor:
         validator: Validator,
         sources: AdapterSources,
         check_template: TemplateCheck,
+        check_vocabulary: VocabularyCheck,
         at_failpoint: FailpointHook,
     ) -> None:
         self._database = database
@@ -67,6 +73,7 @@ class VersionProcessor:
         self._validator = validator
         self._sources = sources
         self._check_template = check_template
+        self._check_vocabulary = check_vocabulary
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
@@ -123,8 +130,10 @@ class VersionProcessor:
             facts = self._fetch_source(claimed, claimed.upload.source_url, scratch)
         self._at_failpoint(Failpoint.FILES_FETCHED)
         further = {name: scratch / name for name in FURTHER_FILES if (scratch / name).exists()}
-        files = check_further_files({name: path.read_bytes() for name, path in further.items()}, self._check_template)
+        contents = {name: path.read_bytes() for name, path in further.items()}
+        files = check_further_files(contents, self._check_template, self._check_vocabulary)
         accepted = self._validator.validate(job, self._target)
+        check_vocab_size(files, accepted.vocab_size, self._target)
         # Do not trust the digest from a process that has parsed a tenant's bytes.
         if digest_of(job.canonical) != accepted.digest:
             raise AdapterCorrupt("the validation process wrote a file with a different digest")

@@ -141,6 +141,8 @@ class SubprocessValidator:
                     raise ValueError("the process wrote something other than a file")
             if decoded.accepted:
                 check_invocation_tokens(decoded.accepted.invocation_tokens)
+                if decoded.accepted.vocab_size is not None and decoded.accepted.vocab_size < 1:
+                    raise ValueError("the adapter has no tokens")
             if (decoded.accepted is None) == (decoded.rejected is None):
                 raise ValueError("the process did not give exactly one verdict")
         except (ValueError, RecursionError, OSError) as error:

@@ -9,21 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE
+from loramux.adapter_store.formats.added_vocabulary import encode_added_vocabulary
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, VOCABULARY_FILE
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, FurtherFiles
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.validation.further_checks import check_further_files
+from loramux.adapter_store.validation.further_checks import (
+    accept_vocabulary,
+    check_further_files,
+    check_vocab_size,
+)
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.report import Warn
 from loramux.adapter_store.validation.validator import Accepted, SubprocessValidator, ValidationJob
 from loramux.admin.check.verdict import Problem, Verdict
+from loramux.admin.client.added_tokens import added_vocabulary, has_tokenizer
 from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.push import PushRefused, adapter_files
 from loramux.engine.config import pack_target, resolve_device, resolve_dtype
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.model_config import ModelConfig
 from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
+from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 
 REPORTED = ("num_parameters", "max_rank", "num_pages", "dtypes", "largest_effect", "modules", "recorded")
 """The fields of the validation report that are shown."""
@@ -46,8 +54,17 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
         _check_sizes(files, target)
         with closing(TenantTemplates(special_tokens)) as templates:
             contents = {name: path.read_bytes() for name, path in files.items() if name in FURTHER_FILES}
-            further = check_further_files(contents, templates.check_upload)
+            tokenizer = None
+            if has_tokenizer(directory) or VOCABULARY_FILE in contents:
+                tokenizer = ModelTokenizer.load(base)
+                if VOCABULARY_FILE not in contents:
+                    vocabulary = added_vocabulary(directory, tokenizer.num_tokens, config.vocab_size)
+                    if vocabulary is not None:
+                        contents[VOCABULARY_FILE] = encode_added_vocabulary(vocabulary)
+            check_vocabulary = accept_vocabulary if tokenizer is None else VersionTokenizers(tokenizer).check_upload
+            further = check_further_files(contents, templates.check_upload, check_vocabulary)
         accepted = _validate(files, target)
+        check_vocab_size(further, accepted.vocab_size, target)
     except (PushRefused, AdapterRejected) as error:
         return _refused(directory, Problem(error.code or "not_an_adapter", error.message, error.param))
     except OSError as error:

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.added_vocabulary import encode_added_vocabulary
+from loramux.admin.client.added_tokens import added_vocabulary, has_tokenizer
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_NAME = "generation_config.json"
 PARSERS_NAME = "parsers.json"
-FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME, PARSERS_NAME)
+VOCABULARY_NAME = "added_vocabulary.json"
+FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME, PARSERS_NAME, VOCABULARY_NAME)
 CHUNK_BYTES = 1 << 20
 
 _CAPS = ("too_many_open_uploads", "too_many_pending_versions")
@@ -62,13 +66,17 @@ def push_adapter(
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
     Optional files in the directory are uploaded too, except those named in `without`. `parsers` are settings that take
-    precedence over those in the directory's `parsers.json`. `tenant` is a slug or an identifier. A push that fails or
-    is interrupted cancels its upload.
+    precedence over those in the directory's `parsers.json`. If the directory has a tokenizer and no
+    `added_vocabulary.json`, the tokens that the base lacks are extracted from the tokenizer. `tenant` is a slug or an
+    identifier. A push that fails or is interrupted cancels its upload.
 
     Raises PushRefused if the directory is not an adapter, the server rejects it, or `timeout_s` passes.
     """
     with _with_parsers(adapter_files(directory, without), parsers or {}) as paths:
-        return _push_files(client, paths, tenant, name, timeout_s, progress)
+        if VOCABULARY_NAME in without or any(path.name == VOCABULARY_NAME for path in paths):
+            return _push_files(client, paths, tenant, name, timeout_s, progress)
+        with _with_vocabulary(client, directory, paths) as completed:
+            return _push_files(client, completed, tenant, name, timeout_s, progress)
 
 
 def _push_files(
@@ -153,6 +161,26 @@ def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[lis
         path = Path(directory) / PARSERS_NAME
         path.write_text(json.dumps({**chosen, **parsers}, sort_keys=True) + "\n")
         yield [other for other in paths if other != own] + [path]
+
+
+@contextmanager
+def _with_vocabulary(client: AdminClient, directory: Path, paths: list[Path]) -> Iterator[list[Path]]:
+    """Return the files with an `added_vocabulary.json`, if the directory's tokenizer has tokens that the base lacks."""
+    if not has_tokenizer(directory):
+        yield paths
+        return
+    base = client.get("server/vocabulary")
+    try:
+        vocabulary = added_vocabulary(directory, base["num_tokens"], base["vocab_size"])
+    except AdapterRejected as error:
+        raise PushRefused(error.message, error.code, error.param) from None
+    if vocabulary is None:
+        yield paths
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / VOCABULARY_NAME
+        path.write_bytes(encode_added_vocabulary(vocabulary))
+        yield [*paths, path]
 
 
 def num_bytes_of(directory: Path, without: Collection[str] = ()) -> int:

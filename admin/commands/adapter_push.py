@@ -43,6 +43,9 @@ def push(
     no_generation_config: Annotated[
         bool, typer.Option("--no-generation-config", help="Leave out the directory's generation_config.json.")
     ] = False,
+    no_added_tokens: Annotated[
+        bool, typer.Option("--no-added-tokens", help="Leave out the tokens that the directory's tokenizer adds.")
+    ] = False,
     tool_parser: Annotated[
         str | None,
         typer.Option(help="auto, off or a parser's name: how the version's tool calls are read.", show_default=False),
@@ -57,9 +60,10 @@ def push(
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
-    A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version. The
-    options for parsers take precedence over parsers.json. A .gguf file is converted on this machine. The server itself
-    reads all files of an s3:// or hf:// source, which its operator must allow.
+    A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version, and
+    so do the tokens that its tokenizer adds to the base's. The options for parsers take precedence over parsers.json.
+    A .gguf file is converted on this machine. The server itself reads all files of an s3:// or hf:// source, which its
+    operator must allow.
     """
     from loramux.adapter_store.errors import ConversionRefused
     from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser
@@ -68,13 +72,18 @@ def push(
     from loramux.admin.client.push import (
         GENERATION_NAME,
         TEMPLATE_NAME,
+        VOCABULARY_NAME,
         PushRefused,
         num_bytes_of,
         push_adapter,
         register_source,
     )
 
-    left_out = {TEMPLATE_NAME: no_template, GENERATION_NAME: no_generation_config}
+    left_out = {
+        TEMPLATE_NAME: no_template,
+        GENERATION_NAME: no_generation_config,
+        VOCABULARY_NAME: no_added_tokens,
+    }
     without = [file_name for file_name, is_left_out in left_out.items() if is_left_out]
     is_remote = source.startswith(("s3://", "hf://"))
     path = Path(source)

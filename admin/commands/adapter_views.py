@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from loramux.admin.commands.output import print_table, shown_time
@@ -24,6 +25,8 @@ def shown_targets(targets: Sequence[Document]) -> str:
 
 
 _PARSERS = ("tool_call_parser", "reasoning_parser")
+_MAX_SHOWN = 12
+"""Largest number of added tokens in a line."""
 
 
 def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
@@ -56,6 +59,8 @@ def print_version(adapter: Document, version: Document) -> None:
     ]
     if version["invocation_tokens"] is not None:
         rows.append(("invocation_tokens", " ".join(map(str, version["invocation_tokens"]))))
+    if version["added_tokens"]:
+        rows.append(("added_tokens", _shown_tokens(version["added_tokens"])))
     settings = version["generation_config"] or {}
     rows += [(f"generation_config {name}", value) for name, value in settings.items()]
     rows += [(name, version[name]) for name in _PARSERS if version[name] is not None]
@@ -73,11 +78,19 @@ def print_version(adapter: Document, version: Document) -> None:
     print_table(("fact", "value"), rows)
 
 
+def _shown_tokens(tokens: Mapping[str, int]) -> str:
+    """The first added tokens, with their ids."""
+    shown = " ".join(f"{token_id}={json.dumps(content)}" for content, token_id in list(tokens.items())[:_MAX_SHOWN])
+    return shown if len(tokens) <= _MAX_SHOWN else f"{shown} and {len(tokens) - _MAX_SHOWN} more"
+
+
 def _own_files(version: Document) -> str | None:
     own = {"template": version["chat_template"], "settings": version["generation_config"]}
     names = [name for name, value in own.items() if value is not None]
     if any(version[name] is not None for name in _PARSERS):
         names.append("parsers")
+    if version["added_tokens"]:
+        names.append("tokens")
     return " ".join(names) or None
 
 

@@ -70,6 +70,14 @@ MAX_DOWNLOADS_EACH = 4
 """Maximum concurrent file downloads per tenant."""
 
 
+@dataclass(frozen=True, slots=True)
+class BaseVocabulary:
+    """The base's tokenizer has `num_tokens` tokens; its embedding and head have `vocab_size` rows."""
+
+    num_tokens: int
+    vocab_size: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminServices:
     """The services behind the admin routes. Routes call blocking services through `call`."""
@@ -96,6 +104,7 @@ class AdminServices:
     loads: AdapterLoads
     metrics: GatewayMetrics
     self_check: SelfCheck
+    vocabulary: BaseVocabulary
     metrics_token: str | None
     """The token that `/metrics` requires. If None, only this machine may scrape."""
     is_loopback: bool

@@ -1,4 +1,4 @@
-"""The chat template, sampling defaults and parsers of a resolved model."""
+"""The chat template, sampling defaults, parsers and own tokens of a resolved model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
+from loramux.adapter_store.formats.added_vocabulary import AddedVocabulary, parse_added_vocabulary
 from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers, parse_answer_parsers
-from loramux.adapter_store.formats.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
 from loramux.adapter_store.formats.further_files import version_digest
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults, parse_generation_config
 from loramux.adapter_store.registry.records import AdapterRef
@@ -23,11 +24,12 @@ MAX_CACHED_VERSIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class VersionSettings:
-    """`template` is the source of the adapter's own chat template, if it has one."""
+    """`template` is the source of the adapter's own chat template, and `vocabulary` its own tokens, if it has them."""
 
     template: str | None
     defaults: SamplingDefaults
     parsers: AnswerParsers = NO_CHOICE
+    vocabulary: AddedVocabulary | None = None
 
 
 class VersionSettingsCache:
@@ -83,4 +85,6 @@ class VersionSettingsCache:
         if PARSERS_FILE in contents:
             chosen = parse_answer_parsers(contents[PARSERS_FILE])
             settings = replace(settings, parsers=chosen.over(settings.parsers))
+        if VOCABULARY_FILE in contents:
+            settings = replace(settings, vocabulary=parse_added_vocabulary(contents[VOCABULARY_FILE]))
         return settings

@@ -19,7 +19,6 @@ from loramux.platform.generation.pending_deltas import PendingDeltas
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.telemetry.tracing import begin_span
-from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 FINISHED_WAIT_S = 1.0
 """Timeout, in seconds, for an aborted sequence's final report while a client is waiting."""
@@ -60,7 +59,6 @@ class Generation:
         self,
         plan: Plan,
         engine: EngineClient,
-        tokenizer: ModelTokenizer,
         extend: Extend,
         clock: Callable[[], int],
         observe_gap: Callable[[float], None] | None = None,
@@ -74,7 +72,9 @@ class Generation:
         self._clock = clock
         self._span = begin_span("generate")
         traceparent = None if self._span is None else self._span.traceparent
-        self._choices = [Choice(i, add, tokenizer, plan.text_rules) for i, add in enumerate(plan.adds(traceparent))]
+        self._choices = [
+            Choice(i, add, plan.target.tokenizer, plan.text_rules) for i, add in enumerate(plan.adds(traceparent))
+        ]
         self._events = PendingDeltas()
         self._is_stopping = asyncio.Event()
         self.is_abandoned = False

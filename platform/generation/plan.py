@@ -11,6 +11,7 @@ from loramux.engine.messages import Add, SamplingParams
 from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import Share
 from loramux.platform.accounts.version_settings import VersionSettings
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.reasoning import Markers, ReasoningSplitter
 
 CHUNK_TOKENS = 1024
@@ -22,13 +23,23 @@ PAUSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The caller, the requested model with its settings, and the tenant's share of the engine."""
+    """The caller, the requested model with its settings and tokenizer, and the tenant's share of the engine.
+
+    `vocab_size` is the number of the model's tokens, of which the base has `base_vocab_size`.
+    """
 
     tenant_id: str
     api_key_id: str
     model: ResolvedModel
     share: Share
     settings: VersionSettings
+    tokenizer: ModelTokenizer
+    base_vocab_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        vocabulary = self.settings.vocabulary
+        return self.base_vocab_size if vocabulary is None else vocabulary.vocab_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +128,8 @@ class Plan:
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
         activation, share = self.activations[prompt_index], self.target.share
         adapter = None if activation is None else self.target.model.adapter
+        vocab_size = self.target.vocab_size
+        is_resized = adapter is not None and vocab_size != self.target.base_vocab_size
         return Add(
             sequence_id=f"{self.request_id}-{prompt_index * self.num_choices + choice}",
             prompt=self.prompts[prompt_index],
@@ -127,6 +140,7 @@ class Plan:
             grammar=self.grammar,
             digest=adapter.digest if adapter is not None else None,
             activation=activation or 0,
+            vocab_size=vocab_size if is_resized else None,
             share_key=share.key,
             weight=share.weight,
             isolation_key=share.isolation_key,

@@ -19,7 +19,6 @@ from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan
 from loramux.platform.generation.settler import Settler
 from loramux.platform.telemetry.metrics import GatewayMetrics
-from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 RESERVE_WAIT_S = 5.0
 """Timeout for a request's reservation, in seconds."""
@@ -54,7 +53,6 @@ class RunningRequests:
         self,
         commit: GroupCommit,
         engine: EngineClient,
-        tokenizer: ModelTokenizer,
         metrics: GatewayMetrics,
         clock: Callable[[], int],
         health: DatabaseHealth,
@@ -66,7 +64,6 @@ class RunningRequests:
         self._commit = commit
         self._engine = engine
         self._cold_loads = cold_loads
-        self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
         self._tasks: dict[asyncio.Task[None], Generation] = {}
@@ -131,7 +128,7 @@ class RunningRequests:
     def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
         """Start `life` in a separate task. It must run and settle the reserved request."""
         gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
-        generation = Generation(plan, self._engine, self._tokenizer, self._extend, self._clock, gaps.observe)
+        generation = Generation(plan, self._engine, self._extend, self._clock, gaps.observe)
         task = asyncio.create_task(life(generation), name=plan.request_id)
         self._tasks[task] = generation
         self._metrics.running.inc()

@@ -41,7 +41,7 @@ async def _prepare(services: GatewayServices, target: Target, received: Received
 
     def encoded(prompt: ChatPrompt) -> Prepared:
         limit, adds_special_tokens = longest_prompt(services, body), body.adds_special_tokens
-        ids = services.tokenizer.encode_rendered(prompt.text, limit, add_special_tokens=adds_special_tokens)
+        ids = target.tokenizer.encode_rendered(prompt.text, limit, add_special_tokens=adds_special_tokens)
         return Prepared((ids,), prompt.reasoning, prompt.tool_format)
 
     if source is None:
@@ -53,17 +53,19 @@ async def _prepare(services: GatewayServices, target: Target, received: Received
     return await services.compute_if_long(len(prompt.text), encoded, prompt)
 
 
-def _constraint(services: GatewayServices, body: ChatRequest, prepared: Prepared) -> Constraint | None:
-    return chat_constraint(services.tokenizer, body, prepared)
+def _constraint(target: Target, body: ChatRequest, prepared: Prepared) -> Constraint | None:
+    return chat_constraint(target.tokenizer, body, prepared)
 
 
-async def _shape(services: GatewayServices, received: Received[ChatRequest], prepared: Prepared) -> ChatAnswer:
+async def _shape(
+    services: GatewayServices, target: Target, received: Received[ChatRequest], prepared: Prepared
+) -> ChatAnswer:
     body, tool_format = received.body, prepared.tool_format
     return ChatAnswer(
         id=f"chatcmpl-{received.request_id.removeprefix('req_')}",
         model=body.model,
         created_s=int(time.time()),
-        tokenizer=services.tokenizer,
+        tokenizer=target.tokenizer,
         has_logprobs=bool(body.logprobs),
         include_usage=body.include_usage,
         tool_choice=body.choice_of_tools,

@@ -38,32 +38,30 @@ async def create_completion(request: Request, caller: Caller, services: Services
 
 
 async def _prepare(services: GatewayServices, target: Target, received: Received[CompletionRequest]) -> Prepared:
-    return Prepared(await services.compute_if_long(received.num_bytes, _encoded, services, received.body))
+    return Prepared(await services.compute_if_long(received.num_bytes, _encoded, services, target, received.body))
 
 
-def _encoded(services: GatewayServices, body: CompletionRequest) -> Prompts:
+def _encoded(services: GatewayServices, target: Target, body: CompletionRequest) -> Prompts:
     longest = longest_prompt(services, body)
     return tuple(
-        services.tokenizer.encode(prompt, longest)
-        if isinstance(prompt, str)
-        else _known(prompt, services.model.vocab_size)
+        target.tokenizer.encode(prompt, longest) if isinstance(prompt, str) else _known(prompt, target.vocab_size)
         for prompt in body.prompt
     )
 
 
-def _constraint(services: GatewayServices, body: CompletionRequest, prepared: Prepared) -> Constraint | None:
+def _constraint(target: Target, body: CompletionRequest, prepared: Prepared) -> Constraint | None:
     return body.constraint()
 
 
 async def _shape(
-    services: GatewayServices, received: Received[CompletionRequest], prepared: Prepared
+    services: GatewayServices, target: Target, received: Received[CompletionRequest], prepared: Prepared
 ) -> CompletionAnswer:
     body = received.body
     return CompletionAnswer(
         id=f"cmpl-{received.request_id.removeprefix('req_')}",
         model=body.model,
         created_s=int(time.time()),
-        tokenizer=services.tokenizer,
+        tokenizer=target.tokenizer,
         has_logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
         num_choices=body.num_choices,
@@ -72,7 +70,7 @@ async def _shape(
         num_prompt_logprobs=body.prompt_logprobs,
         echoed_tokens=_for_each_choice(body, prepared.prompts) if body.echoes_logprobs else (),
         prompt_token_ids=_for_each_choice(body, prepared.prompts) if body.return_token_ids else None,
-        echoes=await services.compute(_echoes, services, body, prepared.prompts) if body.echo else (),
+        echoes=await services.compute(_echoes, target, body, prepared.prompts) if body.echo else (),
     )
 
 
@@ -87,12 +85,12 @@ def _known(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     return prompt
 
 
-def _echoes(services: GatewayServices, body: CompletionRequest, prompts: Prompts) -> list[str]:
+def _echoes(target: Target, body: CompletionRequest, prompts: Prompts) -> list[str]:
     skips = body.text_rules().skip_special_tokens
     texts = [
         given
         if isinstance(given, str) and body.truncate_prompt_tokens is None
-        else services.tokenizer.decode(prompt, skip_special_tokens=skips)
+        else target.tokenizer.decode(prompt, skip_special_tokens=skips)
         for given, prompt in zip(body.prompt, prompts, strict=True)
     ]
     return _for_each_choice(body, texts)

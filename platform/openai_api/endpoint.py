@@ -57,7 +57,7 @@ class Endpoint(Generic[B]):
     body: type[B]
     prepare: Callable[[GatewayServices, Target, Received[B]], Awaitable[Prepared]]
     """Tokenises a body's prompts. Raises InvalidRequest, RateLimited or Unavailable."""
-    constraint: Callable[[GatewayServices, B, Prepared], Constraint | None]
+    constraint: Callable[[Target, B, Prepared], Constraint | None]
     """The constraint on the answer. Raises InvalidRequest."""
-    shape: Callable[[GatewayServices, Received[B], Prepared], Awaitable[Answer]]
+    shape: Callable[[GatewayServices, Target, Received[B], Prepared], Awaitable[Answer]]
     """Creates the builder of response bodies, before generation starts."""

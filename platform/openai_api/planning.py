@@ -18,14 +18,14 @@ TOKENS_AT_ONCE = 16
 """Number of tokens per engine report for a non-streamed response. Fewer reports are less work for the gateway."""
 
 
-def check_untokenised(services: GatewayServices, body: GenerationRequest) -> None:
+def check_untokenised(services: GatewayServices, target: Target, body: GenerationRequest) -> None:
     """Raise InvalidRequest for errors that can be found before the prompts are tokenised."""
     if body.num_prompts * body.num_generated > services.settings.max_choices:
         raise InvalidRequest(
             f"prompts times {_multiplier(body)} must not exceed {services.settings.max_choices}",
             param=_multiplier(body),
         )
-    body.check_vocabulary(services.model.vocab_size)
+    body.check_vocabulary(target.vocab_size)
     if (body.truncate_prompt_tokens or 0) > services.max_model_len:
         raise InvalidRequest(
             f"truncate_prompt_tokens must not exceed the context of {services.max_model_len} tokens",
@@ -53,9 +53,9 @@ def make_plan(
 ) -> Plan:
     body, prompts, defaults = received.body, prepared.prompts, target.settings.defaults
     sampling = msgspec.structs.replace(
-        body.sampling(defaults), bad_words=prepared.bad_words, thinking=_thinking(services, body, prepared)
+        body.sampling(defaults), bad_words=prepared.bad_words, thinking=_thinking(target, body, prepared)
     )
-    text_rules = _text_rules(services, body, prepared)
+    text_rules = _text_rules(target, body, prepared)
     max_tokens = _max_tokens(services.max_model_len, body, prompts, defaults.max_new_tokens)
     # In the engine, each choice is a sequence with its own copy of the prompt.
     most = services.settings.max_request_tokens
@@ -86,22 +86,22 @@ def make_plan(
     )
 
 
-def _thinking(services: GatewayServices, body: GenerationRequest, prepared: Prepared) -> ThinkingBudget | None:
+def _thinking(target: Target, body: GenerationRequest, prepared: Prepared) -> ThinkingBudget | None:
     """Return the limit on the reasoning, or None if there is no limit or no reasoning."""
     reasoning = prepared.reasoning
     if body.max_thinking_tokens is None or reasoning is None:
         return None
     begin, end = (
-        services.tokenizer.encode(marker, add_special_tokens=False)
+        target.tokenizer.encode(marker, add_special_tokens=False)
         for marker in (reasoning.markers.begin, reasoning.markers.end)
     )
     return ThinkingBudget(num_tokens=body.max_thinking_tokens, begin=begin, end=end, is_open=reasoning.is_open)
 
 
-def _text_rules(services: GatewayServices, body: GenerationRequest, prepared: Prepared) -> TextRules:
+def _text_rules(target: Target, body: GenerationRequest, prepared: Prepared) -> TextRules:
     """Return how tokens become text. Special tokens are shown if they mark calls or reasoning."""
     rules = replace(body.text_rules(), reasoning=prepared.reasoning)
-    if any(services.tokenizer.special_token_id(marker) is not None for marker in prepared.markers):
+    if any(target.tokenizer.special_token_id(marker) is not None for marker in prepared.markers):
         rules = replace(rules, skip_special_tokens=False)
     return rules
 

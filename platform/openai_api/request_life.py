@@ -42,9 +42,9 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body.model, received.body.user)
     prepared = await prepare(services, endpoint, target, received)
-    grammar = await constrain(services, target, endpoint.constraint(services, received.body, prepared))
+    grammar = await constrain(services, target, endpoint.constraint(target, received.body, prepared))
     plan = make_plan(services, endpoint, received, target, prepared, grammar)
-    shape = await endpoint.shape(services, received, prepared)
+    shape = await endpoint.shape(services, target, received, prepared)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
     generation = services.running.start(plan, partial(run_and_settle, services))
@@ -77,8 +77,8 @@ async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B
 async def resolve(services: GatewayServices, caller: Principal, name: str, user: str | None = None) -> Target:
     """Resolve the model to a version.
 
-    If an alias stands for several versions, each `user` always gets the same one. Raises ModelNotFound or
-    PermissionDenied.
+    If an alias stands for several versions, each `user` always gets the same one. Raises ModelNotFound,
+    PermissionDenied or Unavailable.
     """
     recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
 
@@ -86,7 +86,9 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
         model = services.resolver.resolve(caller, name, user)
         assert caller.tenant_id is not None
         share = recent or services.tenants.share(caller.tenant_id)
-        return Target(caller.tenant_id, caller.key_id, model, share, services.version_settings.find(model))
+        settings = services.version_settings.find(model)
+        tokenizer = services.version_tokenizers.find(settings.vocabulary)
+        return Target(caller.tenant_id, caller.key_id, model, share, settings, tokenizer, services.model.vocab_size)
 
     with traced("resolve"):
         # The base and cached shares need no database and thus no thread.
@@ -99,12 +101,12 @@ async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Targ
     """Tokenise the prompts, and truncate them if the body asks for it. Raises InvalidRequest, RateLimited or
     Unavailable.
     """
-    check_untokenised(services, received.body)
+    check_untokenised(services, target, received.body)
     with traced("tokenise"):
         prepared = await endpoint.prepare(services, target, received)
         words = received.body.bad_words or []
         num_characters = 2 * sum(len(word) + 1 for word in words)
-        bad_words = await services.compute_if_long(num_characters, services.tokenizer.spellings, words)
+        bad_words = await services.compute_if_long(num_characters, target.tokenizer.spellings, words)
     prompts = truncated(services.max_model_len, received.body, prepared.prompts)
     adapter = target.model.adapter
     invocation_tokens = () if adapter is None else adapter.invocation_tokens

@@ -35,6 +35,7 @@ from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.threads import call_on
 from loramux.platform.tokenizer.model_tokenizer import MAX_TOKENISED_AT_ONCE, ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
+from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 
 CALL_WAIT_S = 5.0
 """Timeout for a request's call to the database, in seconds."""
@@ -99,6 +100,8 @@ class GatewayServices:
     spool: SettlementSpool | None
     engine: EngineClient
     tokenizer: ModelTokenizer
+    """The base's tokenizer. Requests use their target's."""
+    version_tokenizers: VersionTokenizers
     chat_prompts: ChatPrompts
     grammars: GrammarChecker
     model: ModelInfo
@@ -138,7 +141,7 @@ class GatewayServices:
         metrics.database_connections.set_function(lambda: database.num_connections)
         settler = Settler(commit, metrics, health, spool)
         cold_loads = ColdLoads(engine)
-        running = RunningRequests(commit, engine, tokenizer, metrics, database.now_us, health, settler, cold_loads)
+        running = RunningRequests(commit, engine, metrics, database.now_us, health, settler, cold_loads)
         metrics.held_settlements.set_function(lambda: settler.num_held)
         if spool is not None:
             metrics.spooled_bytes.set_function(lambda: spool.num_bytes)
@@ -165,6 +168,7 @@ class GatewayServices:
             spool=spool,
             engine=engine,
             tokenizer=tokenizer,
+            version_tokenizers=VersionTokenizers(tokenizer),
             chat_prompts=ChatPrompts(tokenizer.chat_template, templates),
             grammars=grammars,
             model=model,

@@ -9,6 +9,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.generation.plan import Target
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.endpoint import Received
@@ -71,10 +72,10 @@ async def tokenize(request: Request, caller: Caller, services: Services) -> Resp
         received: Received[ChatRequest] = Received(request_id_of(request), body, len(sent))
         [ids] = (await prepare(services, CHAT, target, received)).prompts
     else:
-        ids = await services.compute_if_long(len(sent), _ids, services, body)
+        ids = await services.compute_if_long(len(sent), _ids, services, target, body)
     token_strs = None
     if body.return_token_strs:
-        token_strs = await services.compute_if_long(len(ids), services.tokenizer.token_strings, ids)
+        token_strs = await services.compute_if_long(len(ids), target.tokenizer.token_strings, ids)
     return json_response(
         {"count": len(ids), "max_model_len": services.max_model_len, "tokens": ids, "token_strs": token_strs}
     )
@@ -91,8 +92,8 @@ async def detokenize(request: Request, caller: Caller, services: Services) -> Re
     """Turn token ids into text, with special tokens. No quota is charged."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await services.compute_if_long(len(sent), parse_body, sent, DetokenizeRequest)
-    await resolve(services, caller, body.model or services.resolver.served_name)
-    most, vocab_size = services.max_model_len, services.model.vocab_size
+    target = await resolve(services, caller, body.model or services.resolver.served_name)
+    most, vocab_size = services.max_model_len, target.vocab_size
     if len(body.tokens) > most:
         raise InvalidRequest(
             f"tokens must not have more than {most} ids, the model's maximum context length",
@@ -101,7 +102,7 @@ async def detokenize(request: Request, caller: Caller, services: Services) -> Re
         )
     if not all(0 <= token < vocab_size for token in body.tokens):
         raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="tokens")
-    return json_response({"prompt": await services.compute_if_long(len(sent), _text, services, body.tokens)})
+    return json_response({"prompt": await services.compute_if_long(len(sent), _text, target, body.tokens)})
 
 
 def _parse(sent: bytes) -> TokenizePrompt | TokenizeChat:
@@ -113,12 +114,12 @@ def _parse(sent: bytes) -> TokenizePrompt | TokenizeChat:
     return body
 
 
-def _ids(services: GatewayServices, body: TokenizePrompt) -> tuple[int, ...]:
+def _ids(services: GatewayServices, target: Target, body: TokenizePrompt) -> tuple[int, ...]:
     """Return the token IDs. Like a completion, raises InvalidRequest for a text that cannot fit in the context."""
-    return services.tokenizer.encode(
+    return target.tokenizer.encode(
         body.prompt, services.max_model_len, add_special_tokens=body.add_special_tokens is not False
     )
 
 
-def _text(services: GatewayServices, ids: list[int]) -> str:
-    return services.tokenizer.decode(ids, skip_special_tokens=False)
+def _text(target: Target, ids: list[int]) -> str:
+    return target.tokenizer.decode(ids, skip_special_tokens=False)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders
 
+from loramux.adapter_store.formats.added_vocabulary import AddedToken
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
+from loramux.platform.tokenizer.extended_tokenizer import extended_tokenizer, next_token_id
 
 MAX_TOKENISED_AT_ONCE = 4 * 1024
 """Longest text tokenised on the event loop, in characters. This takes under a millisecond. Longer texts would block."""
@@ -20,14 +22,20 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 class ModelTokenizer:
     """The tokenizer and chat template of a Hugging Face directory. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, base: ModelTokenizer | None = None
+    ) -> None:
+        """`tokenizer` belongs to this object. If it extends that of `base`, what both have in common is reused."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._bytes = TokenBytes(tokenizer)
+        self._bytes = TokenBytes(tokenizer, None if base is None else base._bytes)
         # A token's spelling, in bytes or in characters, is at least as long as its text.
-        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        if base is None:
+            self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        else:
+            self._longest_token = max(base._longest_token, *map(len, self._bytes.added))
 
     @staticmethod
     def load(model_dir: Path) -> ModelTokenizer:
@@ -40,6 +48,18 @@ class ModelTokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
         return ModelTokenizer(tokenizer, ChatTemplate.load(model_dir))
+
+    def with_tokens(self, tokens: Sequence[AddedToken]) -> ModelTokenizer:
+        """A tokenizer that also knows an adapter's own tokens. Raises AdapterRejected if they do not extend this one.
+
+        The model is shared, so this takes a few milliseconds and little memory.
+        """
+        return ModelTokenizer(extended_tokenizer(self._tokenizer, tokens), self._chat_template, self)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, which is the id of the first one that an adapter can add."""
+        return next_token_id(self._tokenizer)
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -126,22 +146,31 @@ class TokenBytes:
     Decodes the spellings of byte-level (GPT-2) and sentencepiece vocabularies.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, base: TokenBytes | None = None) -> None:
+        """`base` are the bytes of the tokenizer that this one extends, if it extends one."""
         self._tokenizer = tokenizer
+        self._base = base
         added = tokenizer.get_added_tokens_decoder()
-        self._special = {token.content for token in added.values()}
+        self._added_ids = frozenset(added)
+        self.added = {token.content for token in added.values()}
+        """The contents of the added tokens."""
         self._hidden = {token_id for token_id, token in added.items() if token.special}
         self._markers = {
             token_id
             for token_id, token in added.items()
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         }
-        is_byte_level = '"ByteLevel"' in tokenizer.to_str()
-        self._spelled = _byte_level_alphabet() if is_byte_level else None
+        self._spelled: dict[str, int] | None
+        if base is not None:
+            self._spelled = base._spelled
+        else:
+            self._spelled = _byte_level_alphabet() if '"ByteLevel"' in tokenizer.to_str() else None
         self.are_joined = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
+        if self._base is not None and (token_id not in self._added_ids or token_id in self._base._added_ids):
+            return self._base.of(token_id)
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._read(token_id)
@@ -151,7 +180,7 @@ class TokenBytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
-        if token in self._special:
+        if token in self.added:
             return token.encode()
         if self._spelled is not None:
             spelled = self._spelled

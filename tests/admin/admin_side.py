@@ -27,6 +27,7 @@ from loramux.admin.rest.services import (
     MAX_REPORTS_EACH,
     NUM_REPORT_THREADS,
     AdminServices,
+    BaseVocabulary,
 )
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.server.transfer_slots import TransferSlots
@@ -110,6 +111,7 @@ def open_admin_side(
             self_check=SelfCheck(
                 database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
             ),
+            vocabulary=BaseVocabulary(num_tokens=60, vocab_size=target.vocab_size or 70),
             metrics_token=None,
             is_loopback=True,
             executor=executor,

@@ -80,7 +80,7 @@
     const say = (text, kind) => { says.textContent = text; says.className = kind ?? "hint"; };
     const files = [...form.querySelectorAll("input[type=file]")].flatMap((input) => [...input.files]);
     const wanted = ["adapter_config.json", "adapter_model.safetensors"];
-    const optional = ["chat_template.jinja", "generation_config.json", "parsers.json"];
+    const optional = ["chat_template.jinja", "generation_config.json", "parsers.json", "added_vocabulary.json"];
     const chosen = [...wanted, ...optional].map((name) => files.find((file) => file.name === name)).filter((file) => file);
     if (!wanted.every((name) => chosen.some((file) => file.name === name))) {
       say(`Choose ${wanted.join(" and ")}, as PEFT saved them. You can add ${optional.join(", ")}.`, "notice error");

@@ -71,8 +71,9 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
     """Declare the name, size and SHA-256 of each file. The response says how to PUT each file.
 
     `adapter_config.json` and `adapter_model.safetensors` are required. `chat_template.jinja` (at most 64 KiB),
-    `generation_config.json` (at most 16 KiB) and `parsers.json` (at most 1 KiB) are optional. The version then uses
-    this template, these defaults and these parsers, such as `{"tool_call_parser": "hermes"}`. A file with only a `url`
+    `generation_config.json` (at most 16 KiB), `parsers.json` (at most 1 KiB) and `added_vocabulary.json` (at most 128
+    KiB) are optional. The version then uses this template, these defaults, these parsers, such as
+    `{"tool_call_parser": "hermes"}`, and these tokens beside the base's. A file with only a `url`
     is sent to this server. A file with `method` and `headers` is sent to the blob store, with exactly these headers and
     no key. A large file has `parts` of `part_size` bytes. The last part can be shorter. The declared bytes count
     against `adapter_bytes` until the upload is used, cancelled or expired.

@@ -30,6 +30,7 @@ class VersionDocument(TypedDict):
     `digest` is the digest of the weights. A model name can contain `version_digest`, which also covers the optional
     files, after `@sha256:`. `chat_template` is the SHA-256 of the version's own template, `generation_config` has its
     sampling defaults, `tool_call_parser` and `reasoning_parser` are the parsers that it was uploaded with,
+    `added_tokens` maps the tokens that it adds to the base's vocabulary to their ids (null if it adds none),
     `invocation_tokens` are the token ids that activate an activated LoRA (null if the adapter is always active), and
     `report` is the validation report. The digests and sizes are null until validation succeeds.
     """
@@ -45,6 +46,7 @@ class VersionDocument(TypedDict):
     generation_config: dict[str, int | float] | None
     tool_call_parser: str | None
     reasoning_parser: str | None
+    added_tokens: dict[str, int] | None
     max_rank: int | None
     invocation_tokens: list[int] | None
     num_pages: int | None
@@ -152,6 +154,7 @@ def describe_version(version: AdapterVersion) -> VersionDocument:
         "generation_config": version.report.get("generation_config"),
         "tool_call_parser": version.report.get("parsers", {}).get("tool_call_parser"),
         "reasoning_parser": version.report.get("parsers", {}).get("reasoning_parser"),
+        "added_tokens": version.report.get("added_vocabulary", {}).get("tokens"),
         "max_rank": version.max_rank,
         "invocation_tokens": None if version.invocation_tokens is None else list(version.invocation_tokens),
         "num_pages": version.num_pages,

@@ -1,4 +1,4 @@
-"""`/server`: the server's versions, its clock, and the findings of its self-check."""
+"""`/server`: the server's versions, its clock, the base's vocabulary, and the findings of its self-check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from typing_extensions import TypedDict
 
-from loramux.admin.rest.access import PlatformReader, Services
+from loramux.admin.rest.access import PlatformReader, Reader, Services
 from loramux.admin.rest.listing import ListDocument, whole_list
 
 router = APIRouter(prefix="/server", tags=["server"])
@@ -45,6 +45,21 @@ async def get_server(services: Services, caller: PlatformReader) -> ServerDocume
         "quantization": info.quantization if info else None,
         "time_ms": time.time_ns() // 1_000_000,
     }
+
+
+class VocabularyDocument(TypedDict):
+    """The base's vocabulary. The tokenizer's tokens can be fewer than the rows of the embedding and the head."""
+
+    object: Literal["vocabulary"]
+    num_tokens: int
+    vocab_size: int
+
+
+@router.get("/vocabulary")
+async def get_vocabulary(services: Services, caller: Reader) -> VocabularyDocument:
+    """Get the size of the base's vocabulary: the ids of tokens that an adapter adds begin with `num_tokens`."""
+    base = services.vocabulary
+    return {"object": "vocabulary", "num_tokens": base.num_tokens, "vocab_size": base.vocab_size}
 
 
 @router.get("/findings")

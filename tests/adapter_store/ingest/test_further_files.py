@@ -9,7 +9,14 @@ import pytest
 from sqlalchemy import func, select
 
 from loramux.adapter_store.errors import AdapterRejected, UploadRefused
-from loramux.adapter_store.formats.file_names import FURTHER_FILES, GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.added_vocabulary import AddedToken, AddedVocabulary, encode_added_vocabulary
+from loramux.adapter_store.formats.file_names import (
+    FURTHER_FILES,
+    GENERATION_FILE,
+    PARSERS_FILE,
+    TEMPLATE_FILE,
+    VOCABULARY_FILE,
+)
 from loramux.adapter_store.formats.further_files import version_digest
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
@@ -17,11 +24,20 @@ from loramux.adapter_store.registry.version_files import read_further_files
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_version_files
 from tests.adapter_store.ingest.ingest_world import DirectValidator, FailingBlobStore, IngestWorld
+from tests.adapter_store.small_base import VOCAB_SIZE
 
 TEMPLATE = b"{% for message in messages %}{{ message.content }}{% endfor %}"
 SETTINGS = b'{"temperature": 0.5, "top_k": null, "eos_token_id": [1, 2]}'
 PARSERS = b'{"tool_call_parser": "pythonic"}'
-FURTHER = {TEMPLATE_FILE: TEMPLATE, GENERATION_FILE: SETTINGS, PARSERS_FILE: PARSERS}
+VOCABULARY = encode_added_vocabulary(
+    AddedVocabulary(VOCAB_SIZE, (AddedToken(68, "<|ü|>", True, False, False, False, False),))
+)
+FURTHER = {
+    TEMPLATE_FILE: TEMPLATE,
+    GENERATION_FILE: SETTINGS,
+    PARSERS_FILE: PARSERS,
+    VOCABULARY_FILE: VOCABULARY,
+}
 
 
 def test_equal_weights_with_another_template_are_another_version(world: IngestWorld, make_adapter: Any) -> None:
@@ -50,6 +66,7 @@ def test_version_digest_covers_the_weights_and_each_file(world: IngestWorld, mak
     assert version.report["chat_template"] == {"sha256": hashlib.sha256(TEMPLATE).hexdigest(), "size": len(TEMPLATE)}
     assert version.report["generation_config"] == {"temperature": 0.5}
     assert version.report["parsers"] == {"tool_call_parser": "pythonic"}
+    assert version.report["added_vocabulary"] == {"vocab_size": VOCAB_SIZE, "tokens": {"<|ü|>": 68}}
 
 
 def test_version_digests_without_parsers_are_those_of_earlier_releases() -> None:
@@ -88,6 +105,8 @@ REFUSED = [
     pytest.param(GENERATION_FILE, b'{"top_p": NaN}', "invalid_json", GENERATION_FILE, id="NaN"),
     pytest.param(GENERATION_FILE, b'{"a": 1, "a": 2}', "duplicate_key", "a", id="key twice"),
     pytest.param(GENERATION_FILE, b'{"temperature": -1}', "invalid_generation_config", "temperature", id="setting"),
+    pytest.param(VOCABULARY_FILE, b"{}", "invalid_vocabulary", VOCABULARY_FILE, id="no vocabulary"),
+    pytest.param(VOCABULARY_FILE, b'{"\xff": 1}', "invalid_json", VOCABULARY_FILE, id="no UTF-8 in a vocabulary"),
     pytest.param(PARSERS_FILE, b"{}", "invalid_parsers", PARSERS_FILE, id="no parser"),
     pytest.param(PARSERS_FILE, b"[1]", "invalid_parsers", PARSERS_FILE, id="no object of parsers"),
     pytest.param(PARSERS_FILE, b'"', "invalid_json", PARSERS_FILE, id="no JSON of parsers"),
@@ -111,7 +130,8 @@ def test_bad_file_rejects_the_version_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_bytes"), [(TEMPLATE_FILE, 65_537), (GENERATION_FILE, 16_385), (PARSERS_FILE, 1_025)]
+    ("name", "num_bytes"),
+    [(TEMPLATE_FILE, 65_537), (GENERATION_FILE, 16_385), (PARSERS_FILE, 1_025), (VOCABULARY_FILE, 131_073)],
 )
 def test_large_file_is_refused_when_declared(world: IngestWorld, make_adapter: Any, name: str, num_bytes: int) -> None:
     files = make_adapter()
@@ -149,7 +169,7 @@ def test_accepted_files_survive_a_failing_store(
             world.ingest.process(version.id)
         with database.read() as connection:
             rows = connection.execute(select(func.count()).select_from(adapter_version_files)).scalar_one()
-        assert rows == 3, "a retry replaces the files"
+        assert rows == 4, "a retry replaces the files"
         assert world.registry.resolve("acme", "support") is None
     blobs.num_calls = 1_000_000
     ready = world.ingest.process(version.id)
@@ -164,6 +184,6 @@ def test_janitor_keeps_the_files_of_an_open_upload_and_deletes_those_of_a_cancel
     files = make_adapter()
     upload = world.upload(files.config_bytes, files.tensor_bytes, **FURTHER)
     world.ingest.remove_abandoned()
-    assert len(list(world.blobs.list_keys("uploads/"))) == 5
+    assert len(list(world.blobs.list_keys("uploads/"))) == 6
     world.ingest.cancel_upload(world.adapter_id, upload.id)
     assert not list(world.blobs.list_keys("uploads/"))

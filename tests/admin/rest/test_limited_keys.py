@@ -231,8 +231,8 @@ ONE_THAT_IS_NOT_THERE = {
 }
 """Like `ONE_OF_ITS`, but the call also fails for objects of the key's adapters, because they have no content."""
 
-OF_THE_TENANT = {"GET /tenants", "GET /tenants/{id_or_slug}"}
-"""Routes that return the tenant's names, limits and states but nothing about its adapters."""
+OF_THE_TENANT = {"GET /server/vocabulary", "GET /tenants", "GET /tenants/{id_or_slug}"}
+"""Routes that return the tenant's names, limits and states, or the base's, but nothing about its adapters."""
 
 PUBLIC = {"GET /health/live", "GET /health/ready", "GET /metrics", "GET /openapi.json"}
 """Routes outside `/admin/v1`. The metrics name no adapter."""

@@ -1,0 +1,161 @@
+"""A base's tokenizer with an adapter's own tokens works as transformers' does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.added_vocabulary import AddedToken, AddedVocabulary
+from loramux.platform.errors import Unavailable
+from loramux.platform.tokenizer.detokenizer import Detokenizer
+from loramux.platform.tokenizer.extended_tokenizer import extended_tokenizer, next_token_id
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tokenizer.version_tokenizers import MAX_KEPT, VersionTokenizers
+from tests.demo_base import DEMO_BASE
+
+BASE = Tokenizer.from_file(str(DEMO_BASE / "tokenizer.json"))
+FIRST = next_token_id(BASE)
+PLAIN = AddedToken(FIRST, "", special=False, lstrip=False, rstrip=False, single_word=False, normalized=False)
+TOKENS = (
+    replace(PLAIN, content="<|check|>", special=True),
+    replace(PLAIN, id=FIRST + 1, content="<call>"),
+    replace(PLAIN, id=FIRST + 2, content="Київ"),
+    replace(PLAIN, id=FIRST + 3, content="cat", single_word=True),
+    replace(PLAIN, id=FIRST + 4, content="[x]", lstrip=True, rstrip=True),
+    replace(PLAIN, id=FIRST + 5, content="<|check|>!", normalized=True),
+)
+TEXTS = (
+    "Hello <|check|> in Київ<call>",
+    "a cat concatenates [x]   cats",
+    "<|check|>!<|check|><|bos|>Київ <|end|>",
+    "<|che",
+    "",
+)
+
+
+def as_transformers_adds_them(base: Tokenizer, tokens: tuple[AddedToken, ...]) -> Tokenizer:
+    whole = Tokenizer.from_str(base.to_str())
+    for one in tokens:
+        flags = {"lstrip": one.lstrip, "rstrip": one.rstrip, "single_word": one.single_word}
+        token = tokenizers.AddedToken(one.content, normalized=one.normalized, special=one.special, **flags)
+        whole.add_tokens([token])
+    return whole
+
+
+def test_texts_become_the_tokens_of_a_tokenizer_that_was_saved_with_them() -> None:
+    expected = as_transformers_adds_them(BASE, TOKENS)
+    found = extended_tokenizer(BASE, TOKENS)
+    assert found.get_added_tokens_decoder().keys() == expected.get_added_tokens_decoder().keys()
+    for text in TEXTS:
+        for adds in (True, False):
+            ids = found.encode(text, add_special_tokens=adds).ids
+            assert ids == expected.encode(text, add_special_tokens=adds).ids
+            for skips in (True, False):
+                assert found.decode(ids, skip_special_tokens=skips) == expected.decode(ids, skip_special_tokens=skips)
+    assert FIRST not in BASE.encode(TEXTS[0]).ids
+    assert next_token_id(BASE) == FIRST
+
+
+def test_only_the_versions_tokenizer_knows_the_tokens() -> None:
+    base = ModelTokenizer.load(DEMO_BASE)
+    assert base.num_tokens == FIRST
+    extended = base.with_tokens(TOKENS)
+    ids = extended.encode("<|check|>x<call>Київ", add_special_tokens=False)
+    assert [token for token in ids if token >= FIRST] == [FIRST, FIRST + 1, FIRST + 2]
+    assert not [token for token in base.encode("<|check|>x<call>Київ") if token >= FIRST]
+    assert extended.special_token_id("<|check|>") == extended.marker_token_id("<|check|>") == FIRST
+    assert extended.special_token_id("<call>") is None
+    assert extended.marker_token_id("<call>") == FIRST + 1
+    assert base.marker_token_id("<call>") is None
+    assert extended.token_bytes(FIRST + 2) == "Київ".encode()
+    assert (extended.text_bytes(FIRST), base.token_bytes(FIRST)) == (b"", b"")
+    detokenizer = Detokenizer(extended, ())
+    assert "".join([*map(detokenizer.feed, ids), detokenizer.finish()]) == "x<call>Київ"
+
+
+def gapped_base() -> Tokenizer:
+    """A tokenizer whose added tokens cannot be added again one after the other."""
+    document = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    document.add_tokens(["<one>", "<two>"])
+    text = document.to_str().replace('"id":3', '"id":7').replace('"id": 3', '"id": 7')
+    return Tokenizer.from_str(text)
+
+
+def test_a_base_with_gaps_between_its_added_tokens_is_extended_too() -> None:
+    base = gapped_base()
+    first = next_token_id(base)
+    extended = extended_tokenizer(base, [replace(PLAIN, id=first, content="<new>")])
+    assert extended.encode("a<two><new>").ids == [0, base.token_to_id("<two>"), first]
+
+
+REFUSED: dict[str, tuple[list[AddedToken], str, str]] = {
+    "a control token of the template": (
+        [replace(PLAIN, content="<|assistant|>", special=True)],
+        "token_collision",
+        "tokens[0].content",
+    ),
+    "an ordinary token": (
+        [TOKENS[0], replace(PLAIN, id=FIRST + 1, content="e")],
+        "token_collision",
+        "tokens[1].content",
+    ),
+    "an id of the base": ([replace(TOKENS[0], id=5)], "token_collision", "tokens[0].id"),
+    "a gap": ([replace(TOKENS[0], id=FIRST + 1)], "token_collision", "tokens[0].id"),
+}
+
+
+@pytest.mark.parametrize(("tokens", "code", "param"), REFUSED.values(), ids=REFUSED.keys())
+def test_tokens_that_collide_with_the_bases_are_refused(tokens: list[AddedToken], code: str, param: str) -> None:
+    with pytest.raises(AdapterRejected) as refused:
+        extended_tokenizer(BASE, tokens)
+    assert (refused.value.code, refused.value.param) == (code, param)
+
+
+def test_a_token_of_which_nothing_remains_is_refused() -> None:
+    """Otherwise, the library would find it between all characters."""
+    base = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    base.normalizer = normalizers.Replace("x", "")
+    base.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(AdapterRejected) as refused:
+        extended_tokenizer(base, [replace(PLAIN, id=2, content="xx", normalized=True)])
+    assert (refused.value.code, refused.value.param) == ("invalid_vocabulary", "tokens[0].content")
+
+
+def test_rows_for_all_tokens_are_required() -> None:
+    check = VersionTokenizers(ModelTokenizer.load(DEMO_BASE)).check_upload
+    check(AddedVocabulary(FIRST + 6, TOKENS))
+    check(AddedVocabulary(FIRST + 99, TOKENS))
+    for vocab_size, tokens in ((FIRST + 5, TOKENS), (FIRST - 1, ())):
+        with pytest.raises(AdapterRejected) as refused:
+            check(AddedVocabulary(vocab_size, tokens))
+        assert (refused.value.code, refused.value.param) == ("token_mismatch", "vocab_size")
+
+
+def test_tokenizers_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = ModelTokenizer.load(DEMO_BASE)
+    made: list[Any] = []
+    extend = ModelTokenizer.with_tokens
+    monkeypatch.setattr(ModelTokenizer, "with_tokens", lambda self, tokens: made.append(tokens) or extend(self, tokens))
+    tokenizers_of = VersionTokenizers(base)
+    assert tokenizers_of.find(None) is tokenizers_of.find(AddedVocabulary(FIRST, ())) is base
+    vocabularies = [
+        AddedVocabulary(FIRST + 1, (replace(PLAIN, content=f"<{number}>"),)) for number in range(MAX_KEPT + 1)
+    ]
+    first = tokenizers_of.find(vocabularies[0])
+    assert tokenizers_of.find(vocabularies[0]) is first
+    for vocabulary in vocabularies[1:]:
+        tokenizers_of.find(vocabulary)
+    assert len(made) == MAX_KEPT + 1
+    assert tokenizers_of.find(vocabularies[0]) is not first
+
+
+def test_tokens_for_another_base_are_unavailable() -> None:
+    with pytest.raises(Unavailable, match="do not fit this server's tokenizer"):
+        VersionTokenizers(ModelTokenizer.load(DEMO_BASE)).find(
+            AddedVocabulary(9, (replace(PLAIN, id=8, content="<x>"),))
+        )
