@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +15,17 @@ class VocabularyNotUsable(Exception):
     """The model's tokenizer cannot be used with grammars. The message explains why."""
 
 
-def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Load the vocabulary from a Hugging Face directory's `tokenizer.json`, padded to `vocab_size` tokens.
+NUM_ADDED_TOKENS = 256
+"""Number of tokens that an adapter can add."""
 
-    Takes up to a second for a vocabulary of 128,000 tokens. Raises VocabularyNotUsable.
+
+def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Load the vocabulary from a Hugging Face directory's `tokenizer.json`, padded to at least `vocab_size` tokens.
+
+    The ids after the tokenizer's tokens, which adapters can add, are special tokens without a meaning: a grammar can
+    name them by id, but no text contains them. All adapters share them, because a vocabulary takes about 70 MB.
+
+    Takes one or two seconds for a vocabulary of 128,000 tokens. Raises VocabularyNotUsable.
     """
     try:
         from llguidance import LLTokenizer
@@ -27,9 +35,23 @@ def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[in
     if not eos_token_ids:
         raise VocabularyNotUsable("the model's configuration names no end-of-sequence token")
     try:
-        return LLTokenizer(path.read_text(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-    except (OSError, ValueError) as error:
+        text, num_tokens = _with_added_tokens(path.read_text())
+        return LLTokenizer(text, n_vocab=max(vocab_size, num_tokens), eos_token=list(eos_token_ids))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise VocabularyNotUsable(f"{path} cannot be used with grammars: {error}") from error
+
+
+def _with_added_tokens(text: str) -> tuple[str, int]:
+    """A `tokenizer.json` with the further tokens, and the number of all its tokens."""
+    document = json.loads(text)
+    vocabulary, added = document["model"]["vocab"], document.get("added_tokens") or []
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    first = max(max(ids, default=-1), *(token["id"] for token in added), -1) + 1
+    flags = {"special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    further = [
+        {"id": first + index, "content": f"<|loramux_added_{index}|>", **flags} for index in range(NUM_ADDED_TOKENS)
+    ]
+    return json.dumps({**document, "added_tokens": [*added, *further]}), first + NUM_ADDED_TOKENS
 
 
 def no_vocabulary() -> LLTokenizer:

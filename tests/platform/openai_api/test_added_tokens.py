@@ -10,10 +10,12 @@ from loramux.adapter_store.formats.added_vocabulary import AddedToken, AddedVoca
 from loramux.adapter_store.formats.file_names import TEMPLATE_FILE, VOCABULARY_FILE
 from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
+from tests.platform.tool_base import TEMPLATE
 
 pytestmark = pytest.mark.anyio
 
 BASE_SIZE = 1024
+CALL = '{"name": "get_weather", "arguments": {}}'
 
 
 def files_of(gateway: Gateway, content: str, further: int = 2, template: str = "") -> dict[str, bytes]:
@@ -104,3 +106,28 @@ async def test_a_versions_template_writes_its_tokens(gateway: Gateway) -> None:
     assert found["tokens"][0] == gateway.services.tokenizer.num_tokens + 1
     await post(gateway, "/v1/chat/completions", model="support", messages=messages, max_tokens=1)
     assert list(gateway.engine.adds[-1].prompt) == found["tokens"]
+
+
+async def test_a_forced_call_names_the_versions_markers(gateway: Gateway) -> None:
+    first = gateway.services.tokenizer.num_tokens
+    tokens = tuple(
+        AddedToken(first + index, content, True, False, False, False, False)
+        for index, content in enumerate(("<tool_call>", "</tool_call>"))
+    )
+    vocabulary = encode_added_vocabulary(AddedVocabulary(BASE_SIZE + 2, tokens))
+    template = {TEMPLATE_FILE: TEMPLATE.encode()}
+    gateway.add_adapter("acme", "caller", files={**template, VOCABULARY_FILE: vocabulary})
+    gateway.add_adapter("acme", "plain", files=template)
+    gateway.engine.script = lambda add: Script(
+        token_ids=(first, *gateway.services.tokenizer.encode(CALL)[1:], first + 1)
+    )
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "tools": [{"type": "function", "function": {"name": "get_weather"}}],
+        "tool_choice": "required",
+    }
+    answer = await post(gateway, "/v1/chat/completions", model="caller", **body)
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
+    assert f"<[{first}]>" in gateway.engine.adds[-1].grammar
+    await post(gateway, "/v1/chat/completions", model="plain", **body)
+    assert f"<[{first}]>" not in gateway.engine.adds[-1].grammar
