@@ -87,7 +87,7 @@ def _rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
             for kind, found in value.items():
                 yield kind, f"{len(found['ranks'])} of rank {_span(found['ranks'])}, effect {found['largest_effect']}"
         elif isinstance(value, dict):
-            yield from ((f"{name} {key}", inner) for key, inner in value.items())
+            yield from ((f"{name} {key}", _shown(inner)) for key, inner in value.items())
         else:
             yield name, _shown(value)
 
@@ -95,6 +95,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 def _shown(value: Any) -> object:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} = {inner}" for name, inner in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 

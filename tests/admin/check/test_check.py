@@ -249,3 +249,21 @@ def test_an_adapter_of_stacked_experts_is_accepted(tmp_path: Path) -> None:
     document = checked(directory, "--model", tmp_path)
     assert document["served"], document
     assert document["facts"]["max_rank"] == 3
+
+
+def test_added_tokens_are_checked_against_the_bases_tokenizer(adapter: Path) -> None:
+    flags = dict.fromkeys(("special", "lstrip", "rstrip", "single_word", "normalized"), False)
+    for content, vocab_size, code, param in (
+        ("<|assistant|>", 1025, "token_collision", "tokens[0].content"),
+        ("<|check|>", 1024, "invalid_vocabulary", "tokens[0].id"),
+        ("<|check|>", 1025, "token_mismatch", "vocab_size"),
+    ):
+        document = {"vocab_size": vocab_size, "tokens": [{"id": 1024, "content": content, **flags}]}
+        (adapter / "added_vocabulary.json").write_text(json.dumps(document))
+        [problem] = checked(adapter, "--model", DEMO_BASE)["problems"]
+        assert (problem["code"], problem["param"]) == (code, param)
+    (adapter / "added_vocabulary.json").unlink()
+    tokenizer = json.loads((DEMO_BASE / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({"id": 1024, "content": "[PAD]", **flags})
+    (adapter / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "added_vocabulary" not in checked(adapter, "--model", DEMO_BASE)["facts"]
