@@ -1,4 +1,4 @@
-"""The names that a multimodal checkpoint gives to the tensors of its text decoder."""
+"""The names that a multimodal checkpoint gives to the tensors and modules of its text decoder."""
 
 from __future__ import annotations
 
@@ -20,3 +20,13 @@ def text_name(stored: str) -> str | None:
         if stored.startswith(prefix):
             return replacement + stored.removeprefix(prefix)
     return stored
+
+
+def text_module(name: str) -> str:
+    """The name, or the end of a name, of the same module in a text-only model.
+
+    `model.language_model.layers.0.mlp.up_proj` of transformers 5, `language_model.model.layers.0.mlp.up_proj` of
+    earlier versions and `language_model.lm_head` lose the part that names the text decoder.
+    """
+    outer, inner = "language_model.", "model.language_model."
+    return "model." + name.removeprefix(inner) if name.startswith(inner) else name.removeprefix(outer)

@@ -9,6 +9,7 @@ from loramux.adapter_store.errors import AdapterRejected, printable
 from loramux.adapter_store.formats.file_names import CONFIG_FILE
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
 from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.text_names import text_module
 from loramux.adapter_store.validation.trained_config import parse_modules_to_save, parse_token_indices
 from loramux.kernels.layout import MAX_RANK
 
@@ -282,7 +283,7 @@ def _names(value: Any, param: str) -> tuple[str, ...]:
         _refuse("invalid_config", f"{param} must be a list of module names", param)
     if len(value) > MAX_NAMES:
         _refuse("invalid_config", f"{param} must have at most {MAX_NAMES} names", param)
-    return tuple(value)
+    return tuple(map(text_module, value))
 
 
 def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
@@ -296,7 +297,7 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     for name in value:
         if not name.isprintable() or len(name) > _MAX_REGEX_LEN:
             _refuse("unsupported_config", "a pattern must be short, printable text", f"{key}.{name}")
-    return [(_without_prefix(name), one) for name, one in value.items()]
+    return [(text_module(_without_prefix(name)), one) for name, one in value.items()]
 
 
 def _without_prefix(name: str) -> str:

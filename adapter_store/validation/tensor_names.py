@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.trained_rows import BASE_SUFFIXES, DELTA_SUFFIX, UNUSED_SUFFIXES
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PEFT_PREFIX = "base_model.model."
@@ -35,16 +36,21 @@ _WEIGHTS = {
     "lora_embedding_B": ("",),
     "lora_magnitude_vector": ("", ".weight"),
 }
+_OUTER_SUFFIXES = "|".join(re.escape(suffix) for suffix in (*BASE_SUFFIXES, *UNUSED_SUFFIXES, DELTA_SUFFIX))
 _NAME = re.compile(
-    r"""
+    rf"""
     (?P<prefix>(?:base_model\.model\.)?)
     (?P<outer>(?:language_model\.)?)
-    (?P<models>(?:model\.){0,2})
+    (?P<models>(?:model\.){{0,2}})
     (?P<inner>(?:language_model\.)?)
-    (?P<place>layers\.[0-9]{1,4}\.[a-z0-9_.]+|embed_tokens|lm_head)
-    \.(?P<half>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)
-    (?P<adapter>(?:\.[A-Za-z0-9_-]{1,64})??)
-    (?P<weight>(?:\.weight|\.bias)?)
+    (?:
+        (?P<place>layers\.[0-9]{{1,4}}\.[a-z0-9_.]+|embed_tokens|lm_head)
+        \.(?P<half>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)
+        (?P<adapter>(?:\.[A-Za-z0-9_-]{{1,64}})??)
+        (?P<weight>(?:\.weight|\.bias)?)
+    |
+        (?P<module>embed_tokens|lm_head)(?P<suffix>{_OUTER_SUFFIXES})
+    )
     """,
     re.VERBOSE | re.ASCII,
 )
@@ -55,7 +61,8 @@ class _Spelling:
     """A file's naming style: the wrapper, PEFT's prefix, the depth of the base, and the adapter name.
 
     `is_text_part` is true if names begin with `language_model.`. `has_text_part` is true if it follows `model.`, and
-    None for the head, which is outside `model`.
+    None for the head, which is outside `model`. `adapter` is None for the weights of the embedding and the head, which
+    PEFT saves without the adapter's name.
     """
 
     is_parallel: bool
@@ -63,11 +70,18 @@ class _Spelling:
     is_text_part: bool
     depth: int
     has_text_part: bool | None
-    adapter: str
+    adapter: str | None
+
+    def completed_by(self, other: _Spelling) -> _Spelling:
+        """This style, with what is None taken from another name's style."""
+        return replace(
+            self,
+            has_text_part=other.has_text_part if self.has_text_part is None else self.has_text_part,
+            adapter=other.adapter if self.adapter is None else self.adapter,
+        )
 
     def agrees_with(self, other: _Spelling) -> bool:
-        is_head = self.has_text_part is None or other.has_text_part is None
-        return self == (replace(other, has_text_part=self.has_text_part) if is_head else other)
+        return self.completed_by(other) == other.completed_by(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +100,10 @@ def current_names(names: Iterable[str]) -> TensorNames:
     for original in sorted(names):
         name, found = _parse(original)
         if found is not None:
-            if spelling is None or spelling.has_text_part is None:
-                spelling, before = found, spelling or found
-            else:
-                before = spelling
-            if not found.agrees_with(before):
+            spelling = spelling or found
+            if not found.agrees_with(spelling):
                 raise AdapterRejected("ambiguous_names", "the tensors are not all named in the same way", original)
+            spelling = spelling.completed_by(found)
         if name in originals:
             raise AdapterRejected("ambiguous_names", "two tensors have names for the same module", original)
         originals[name] = original
@@ -104,11 +116,15 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
     match = _NAME.fullmatch(".".join(parts))
     if match is None:
         return original, None
-    prefix, outer, models, inner, place, half, adapter, weight = match.groups()
-    if weight not in _WEIGHTS[half] or (inner and (outer or place == _HEAD)):
+    prefix, outer, models, inner, place, half, adapter, weight, module, suffix = match.groups()
+    place = place or module
+    if (half and weight not in _WEIGHTS[half]) or (inner and (outer or place == _HEAD)):
         return original, None
-    if half == "lora_magnitude_vector":
-        weight = ""
+    if module and not prefix:
+        # PEFT saves these weights only with its prefix.
+        return original, None
+    if half:
+        suffix = f".{half}" + ("" if half == "lora_magnitude_vector" else weight)
     depth = models.count("model.")
     if place == _HEAD:
         # The head is a sibling of the base's `model`, one level above all other modules.
@@ -120,4 +136,4 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
         return original, None
     has_text_part = None if place == _HEAD else inner != ""
     spelling = _Spelling(original.startswith(_PARALLEL), prefix != "", outer != "", depth, has_text_part, adapter)
-    return f"{_PEFT_PREFIX}{inside}.{half}{weight}", spelling
+    return f"{_PEFT_PREFIX}{inside}{suffix}", spelling

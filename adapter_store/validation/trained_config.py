@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.text_names import text_module
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 _KEYS = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
@@ -18,10 +19,11 @@ def parse_modules_to_save(value: Any) -> frozenset[str]:
         return frozenset()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         _refuse("invalid_config", f"{_SAVED} must be a list of module names", _SAVED)
-    for index, name in enumerate(value):
+    names = list(map(text_module, value))
+    for index, name in enumerate(names):
         if name not in _KEYS:
             _refuse("unsupported_config", f"{_SAVED} may name only embed_tokens and lm_head", f"{_SAVED}[{index}]")
-    return frozenset(_KEYS[name] for name in value)
+    return frozenset(_KEYS[name] for name in names)
 
 
 def parse_token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -34,12 +36,12 @@ def parse_token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
         _refuse("invalid_config", f"{_TOKENS} must be a list of token ids, or lists by module", _TOKENS)
     tokens: dict[str, tuple[int, ...]] = {}
     for name, listed in value.items():
-        param = f"{_TOKENS}.{name}"
-        if name not in _KEYS:
+        param, key = f"{_TOKENS}.{name}", _KEYS.get(text_module(name))
+        if key is None:
             _refuse("unsupported_config", f"{_TOKENS} may name only embed_tokens and lm_head", param)
-        if _KEYS[name] in tokens:
+        if key in tokens:
             _refuse("invalid_config", "a module is named twice", param)
-        tokens[_KEYS[name]] = _tokens(listed, param)
+        tokens[key] = _tokens(listed, param)
     return tuple(tokens.items())
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import save
 
@@ -13,11 +14,12 @@ from loramux.adapter_store.formats.packing import pack
 from loramux.adapter_store.validation.tensor_names import current_names
 from loramux.adapter_store.validation.validation import validate_files
 from tests.adapter_store.adapter_files import AdapterMaker
-from tests.adapter_store.small_base import OUTER_MODULES, make_target
+from tests.adapter_store.small_base import HIDDEN, OUTER_MODULES, VOCAB_SIZE, make_target
 
 TARGET = make_target(outer_modules=OUTER_MODULES)
 MODULES = ("model.embed_tokens", "lm_head", "self_attn.q_proj", "mlp.down_proj")
 PREFIX = "base_model.model."
+ONES = np.ones((VOCAB_SIZE, HIDDEN), np.float32)
 
 
 def without_suffix(name: str) -> tuple[str, str]:
@@ -142,3 +144,54 @@ def test_two_adapters_in_one_file_are_refused() -> None:
     names = [f"{PREFIX}model.layers.0.mlp.up_proj.lora_A.{adapter}.weight" for adapter in ("policy", "reference")]
     with pytest.raises(AdapterRejected, match="not all named in the same way"):
         current_names(names)
+
+
+MULTIMODAL: dict[str, Callable[[str], str]] = {
+    "transformers 5": lambda name: name.replace("model.", "model.language_model.", 1),
+    "before": lambda name: "language_model." + name,
+    "a part of a name": lambda name: name.replace("model.", "language_model.", 1),
+}
+
+
+@pytest.mark.parametrize("of_module", MULTIMODAL.values(), ids=MULTIMODAL)
+def test_a_configuration_may_name_modules_of_a_multimodal_base(of_module: Callable[[str], str], tmp_path: Path) -> None:
+    q_proj, down_proj = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+    named: dict[str, Any] = {
+        "target_modules": [q_proj, down_proj],
+        "rank_pattern": {down_proj: 2},
+        "alpha_pattern": {q_proj: 3},
+        "exclude_modules": ["model.layers.1.self_attn.q_proj"],
+    }
+    digests = []
+    for rename in (lambda name: name, of_module):
+        files = AdapterMaker(TARGET)(modules=("self_attn.q_proj", "mlp.down_proj"))
+        tensors = {name: files.tensors[name] for name in files.tensors if q_proj in name or down_proj in name}
+        for name in [name for name in tensors if down_proj in name]:
+            tensors[name] = tensors[name][:2] if "lora_A" in name else tensors[name][:, :2].copy()
+        renamed = {
+            key: {rename(name): one for name, one in value.items()}
+            if isinstance(value, dict)
+            else list(map(rename, value))
+            for key, value in named.items()
+        }
+        files.config |= renamed
+        files.tensors = tensors
+        digests.append(digest(files, tmp_path / str(len(digests))))
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("spelling", ["of a multimodal base", "of a multimodal base, before transformers 5"])
+def test_trained_weights_of_a_multimodal_base_are_found(spelling: str, tmp_path: Path) -> None:
+    digests = []
+    for rename in (lambda name: name, SPELLINGS[spelling]):
+        files = AdapterMaker(TARGET)(modules=("self_attn.q_proj",))
+        files.tensors[PREFIX + "model.embed_tokens.token_adapter.trainable_tokens_delta"] = ONES[:2]
+        files.tensors[PREFIX + "lm_head.weight"] = ONES
+        embedding, head = (rename(PREFIX + key).removeprefix(PREFIX) for key in ("model.embed_tokens", "lm_head"))
+        files.config |= {"trainable_token_indices": {embedding: [3, 4]}, "modules_to_save": [head]}
+        tensors = save({rename(name): tensor for name, tensor in files.tensors.items()})
+        report = validate_files(files.config_bytes, tensors, TARGET)
+        assert report.num_trained_rows == {"model.embed_tokens": 2, "lm_head": VOCAB_SIZE}
+        path = tmp_path / str(len(digests))
+        digests.append(write_canonical(tensors, report.scales, path, report.names, trained=report.trained))
+    assert digests[0] == digests[1]

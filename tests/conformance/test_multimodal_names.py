@@ -1,0 +1,81 @@
+"""Adapters that peft trained on a whole multimodal model, with its names, give its logits for text."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from loramux.engine.config import pack_target
+from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.model.model_config import ModelConfig
+from tests.conformance.parity import Recorder, assert_parity, run
+from tests.conformance.test_trained_rows import TrainedSubject
+from tests.conformance.tiny_models import SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, make_base, pack_peft_directory
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOKENS = [3, 160, VOCAB_SIZE - 1]
+FAMILIES = [
+    "qwen2_5_vl",
+    *(pytest.param(name, marks=pytest.mark.campaign) for name in ("gemma3-multimodal", "mistral3", "qwen3_vl")),
+]
+
+
+def forms(base: Any) -> dict[str, dict[str, Any]]:
+    """Settings with the names that a user reads from `named_modules`."""
+    linears = [name for name, _ in base.named_modules() if "language_model.layers" in name]
+    projections = [name for name in linears if name.endswith((".q_proj", ".down_proj"))]
+    [embedding] = [name for name, _ in base.named_modules() if name.endswith("language_model.embed_tokens")]
+    ranks = {"rank_pattern": {projections[0]: 5}, "alpha_pattern": {projections[1]: 11}}
+    return {
+        "full-names": {"target_modules": projections, **ranks},
+        "ends-of-names": {"target_modules": [name.partition("model.")[2] for name in projections]},
+        "excluded": {"target_modules": projections[:4], "exclude_modules": projections[1:2]},
+        "saved-head": {"target_modules": projections, "modules_to_save": ["lm_head"]},
+        "saved-embedding": {"target_modules": projections, "modules_to_save": [embedding]},
+        "tokens": {"target_modules": projections, "trainable_token_indices": {embedding: TOKENS}},
+        "regex": {"target_modules": r".*language_model\.layers\.[0-9]+\.self_attn\.(q|v)_proj"},
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_the_whole_model_are_accepted(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_base(family, tmp_path / "base", SMALL_SHAPE, SMALL_WINDOW)
+    target = pack_target(ModelConfig.load(tmp_path / "base"), "float32")
+    tied = bool(getattr(base.config, "tie_word_embeddings", False))
+    subject = TrainedSubject(tmp_path / "base", None, {}, {}, {}, base, {}, tied)
+    for seed, (name, settings) in enumerate(forms(base).items()):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+        model = get_peft_model(copy.deepcopy(base), config)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0, 0.05 if "lora_" in parameter_name else 0.3)
+        model.save_pretrained(tmp_path / name, save_embedding_layers=False)
+        packed = pack_peft_directory(tmp_path / name, target, tmp_path / "base")
+        subject.saved[name], subject.digests[name] = tmp_path / name, packed.digest
+        subject.adapters[packed.digest], subject.num_pages[name] = packed, packed.num_pages
+    assembled = subject.assemble()
+    recorder = Recorder(assembled.engine, monkeypatch)
+    asked = {
+        name: Add(
+            sequence_id=name,
+            prompt=(5, *TOKENS, 9),
+            max_tokens=3,
+            sampling=SamplingParams(temperature=0.0, ignore_eos=True),
+            digest=digest,
+        )
+        for name, digest in subject.digests.items()
+    }
+    for add in asked.values():
+        assembled.engine.add(b"", add)
+    run(assembled.engine)
+    for name, add in asked.items():
+        assert_parity(subject, name, add, recorder.by_sequence[name])
+    assembled.adapters.close()
