@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.errors import AdapterRejected, StoreError
 from loramux.adapter_store.formats.answer_parsers import AnswerParsers
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.file_names import GENERATION_FILE
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, parse_generation_config
 from loramux.adapter_store.ingest.export import VersionExport
@@ -102,7 +103,8 @@ def assemble(
             blobs.check()
             tokenizer = ModelTokenizer.load(settings.model)
             registry = AdapterRegistry(database, reserved_names=(served_name,), limits=AdapterLimits())
-            validator = SubprocessValidator(required=ESSENTIAL if settings.sandbox == "required" else ())
+            required = ESSENTIAL if settings.sandbox == "required" else ()
+            validator = SubprocessValidator(required=required, base=BaseWeights(settings.model))
             metrics = GatewayMetrics()
             metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
             templates = TenantTemplates(read_special_tokens(settings.model))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from loramux.adapter_store.errors import AdapterUnavailable, BaseNotSupported
 from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.adapter_store.formats.mapped_tensors import MappedTensor, map_directory
+from loramux.adapter_store.formats.open_matrices import MatrixPlace
 from loramux.adapter_store.formats.quantization.base_format import Checkpoint, find_coded, read_format
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 
@@ -66,6 +68,17 @@ class BaseWeights:
             # The head is tied to the embedding.
             name = _EMBEDDING
         return self._plain(name).float_rows(begin, end)
+
+    def place(self, module: str) -> MatrixPlace:
+        """Where a module's weight is stored, for a process that may not map whole files.
+
+        Raises AdapterUnavailable for a quantized weight.
+        """
+        name = f"{module}.weight"
+        if name == _HEAD and name not in self._checkpoint.plain and name not in self._checkpoint.coded:
+            name = _EMBEDDING
+        tensor = self._plain(name)
+        return MatrixPlace(str(tensor.path.absolute()), tensor.begin, tensor.dtype, math.prod(tensor.shape[1:]))
 
     def bias(self, module: str) -> npt.NDArray[np.float32] | None:
         """A module's bias, or None if it has none."""

@@ -29,8 +29,9 @@ STORED: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class MappedTensor:
-    """A tensor of one file. Its values are the bytes `[begin, end)` of `data`."""
+    """A tensor of one file. Its values are the bytes `[begin, end)` of `data`, the contents of the file `path`."""
 
+    path: Path
     data: mmap.mmap
     begin: int
     end: int
@@ -80,5 +81,5 @@ def map_file(path: Path) -> dict[str, MappedTensor]:
         name = text_name(stored)
         if name is not None:
             begin, end = entry["data_offsets"]
-            found[name] = MappedTensor(data, start + begin, start + end, entry["dtype"], tuple(entry["shape"]))
+            found[name] = MappedTensor(path, data, start + begin, start + end, entry["dtype"], tuple(entry["shape"]))
     return found

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.adapter_store.formats.base_weights import WeightRows
 from loramux.adapter_store.formats.canonical import CanonicalAdapter
 from loramux.adapter_store.formats.float_formats import to_pool_dtype
 from loramux.adapter_store.formats.pack_target import PackTarget
@@ -35,7 +35,7 @@ class ReplacedRows:
     counts: RowCounts
 
 
-def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: BaseWeights | None) -> ReplacedRows:
+def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: WeightRows | None) -> ReplacedRows:
     """Find the rows that this rank has to replace. `base` is required if the adapter replaces whole weights.
 
     Rows of a whole weight that equal the base's in the pool's dtype are left out. Raises AdapterRejected if the adapter
@@ -56,8 +56,14 @@ def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: BaseWeights 
             tokens[module.name] = tokens[modules[0].name]
         else:
             tokens[module.name] = _changed(file, module, rows, target, base)
-    if file.is_activated and any(len(ids) for ids in tokens.values()):
-        raise AdapterRejected("base_mismatch", "an activated adapter contains changed weights of the base")
+    changed = next((key for key, ids in tokens.items() if len(ids)), None)
+    if file.is_activated and changed is not None:
+        raise AdapterRejected(
+            "base_mismatch",
+            "the file contains weights that differ from the base's, which an activated LoRA cannot change: train it on "
+            "this base, or save it with save_pretrained(..., save_embedding_layers=False)",
+            file.trained[changed].whole,
+        )
     if not file.trained:
         return ReplacedRows(tokens, RowCounts())
     counts = tuple(len(tokens[module.name]) for module in modules)
@@ -98,7 +104,7 @@ def write_rows(
 class LoadedWeights:
     """The base's weights after PEFT has loaded an adapter: rows in the file take the place of the base's."""
 
-    def __init__(self, file: CanonicalAdapter, base: BaseWeights) -> None:
+    def __init__(self, file: CanonicalAdapter, base: WeightRows) -> None:
         self._file = file
         self._base = base
 
@@ -122,7 +128,7 @@ class LoadedWeights:
 
 
 def _changed(
-    file: CanonicalAdapter, module: LinearShape, rows: TrainedRows, target: PackTarget, base: BaseWeights | None
+    file: CanonicalAdapter, module: LinearShape, rows: TrainedRows, target: PackTarget, base: WeightRows | None
 ) -> npt.NDArray[np.int64]:
     """This tensor-parallel rank's tokens whose rows are trained or differ from the base's."""
     if not _fits(rows, file, module):

@@ -17,8 +17,9 @@ import msgspec
 import structlog
 
 import loramux
-from loramux.adapter_store.errors import AdapterRejected, StoreError
-from loramux.adapter_store.formats.invocation_tokens import check_invocation_tokens
+from loramux.adapter_store.errors import AdapterRejected, AdapterUnavailable, StoreError
+from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.validation.fork_server import Ended, ForkServer, ForkServerFailed, last_line
 from loramux.adapter_store.validation.job import Accepted, Limits, ValidationJob
@@ -72,7 +73,8 @@ class SubprocessValidator:
     Its CPU time limit is 10 s, or more for a large upload: see `Limits.for_upload`. Its wall-clock limit is ten times
     that, because it yields to all other processes. `timeout_s` (wall-clock) and `memory_bytes` replace the derived
     limits, `command` replaces the process's command, and `niceness` is its niceness. If the machine lacks one of the
-    `required` sandbox measures, the process exits before reading any file.
+    `required` sandbox measures, the process exits before reading any file. With a `base`, the process can read its
+    embedding and head to check an activated LoRA.
 
     An adapter whose process exceeds a limit is rejected permanently (`validation_killed`, `validation_timeout`). If the
     disk is full or the server is stopping, the adapter is retried instead.
@@ -86,9 +88,11 @@ class SubprocessValidator:
         command: Sequence[str] = _WORKER,
         required: Collection[str] = (),
         niceness: int = NICENESS,
+        base: BaseWeights | None = None,
     ) -> None:
         self._processes = ForkServer(command, worker_environment(), niceness)
         self._required = required
+        self._base = base
         self._file_bytes = file_bytes
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
@@ -101,6 +105,7 @@ class SubprocessValidator:
             "target": target.document(),
             "limits": asdict(limits),
             "required": list(self._required),
+            "base": self._places(job, target),
         }
         wall_s = limits.wall_s if self._timeout_s is None else self._timeout_s
         try:
@@ -115,6 +120,16 @@ class SubprocessValidator:
     def close(self) -> None:
         """Kill running validations, which then have no verdict, and start no more."""
         self._processes.close()
+
+    def _places(self, job: ValidationJob, target: PackTarget) -> dict[str, Any]:
+        """Where the base's embedding and head are, if this upload may need them and they are on this machine."""
+        if self._base is None or not _mentions_invocation(job.config):
+            return {}
+        try:
+            return {module.name: asdict(self._base.place(module.name)) for module in target.outer_modules}
+        except AdapterUnavailable:
+            # The engine compares the weights when it loads the adapter.
+            return {}
 
     def _limits(self, job: ValidationJob, target: PackTarget) -> Limits:
         try:
@@ -162,6 +177,13 @@ class SubprocessValidator:
             self._missing = missing
             if missing:
                 _log.warning("validation_sandbox_incomplete", missing=missing)
+
+
+def _mentions_invocation(config: Path) -> bool:
+    try:
+        return INVOCATION_KEY.encode() in config.read_bytes()
+    except OSError:
+        return False
 
 
 def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:

@@ -19,10 +19,13 @@ from typing import Any, TextIO
 import numpy.random  # noqa: F401 - numpy imports it late, when this process may open nothing more
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.canonical import write_canonical
+from loramux.adapter_store.formats.base_weights import WeightRows
+from loramux.adapter_store.formats.canonical import CanonicalAdapter, write_canonical
+from loramux.adapter_store.formats.open_matrices import MatrixPlace, OpenMatrices
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import write_packed
 from loramux.adapter_store.formats.packing import needs_base, pack
+from loramux.adapter_store.formats.replaced_rows import replaced_rows
 from loramux.adapter_store.validation.fork_server import fork_for_each_request
 from loramux.adapter_store.validation.job import Accepted, Limits, ValidationJob
 from loramux.adapter_store.validation.report import CheckList
@@ -32,10 +35,11 @@ from loramux.adapter_store.validation.validation import validate_files
 _PEAKS = {"VmHWM": "max_rss_bytes", "VmPeak": "max_address_bytes"}
 
 
-def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
+def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = None) -> Accepted:
     """Validate an upload, and write its canonical file and, unless packing needs the base, its packed file.
 
-    Raises AdapterRejected.
+    With the embedding and the head of the `base`, copies of them in an activated LoRA are compared, because they must
+    be equal. Raises AdapterRejected.
     """
     checks = CheckList()
     report = validate_files(job.config.read_bytes(), job.tensors, target, checks)
@@ -49,6 +53,9 @@ def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
             report.trained,
             report.vocab_size,
         )
+        if report.invocation_tokens and report.trained and base is not None:
+            with CanonicalAdapter(job.canonical) as file:
+                replaced_rows(file, target, base)
         if not needs_base(job.canonical):
             write_packed(job.packed, pack(job.canonical, target), target)
     return Accepted(
@@ -56,10 +63,10 @@ def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
     )
 
 
-def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
+def answer_to(job: ValidationJob, target: PackTarget, base: WeightRows | None = None) -> dict[str, Any]:
     """Run a job and return the answer. Raises OSError for failures of the machine."""
     try:
-        return {"accepted": asdict(run_job(job, target))}
+        return {"accepted": asdict(run_job(job, target, base))}
     except AdapterRejected as error:
         return _rejected(error)
     except MemoryError:
@@ -82,14 +89,23 @@ def main() -> int:
     job = ValidationJob(**{name: Path(path) for name, path in request["job"].items()})
     target = PackTarget.from_document(request["target"])
     limits = Limits(**request["limits"])
+    base = _opened_base(request["base"])
     # Confine the process before it reads any of the tenant's data.
     limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
     with _own_status() as status:
         missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
         if lacking := [name for name in request["required"] if name in missing]:
             sys.exit(f"this machine has no {' and no '.join(lacking)}, which the sandbox is configured to require")
-        json.dump({**answer_to(job, target), "missing": missing, "usage": _usage(status)}, sys.stdout)
+        json.dump({**answer_to(job, target, base), "missing": missing, "usage": _usage(status)}, sys.stdout)
     return 0
+
+
+def _opened_base(places: dict[str, dict[str, Any]]) -> OpenMatrices | None:
+    """Open the base's matrices before access is denied. Without them, the engine compares copies at the first load."""
+    try:
+        return OpenMatrices({module: MatrixPlace(**place) for module, place in places.items()}) if places else None
+    except OSError:
+        return None
 
 
 def _own_status() -> AbstractContextManager[TextIO | None]:

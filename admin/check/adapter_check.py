@@ -10,6 +10,7 @@ from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
 from loramux.adapter_store.formats.added_vocabulary import encode_added_vocabulary
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, VOCABULARY_FILE
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, FurtherFiles
 from loramux.adapter_store.formats.pack_target import PackTarget
@@ -63,7 +64,7 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
                         contents[VOCABULARY_FILE] = encode_added_vocabulary(vocabulary)
             check_vocabulary = accept_vocabulary if tokenizer is None else VersionTokenizers(tokenizer).check_upload
             further = check_further_files(contents, templates.check_upload, check_vocabulary)
-        accepted = _validate(files, target)
+        accepted = _validate(files, target, base)
         check_vocab_size(further, accepted.vocab_size, target)
     except (PushRefused, AdapterRejected) as error:
         return _refused(directory, Problem(error.code or "not_an_adapter", error.message, error.param))
@@ -91,8 +92,9 @@ def _check_sizes(files: dict[str, Path], target: PackTarget) -> None:
             raise AdapterRejected(code, f"{name} must have 1 to {limits[name]} bytes", name)
 
 
-def _validate(files: dict[str, Path], target: PackTarget) -> Accepted:
-    with tempfile.TemporaryDirectory() as scratch, closing(SubprocessValidator(niceness=0)) as validator:
+def _validate(files: dict[str, Path], target: PackTarget, base: Path) -> Accepted:
+    validator = SubprocessValidator(niceness=0, base=BaseWeights(base))
+    with tempfile.TemporaryDirectory() as scratch, closing(validator):
         job = ValidationJob(
             config=files[CONFIG_FILE],
             tensors=files[TENSORS_FILE],

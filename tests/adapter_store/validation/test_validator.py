@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 from safetensors.numpy import save
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import read_packed
@@ -35,6 +37,8 @@ from loramux.adapter_store.validation.validator import (
     worker_environment,
 )
 from loramux.kernels.layout import LinearShape, PageGeometry
+from tests.adapter_store.adapter_files import AdapterMaker
+from tests.adapter_store.small_base import HIDDEN, OUTER_MODULES, VOCAB_SIZE, make_target
 from tests.adapter_store.validation import lesser_kernel
 
 _opened: list[SubprocessValidator] = []
@@ -382,3 +386,35 @@ def test_validation_runs_at_low_priority(job: ValidationJob, target: PackTarget)
     with pytest.raises(AdapterRejected) as refused:
         opened(timeout_s=30, command=worker(code)).validate(job, target)
     assert refused.value.code == "nice"
+
+
+@pytest.mark.parametrize(
+    ("change", "has_base", "is_accepted"),
+    [
+        pytest.param(0.0, True, True, id="equal"),
+        pytest.param(1.0, True, False, id="changed"),
+        pytest.param(1.0, False, True, id="changed, without the base"),
+    ],
+)
+def test_copies_in_an_activated_adapter_are_compared_with_the_base(
+    job: ValidationJob, tmp_path: Path, change: float, has_base: bool, is_accepted: bool
+) -> None:
+    target = make_target(outer_modules=OUTER_MODULES)
+    files = AdapterMaker(target)(modules=("lm_head", "self_attn.q_proj"), alora_invocation_tokens=[3])
+    weights = np.random.default_rng(0).standard_normal((2, VOCAB_SIZE, HIDDEN)).astype(np.float32)
+    base = {"model.embed_tokens.weight": weights[0], "lm_head.weight": weights[1]}
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model.safetensors").write_bytes(save(base))
+    copy = weights[1].copy()
+    copy[-1, -1] += change
+    name = "base_model.model.lm_head.base_layer.weight"
+    files.tensors[name] = copy
+    job.config.write_bytes(files.config_bytes)
+    job.tensors.write_bytes(files.tensor_bytes)
+    validator = opened(base=BaseWeights(tmp_path / "base" if has_base else tmp_path / "absent"))
+    if is_accepted:
+        assert validator.validate(job, target).invocation_tokens == (3,)
+        return
+    with pytest.raises(AdapterRejected) as refused:
+        validator.validate(job, target)
+    assert (refused.value.code, refused.value.param) == ("base_mismatch", name)
