@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from fastapi import FastAPI
 from pydantic import SecretStr
@@ -104,7 +105,8 @@ def assemble(
             tokenizer = ModelTokenizer.load(settings.model)
             registry = AdapterRegistry(database, reserved_names=(served_name,), limits=AdapterLimits())
             required = ESSENTIAL if settings.sandbox == "required" else ()
-            validator = SubprocessValidator(required=required, base=BaseWeights(settings.model))
+            quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
+            validator = SubprocessValidator(required=required, base=BaseWeights(settings.model, quantized_dir))
             metrics = GatewayMetrics()
             metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
             templates = TenantTemplates(read_special_tokens(settings.model))

@@ -30,7 +30,7 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._bytes = TokenBytes(tokenizer, None if base is None else base._bytes)
+        self._bytes: TokenBytes = TokenBytes(tokenizer, None if base is None else base._bytes)
         # A token's spelling, in bytes or in characters, is at least as long as its text.
         if base is None:
             self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
