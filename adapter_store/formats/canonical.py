@@ -22,7 +22,9 @@ from loramux.adapter_store.formats.tensor_file import TensorFile
 from loramux.adapter_store.formats.trained_rows import TrainedRows
 
 MAX_HEADER_BYTES = 64 << 20
-"""Largest header of a canonical file, in bytes. loramux wrote the file, so its header is as large as an upload's."""
+"""Largest header of a canonical file, in bytes. The header is about as large as that of the upload, which
+`PackTarget.max_header_bytes` limits.
+"""
 _ALIGNMENT = 8
 
 

@@ -211,7 +211,7 @@ class PackTarget:
             "tp_size": self.tp_size,
             "tp_rank": self.tp_rank,
         }
-        # Left out without experts, so that packed files from before the field was added stay valid.
+        # Omitted if there are no experts, so that older packed files stay valid.
         return document if self.experts is None else {**document, "experts": asdict(self.experts)}
 
     @classmethod

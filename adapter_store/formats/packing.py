@@ -129,7 +129,7 @@ def _needs_base(file: CanonicalAdapter) -> bool:
 
 
 class _StackedB:
-    """Reads a B once for all experts of a stack, whose columns alternate."""
+    """Reads a stack's B once for all its experts, because their columns alternate."""
 
     def __init__(self, file: CanonicalAdapter, dtype: str) -> None:
         self._file = file

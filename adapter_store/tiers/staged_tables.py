@@ -1,6 +1,7 @@
-"""The ranks and scales of an adapter's layers as bytes, on their way from the staging process to the engine.
+"""The ranks and scales of an adapter's layers as bytes, sent from the staging process to the engine.
 
-The tables of hundreds of experts take 200 KB, more than a packet may have, but usually repeat a few values.
+The tables of hundreds of experts take 200 KB, which is too much for a packet. Because they usually repeat a few values,
+they are compressed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ from loramux.kernels.layout import RowCounts
 
 MAX_PACKET_BYTES = 64 << 10
 MAX_TABLE_BYTES = 32 << 10
-"""Longest compressed tables in a packet, in bytes. Only unusual ranks of thousands of experts are longer."""
+"""Longest compressed tables in a packet, in bytes. Only the tables of thousands of experts with unusual ranks are
+longer.
+"""
 
 MAX_MESSAGE_CHARS = 2000
 """Longest failure message, in characters."""

@@ -27,7 +27,7 @@ class ExpectedModule(ModulePlace):
 
 
 def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapping[str, int]) -> list[ExpectedModule]:
-    """Return the targeted modules, layer by layer and by PEFT's rules.
+    """Return the modules that PEFT would target, layer by layer.
 
     `ranks_in_file` maps the key of each module with tensors to its rank. It replaces the configuration's regular
     expressions, and decides what `_InFile` describes.
@@ -92,10 +92,9 @@ def _check_rank(rank: int, place: ModulePlace, config: PeftConfig) -> None:
 class _Targets:
     """Decides which modules a configuration targets.
 
-    A configuration that says `gate_proj` or `all-linear` means the experts' linears too if it was written with
-    transformers 4, but not with transformers 5, which stacks their weights, and where routers are no linear layers. The
-    tensors in the file decide, by kind of module: if the file has any of a kind, it must have all that the
-    configuration names.
+    `gate_proj` or `all-linear` include the experts' linears if the configuration was written with transformers 4, but
+    not with transformers 5, which stacks the experts and where routers are not linear layers. For each kind of module,
+    the file decides: if it has tensors of one such module, it must have those of all that the configuration names.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class _Targets:
         self._excluded = name_set(config.exclude_modules)
 
     def name_of(self, place: ModulePlace) -> str | None:
-        """The name by which the module is targeted, which rank and alpha patterns refer to, or None if it is not."""
+        """The name that rank and alpha patterns match for the module, or None if it is not targeted."""
         for parameter in parameters_of(place, self._experts):
             if self._parameters.match(parameter) is not None:
                 return parameter
@@ -135,8 +134,7 @@ class _Targets:
         if self._excluded.match(place.key) is not None:
             return False
         if self._modules is None:
-            # "All linear" means the linears inside the layers. PEFT leaves out the head, and an embedding is not a
-            # linear.
+            # "All linear" means the linears inside the layers. PEFT omits the head, and an embedding is not a linear.
             is_router = self._experts is not None and place.kind == self._experts.router
             if place.layer is None or ((place.is_expert or is_router) and place.kind not in self._kinds):
                 return False

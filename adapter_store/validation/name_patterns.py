@@ -1,4 +1,4 @@
-"""Names of PEFT's configuration, each of which stands for the modules whose names end with it."""
+"""The names in a PEFT configuration. A name stands for all modules with names that end with it."""
 
 from __future__ import annotations
 

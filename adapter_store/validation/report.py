@@ -138,7 +138,7 @@ def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
 
 
 def _largest_of_experts(effects: Sequence[Effect]) -> list[Effect]:
-    """The effects without those of experts, except for the largest of each kind and layer."""
+    """All effects, but for experts only the largest of each kind and layer."""
     largest: dict[tuple[str, int | None], Effect] = {}
     for effect in effects:
         place = effect.module.kind, effect.module.layer

@@ -56,7 +56,7 @@ def _read_pairs(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The pairs listed at `[begin, begin + BLOCK)`, their slots, and whether each has an adapter and begins a segment.
 
-    Entries from `end` on have neither.
+    The entry at `end` and those after it have no adapter and begin no segment.
     """
     listed = begin + tl.arange(0, BLOCK)
     is_listed = listed < end

@@ -36,7 +36,7 @@ def tile_rows(segments: Segments) -> int:
 
 
 def expert_list(segments: Segments) -> torch.Tensor:
-    """The segments' experts. If they have none, a kernel reads nothing of what is passed in their place."""
+    """The segments' experts. If there are none, the slots are passed instead, and the kernel ignores them."""
     return segments.slots if segments.experts is None else segments.experts
 
 

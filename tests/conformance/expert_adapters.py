@@ -68,7 +68,7 @@ SINGLE_NAMES = {"mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts",
 
 QWEN_NAMES = ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 STACKED_ONLY = ("granite-moe",)
-"""Families whose experts have never had tensors of their own."""
+"""Families whose checkpoints have always stacked the experts."""
 
 
 def plans_for(family: str) -> list[ExpertPlan]:

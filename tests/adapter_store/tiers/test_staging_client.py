@@ -638,7 +638,7 @@ runpy.run_module("loramux.adapter_store.tiers.staging_process", run_name="__main
 
 
 def test_tables_too_long_for_a_packet_follow_the_pages(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of thousands of experts can be. The pages then lie outside the shared memory."""
+    """The tables of thousands of experts can be longer than a packet. The pages then lie outside the shared memory."""
     monkeypatch.setattr(staging_link, "COMMAND", (sys.executable, "-c", SHORT_TABLES))
     client = bench.open()
     for adapter in bench.adapters:
