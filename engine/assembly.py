@@ -48,7 +48,8 @@ from loramux.engine.model.weights import WeightSource, open_weights
 from loramux.engine.pages.eviction import POLICIES
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
-from loramux.engine.pages.pool_memory import allocate_pool, in_gib, pool_bytes_of
+from loramux.engine.pages.pool_memory import allocate_pool, pool_bytes_of
+from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits

@@ -28,6 +28,12 @@ def doctor(
     blob_url: Annotated[
         str | None, typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False)
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of checking, say how much memory this base model takes in each format.", show_default=False
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, the connection to the server and the server's components. Each finding says how to fix it.
@@ -35,6 +41,9 @@ def doctor(
     With a server's settings (flags, LORAMUX_* or --config), it also checks the data directory, the database and the
     object store from this machine. Use this when the server does not start. The exit code is 1 if a check failed.
     """
+    if plan is not None:
+        _plan(plan, as_json)
+        return
     from loramux.admin.doctor.doctor import HostSettings
     from loramux.admin.doctor.findings import is_healthy
     from loramux.admin.server.settings import SettingsError, load_settings
@@ -94,3 +103,35 @@ def _show(finding: Finding) -> None:
     console.print(Text.assemble(mark, f" {finding.check}: {finding.message}"))
     if finding.mend is not None:
         console.print(Text(f"         to fix it: {finding.mend}"))
+
+
+def _plan(model: Path, as_json: bool) -> None:
+    from loramux.admin.doctor.memory_plan import plan_memory
+    from loramux.engine.config import resolve_device
+    from loramux.engine.errors import ModelNotSupported
+    from loramux.engine.pages.pool_size import in_gib
+
+    device = resolve_device("auto")
+    try:
+        plans = plan_memory(model, device)
+    except ModelNotSupported as error:
+        fail(str(error), REFUSED, error_document(str(error), "model_not_supported") if as_json else None)
+    if as_json:
+        data = [
+            {
+                "format": plan.format,
+                "weights_bytes": plan.weights,
+                "pool_bytes": plan.pool,
+                "process_bytes": plan.process,
+                "total_bytes": plan.total,
+                "problem": plan.problem,
+            }
+            for plan in plans
+        ]
+        print_json({"object": "memory_plan", "device": device, "data": data})
+        return
+    print(f"{model} on {device}; the pool is at its default size, and set with pool_bytes")
+    print(f"{'format':<28}{'weights':>12}{'pool':>12}{'process':>12}{'total':>12}")
+    for plan in plans:
+        sizes = "".join(f"{in_gib(size):>12}" for size in (plan.weights, plan.pool, plan.process, plan.total))
+        print(f"{plan.format:<28}{sizes if plan.problem is None else f'  {plan.problem}'}")

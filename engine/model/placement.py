@@ -35,7 +35,10 @@ class Placement:
         """Move a tensor to the device, in `dtype` or, if None, the weights' dtype. A quantised tensor is
         dequantised.
         """
-        return self._placed(self.weights.tensor(name, shape), dtype or self.dtype)
+        stored = self.weights.tensor(name, shape)
+        placed = self._placed(stored, dtype or self.dtype)
+        # A tensor that shares the mapping of its file would keep the pages of the whole file in memory.
+        return placed.clone() if placed is stored else placed
 
     def norm(self, name: str, size: int) -> Norm:
         config = self.config

@@ -6,11 +6,9 @@ import torch
 
 from loramux.engine.device.accelerator import DeviceMemory
 from loramux.engine.errors import PoolTooSmall
+from loramux.engine.pages.pool_size import DEFAULT_BYTES, in_gib
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
-
-DEFAULT_BYTES = 1 << 30
-"""Default size of a pool in host memory, in bytes."""
 
 GPU_RESERVE = 0.08
 """Share of a GPU's memory reserved for other programs and for graphs, including the activations of captured steps.
@@ -20,10 +18,6 @@ Without ahead-of-time compilation, the activations of all other steps come out o
 
 MIN_RESERVE_BYTES = 2 << 30
 """Smallest reserve, in bytes. This is an estimate: `Stats.graphs` reports how much memory graphs actually take."""
-
-
-def in_gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
 def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:

@@ -11,14 +11,15 @@ import torch
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.assembly import DTYPES, load_decoder
 from loramux.engine.batch import ScheduledSequence, build_batch
+from loramux.engine.cache_groups import CacheLayout
 from loramux.engine.config import EngineConfig, pack_target
 from loramux.engine.device.backend import open_backend
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.pages.pool_memory import allocate_pool
+from loramux.engine.sequence import PageTable, block_list
 from loramux.engine.sequence import Sequence as EngineSequence
-from loramux.engine.sequence import page_list
 
 
 def mean_divergence(config: EngineConfig, prompts: Sequence[tuple[int, ...]]) -> float:
@@ -41,18 +42,35 @@ def _next_token_logits(config: EngineConfig, prompts: Sequence[tuple[int, ...]])
     model = ModelConfig.load(Path(config.model_dir))
     dtype = DTYPES[config.dtype]
     target = pack_target(model, config.dtype)
-    page_tokens = target.geometry.page_tokens
     longest = max(map(len, prompts))
     decoder = load_decoder(config, model, dtype, longest, None, backend)
-    num_pages = -(-longest // page_tokens)
-    views = allocate_pool(target.geometry, num_pages * target.geometry.total_page_bytes, dtype, dtype, backend.device)
-    tables = SlotTables(target, 1, backend.accelerator, decoder.outer_factors)
-    executor = DirectExecutor(decoder, backend.make_kernels(views, decoder.shapes), tables, model.eos_token_ids)
+    cache = decoder.cache_layout
+    tables, num_pages = _page_tables(cache, longest)
+    views = allocate_pool(
+        target.geometry,
+        num_pages * target.geometry.total_page_bytes,
+        dtype,
+        dtype,
+        backend.device,
+        has_cache_groups=len(cache.groups) > 1,
+    )
+    slots = SlotTables(target, 1, backend.accelerator, decoder.outer_factors)
+    executor = DirectExecutor(decoder, backend.make_kernels(views, decoder.shapes), slots, model.eos_token_ids)
     logits = []
     for prompt in prompts:
         add = Add(sequence_id="", prompt=prompt, max_tokens=1, sampling=SamplingParams())
-        pages = page_list(list(range(num_pages)))
-        sequence = EngineSequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, pages=pages)
-        batch = build_batch([ScheduledSequence(sequence, len(prompt))], page_tokens)
+        sequence = EngineSequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, tables=tables)
+        batch = build_batch([ScheduledSequence(sequence, len(prompt))], cache.block_tokens)
         logits.append(executor.logits(batch)[0].float().clone())
     return torch.stack(logits)
+
+
+def _page_tables(cache: CacheLayout, num_tokens: int) -> tuple[list[PageTable], int]:
+    """Tables of a sequence in the first pages of a pool, and the number of these pages."""
+    tables: list[PageTable] = []
+    page = 0
+    for group in cache.groups:
+        end = page - (-num_tokens // group.page_tokens)
+        tables.append(PageTable(block_list(block for one in range(page, end) for block in cache.blocks(group, one))))
+        page = end
+    return tables, page

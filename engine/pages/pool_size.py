@@ -1,0 +1,10 @@
+"""The default size of the page pool, without torch."""
+
+from __future__ import annotations
+
+DEFAULT_BYTES = 1 << 30
+"""Default size of a pool in host memory, in bytes."""
+
+
+def in_gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"

@@ -1,0 +1,111 @@
+"""The plan counts what a decoder of each format keeps in memory, without loading it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from loramux.admin.doctor.memory_plan import PROCESS_BYTES, plan_memory
+from loramux.engine.errors import ModelNotSupported
+from tests.admin.command_line import Run
+from tests.conformance.tiny_models import SMALL_SHAPE
+from tests.quantized_layouts import LAYOUTS, quantize_directory
+
+SHAPE = {**SMALL_SHAPE, "intermediate_size": 256}
+HIDDEN, INNER, VOCAB = (SHAPE[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+LAYERS = SHAPE["num_hidden_layers"]
+LINEARS = [(HIDDEN, HIDDEN)] * 2 + [(32, HIDDEN)] * 2 + [(INNER, HIDDEN)] * 2 + [(HIDDEN, INNER)]
+NUM_WEIGHTS = LAYERS * sum(out * size for out, size in LINEARS)
+NUM_OUTPUTS = LAYERS * sum(out for out, _ in LINEARS)
+OUTER = 2 * (2 * VOCAB * HIDDEN + HIDDEN + 2 * LAYERS * HIDDEN)
+"""The embedding, the head and the norms in bfloat16."""
+
+
+def save(directory: Path, **changes: object) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).bfloat16()
+    model.save_pretrained(directory)
+    return model
+
+
+def weights(directory: Path, device: str = "cpu") -> dict[str, int]:
+    return {plan.format: plan.weights for plan in plan_memory(directory, device)}
+
+
+def test_formats_of_a_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    save(tmp_path)
+    assert weights(tmp_path) == {
+        "bfloat16": OUTER + 2 * NUM_WEIGHTS,
+        "int8": OUTER + NUM_WEIGHTS + 4 * NUM_OUTPUTS,
+        "int4": OUTER + NUM_WEIGHTS // 2 + 4 * NUM_WEIGHTS // 64,
+        # No product by FP8 codes exists, so they are dequantised.
+        "fp8": OUTER + 2 * NUM_WEIGHTS,
+    }
+    assert set(weights(tmp_path, "cuda").values()) == {OUTER + 2 * NUM_WEIGHTS}
+
+
+def test_a_tied_head_is_laid_out_again_on_a_cpu_only(tmp_path: Path) -> None:
+    save(tmp_path, tie_word_embeddings=True)
+    assert weights(tmp_path)["bfloat16"] - weights(tmp_path, "cuda")["bfloat16"] == 2 * VOCAB * HIDDEN
+
+
+def test_pool_and_processes_are_counted(tmp_path: Path) -> None:
+    save(tmp_path)
+    [plan, *_] = plan_memory(tmp_path, "cpu", pool_bytes=123 << 20, max_model_len=64)
+    head_dim = HIDDEN // SHAPE["num_attention_heads"]
+    assert (plan.pool, plan.process) == (123 << 20, PROCESS_BYTES + 2 * 4 * 64 * head_dim // 2)
+    assert plan.total == plan.weights + plan.pool + plan.process
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_weight"),
+    [
+        ("awq", 0.5 + (4 + 2) / 32),
+        ("ct-w4a16", 0.5 + 4 / 64),
+        ("nf4-double", 0.5 + 4 / 64),
+        ("gptq-int8", 1 + 4 / 32),
+        # These are dequantised.
+        ("gptq-act-order", 2),
+        ("ct-fp8-channel", 2),
+    ],
+)
+def test_a_checkpoint_that_is_quantised_has_its_own_format(
+    tmp_path: Path, layout: str, per_weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    torch.manual_seed(0)
+    quantize_directory(save(tmp_path), tmp_path, LAYOUTS[layout])
+    planned = weights(tmp_path)
+    [own] = planned.keys() - {"bfloat16"}
+    assert planned[own] == OUTER + math.floor(per_weight * NUM_WEIGHTS)
+
+
+def test_a_format_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    save(tmp_path, intermediate_size=104)
+    problems = {plan.format: plan.problem for plan in plan_memory(tmp_path, "cpu") if plan.problem}
+    assert list(problems) == ["int4"]
+    assert "use --quantization int8" in str(problems["int4"])
+
+
+def test_command(loramux: Run, tmp_path: Path) -> None:
+    save(tmp_path, intermediate_size=104)
+    text = loramux("doctor", "--plan", str(tmp_path))
+    assert text.exit_code == 0
+    assert [line.split()[0] for line in text.stdout.splitlines()[1:]] == ["format", "bfloat16", "int8", "int4", "fp8"]
+    document = json.loads(loramux("doctor", "--plan", str(tmp_path), "--json").stdout)
+    assert [row["format"] for row in document["data"]] == ["bfloat16", "int8", "int4", "fp8"]
+    first = document["data"][0]
+    assert first["total_bytes"] == first["weights_bytes"] + first["pool_bytes"] + first["process_bytes"]
+
+
+def test_refused_models_are_refused_here_too(loramux: Run, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match=r"no config\.json"):
+        plan_memory(tmp_path, "cpu")
+    result = loramux("doctor", "--plan", str(tmp_path), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["code"] == "model_not_supported"
