@@ -237,7 +237,7 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
 
             return [
                 emit_halving(builder, total, builder.fadd)
-                for total in _loop(builder, end, step_size, zeros, step, begin)
+                for total in emit_loop(builder, end, step_size, zeros, step, begin)
             ]
 
         whole = builder.and_(size, _LONG(-DOTS_STEP))
@@ -287,8 +287,8 @@ def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ah
             return values
 
         whole = builder.and_(size, _LONG(-COLUMNS_STEP))
-        _loop(builder, whole, COLUMNS_STEP, [], whole_step)
-        _loop(builder, size, PANEL, [], last_step, whole)
+        emit_loop(builder, whole, COLUMNS_STEP, [], whole_step)
+        emit_loop(builder, size, PANEL, [], last_step, whole)
         return context.get_dummy_value()
 
     return types.none(types.int64, weights, places, ahead, types.int64, types.int64), generate
@@ -318,7 +318,7 @@ def scale_and_shift(typing_context: Any, weights: Any, gain: Any, shift: Any, si
             builder.store(emit_multiply_add(builder, gain_lanes, value, shifted), place, align=4)
             return values
 
-        _loop(builder, size, PANEL, [], step)
+        emit_loop(builder, size, PANEL, [], step)
         return context.get_dummy_value()
 
     return types.none(weights, types.int64, types.int64, types.int64, types.int64), generate
@@ -337,10 +337,10 @@ def _sums_of_products(builder: Any, x: list[Any], lanes_at: Emit, size: Any, bef
             for row, total in zip(x_rows, sums, strict=True)
         ]
 
-    return _loop(builder, size, 1, before, step)
+    return emit_loop(builder, size, 1, before, step)
 
 
-def _loop(
+def emit_loop(
     builder: Any,
     size: Any,
     step_size: int,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.cpu import amx, avx512_bf16
+from loramux.kernels.cpu import amx, avx512_bf16, quantized_linear, rounded_rows
 from loramux.kernels.cpu import attention as cpu_attention
 from loramux.kernels.cpu import experts as cpu_experts
 from loramux.kernels.cpu import fused as cpu_fused
@@ -25,20 +25,24 @@ from loramux.kernels.cpu import low_rank as cpu_low_rank
 from loramux.kernels.cpu import trained_rows as cpu_trained_rows
 from loramux.kernels.cpu.compiled import cache_directory
 from loramux.kernels.cpu.kernels import CpuKernels
+from loramux.kernels.cpu.linear import PackedLinear
 from loramux.kernels.cpu.threads import set_num_threads
 from loramux.kernels.cpu.warm import main, warm
 from loramux.kernels.dispatch import KernelShapes, select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.quantized import INT8, UINT4
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
+from tests.kernels.cpu.codebooks import NF4, random_weight
 from tests.kernels.gpu.interpreted import TRITON_MODULES
 
 COMPILED = (
     cpu_low_rank.low_rank, cpu_gather.gather, cpu_trained_rows.replace_rows, cpu_trained_rows.store_columns,
     cpu_kv.write, cpu_attention.attend,
     cpu_linear.multiply_panels, avx512_bf16.round_rows, avx512_bf16.multiply_pair_panels, amx.multiply_tile_panels,
+    quantized_linear.multiply_codes, rounded_rows.round_blocks,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
     cpu_experts.route, cpu_experts.sum_experts,
 )  # fmt: skip
@@ -266,6 +270,8 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     routing = kernels.route(qkv[:, :5], RoutingSpec(5, 3, False))
     kernels.sum_experts(torch.zeros(9, 64), routing, None, None)
     kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], qkv[:, 5:6])
+    for codebook in (INT8, UINT4, NF4):
+        PackedLinear(random_weight(codebook, codebook is UINT4, 70, 64, 32))(x)
     assert [len(function.signatures) for function in COMPILED] == before
 
 

@@ -1,0 +1,227 @@
+"""LLVM code for the innermost loop of products by quantised weights: a block of rows times a block of one panel.
+
+Up to 128 inputs are multiplied in integers: `x`, rounded to 16 bits, times the integers that the weight's codes stand
+for. Sums of integers are exact, so every CPU and every number of rows produces the same bits. Only the sum of a block
+is scaled and added to `y`, in float32.
+
+Two adjacent inputs of a row are one 32-bit word, which is broadcast to all outputs. One instruction multiplies both
+inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, else `vpmaddwd` with an addition (Intel,
+"Intrinsics Guide"). Codes of 8 bits are the integers themselves. Codes of 4 bits select from a table of 16 integers
+that stays in a register.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.np.arrayobj import make_array
+
+from loramux.kernels.cpu.blocks import emit_rows
+from loramux.kernels.cpu.compiled import cpu_features, intrinsic
+from loramux.kernels.cpu.vectors import FIRST_CACHE, WIDTH, emit_multiply_add, emit_prefetch, emit_splat
+
+OUTPUTS = 32
+"""Outputs in a panel."""
+
+MAX_ROWS = 12 if WIDTH == 16 else 3
+"""Maximum number of rows per block. Their sums fit in the registers together with the operands."""
+
+AHEAD_BYTES = 8192
+"""Number of bytes by which codes are prefetched ahead."""
+
+_REGISTERS = OUTPUTS // WIDTH
+"""Registers that hold the sums of one row."""
+
+HAS_BYTE_TABLES = WIDTH != 16
+"""True if only bytes can be looked up in a register: AVX2. AVX-512 looks up 16-bit integers."""
+
+IS_SUPPORTED = ("avx512bw" if WIDTH == 16 else "avx2") in cpu_features()
+"""True if this CPU has the instructions of this file."""
+
+_BYTE, _HALF, _INT, _LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOAT = ir.FloatType()
+_WORDS = ir.VectorType(_INT, WIDTH)
+_PAIRS = ir.VectorType(_HALF, 2 * WIDTH)
+_FLOATS = ir.VectorType(_FLOAT, WIDTH)
+_PACKED = ir.VectorType(_BYTE, OUTPUTS)
+_CONTRACT = ("contract",)
+
+
+HAS_VNNI = ("avx512vnni" if WIDTH == 16 else "avxvnni") in cpu_features()
+
+
+@intrinsic
+def add_codes(
+    typing_context: Any, num_rows: Any, x: Any, x_step: Any, factors: Any, factor_step: Any, panels: Any, scales: Any,
+    zeros: Any, codes: Any, table: Any, num_pairs: Any, y: Any, y_step: Any,
+) -> Any:  # fmt: skip
+    """`y[r][o] += factor[r] * scale[o] * sum over k of x[r][k] * (integer[k][o] - zero[o])`, for 1 to MAX_ROWS rows.
+
+    `x`, `factors` and `y` are addresses, with steps in bytes. A row of `factors` is a float32 factor and the int32
+    sum of the row's `x`. `scales`, `zeros` and `codes` are places in the bytes of `panels`; `zeros` -1 means none.
+    `num_pairs` >= 1 is the number of pairs of `k`. `table` None means that codes are int8.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        num_rows, x, x_step, factors, factor_step, array, *places, table_array, num_pairs, y, y_step = args
+        data = make_array(panels)(context, builder, array).data
+        scale_place, zero_place, code_place = (builder.gep(data, [place]) for place in places)
+        has_zeros = builder.icmp_signed(">=", places[1], _LONG(0))
+        lookup = None
+        if isinstance(table, types.Array):
+            lookup = _Table(builder, make_array(table)(context, builder, table_array).data, table.dtype)
+
+        def emit(x_rows: list[Any], y_rows: list[Any]) -> None:
+            factor_rows = [builder.add(factors, builder.mul(factor_step, _LONG(r))) for r in range(len(x_rows))]
+            starts = _emit_starts(builder, factor_rows, zero_place, has_zeros)
+            sums = _emit_sums(builder, x_rows, code_place, lookup, num_pairs, starts)
+            _emit_outputs(builder, sums, factor_rows, scale_place, y_rows)
+
+        emit_rows(builder, MAX_ROWS, num_rows, x, x_step, y, y_step, emit)
+        return context.get_dummy_value()
+
+    long = types.int64
+    return types.none(long, long, long, long, long, panels, long, long, long, table, long, long, long), generate
+
+
+class _Table:
+    """The 16 integers of 4-bit codes, in registers that hold them twice."""
+
+    def __init__(self, builder: Any, data: Any, dtype: Any) -> None:
+        element = _BYTE if dtype == types.int8 else _HALF
+        values = builder.load(builder.bitcast(data, ir.VectorType(element, 16).as_pointer()), align=1)
+        twice = ir.Constant(ir.VectorType(_INT, 32), [*range(16), *range(16)])
+        both = builder.shuffle_vector(values, values, twice)
+        self._tables = [both]
+        if HAS_BYTE_TABLES and element == _HALF:
+            self._tables = [builder.trunc(part, _PACKED) for part in (both, _shifted(builder, both, 8))]
+
+    def select(self, builder: Any, place: Any) -> list[Any]:
+        """The integers of a pair of inputs for all outputs, in registers of pairs."""
+        codes = builder.load(builder.bitcast(place, _PACKED.as_pointer()), align=1)
+        if HAS_BYTE_TABLES:
+            low, high = builder.and_(codes, ir.Constant(_PACKED, [15] * 32)), _shifted(builder, codes, 4)
+            return [part for index in (low, high) for part in self._select_bytes(builder, index)]
+        # Only the 5 low bits of an index count, so the upper code need not be removed from the lower one.
+        lower = builder.zext(codes, _PAIRS)
+        choose = _function(builder, "llvm.x86.avx512.permvar.hi.512", _PAIRS, [_PAIRS, _PAIRS])
+        return [builder.call(choose, [self._tables[0], index]) for index in (lower, _shifted(builder, lower, 4))]
+
+    def _select_bytes(self, builder: Any, index: Any) -> list[Any]:
+        """The integers of 32 codes in two registers, looked up as one byte each, or as a lower and an upper byte."""
+        choose = _function(builder, "llvm.x86.avx2.pshuf.b", _PACKED, [_PACKED, _PACKED])
+        found = [builder.call(choose, [table, index]) for table in self._tables]
+        integers = []
+        for begin in (0, 16):
+            lanes = ir.Constant(ir.VectorType(_INT, 16), list(range(begin, begin + 16)))
+            halves = [builder.shuffle_vector(part, part, lanes) for part in found]
+            if len(halves) == 1:
+                integers.append(builder.sext(halves[0], _PAIRS))
+            else:
+                lower, upper = (builder.zext(half, _PAIRS) for half in halves)
+                integers.append(builder.or_(lower, builder.shl(upper, ir.Constant(_PAIRS, [8] * 16))))
+        return integers
+
+
+def _shifted(builder: Any, values: Any, bits: int) -> Any:
+    return builder.lshr(values, ir.Constant(values.type, [bits] * values.type.count))
+
+
+def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def _emit_starts(builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any) -> list[Any]:
+    """`-zero[o] * sum of x[r]` for all rows and outputs, or 0 without zero points."""
+    entry = builder.block
+    given, done = builder.append_basic_block("zeros"), builder.append_basic_block("started")
+    builder.cbranch(has_zeros, given, done)
+    builder.position_at_end(given)
+    zeros = [builder.sext(lanes, _WORDS) for lanes in _loads(builder, zero_place, ir.VectorType(_HALF, WIDTH), 2)]
+    values = []
+    for row in factor_rows:
+        total = builder.load(builder.inttoptr(builder.add(row, _LONG(4)), _INT.as_pointer()))
+        negative = _splat(builder, builder.neg(total))
+        values += [builder.mul(zero, negative) for zero in zeros]
+    builder.branch(done)
+    end = builder.block
+    builder.position_at_end(done)
+    starts = []
+    for value in values:
+        start = builder.phi(_WORDS)
+        start.add_incoming(ir.Constant(_WORDS, [0] * WIDTH), entry)
+        start.add_incoming(value, end)
+        starts.append(start)
+    return starts
+
+
+def _loads(builder: Any, place: Any, lanes: Any, element_bytes: int) -> list[Any]:
+    """Consecutive registers of values for all outputs."""
+    places = [builder.gep(place, [_LONG(element_bytes * lanes.count * part)]) for part in range(_REGISTERS)]
+    return [builder.load(builder.bitcast(each, lanes.as_pointer()), align=1) for each in places]
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    first = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), scalar, _INT(0))
+    return builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * WIDTH))
+
+
+def _emit_sums(
+    builder: Any, x: list[Any], codes: Any, lookup: _Table | None, num_pairs: Any, starts: list[Any]
+) -> list[Any]:
+    """`starts` plus the products of all pairs, in integers that stay in registers."""
+    x_rows = [builder.inttoptr(row, _INT.as_pointer()) for row in x]
+    step = 2 * OUTPUTS if lookup is None else OUTPUTS
+    entry = builder.block
+    body, after = builder.append_basic_block("pairs"), builder.append_basic_block("summed")
+    builder.branch(body)
+    builder.position_at_end(body)
+    k = builder.phi(_LONG)
+    sums = [builder.phi(_WORDS) for _ in starts]
+    place = builder.gep(codes, [builder.mul(k, _LONG(step))])
+    emit_prefetch(builder, builder.gep(place, [_LONG(AHEAD_BYTES)]), FIRST_CACHE)
+    if lookup is None:
+        weights = [builder.sext(lanes, _PAIRS) for lanes in _loads(builder, place, ir.VectorType(_BYTE, 2 * WIDTH), 1)]
+    else:
+        weights = lookup.select(builder, place)
+    totals = []
+    for row, x_row in enumerate(x_rows):
+        pair = _splat(builder, builder.load(builder.gep(x_row, [k]), align=4))
+        for part, weight in enumerate(weights):
+            totals.append(_emit_dot(builder, sums[_REGISTERS * row + part], pair, weight))
+    following = builder.add(k, _LONG(1))
+    k.add_incoming(_LONG(0), entry)
+    k.add_incoming(following, body)
+    for value, start, total in zip(sums, starts, totals, strict=True):
+        value.add_incoming(start, entry)
+        value.add_incoming(total, body)
+    builder.cbranch(builder.icmp_signed("<", following, num_pairs), body, after)
+    builder.position_at_end(after)
+    return totals
+
+
+def _emit_dot(builder: Any, total: Any, pair: Any, weight: Any) -> Any:
+    """`total + pair[0] * weight[0] + pair[1] * weight[1]` in each lane."""
+    if HAS_VNNI:
+        name = f"llvm.x86.avx512.vpdpwssd.{32 * WIDTH}"
+        dot = _function(builder, name, _WORDS, [_WORDS] * 3)
+        return builder.call(dot, [total, pair, builder.bitcast(weight, _WORDS)])
+    name = "llvm.x86.avx512.pmaddw.d.512" if WIDTH == 16 else "llvm.x86.avx2.pmadd.wd"
+    dot = _function(builder, name, _WORDS, [_PAIRS, _PAIRS])
+    return builder.add(total, builder.call(dot, [builder.bitcast(pair, _PAIRS), weight]))
+
+
+def _emit_outputs(builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any]) -> None:
+    """`y[r][o] += factor[r] * scale[o] * sums[r][o]`."""
+    scales = _loads(builder, scale_place, _FLOATS, 4)
+    for row, (factor_row, y_row) in enumerate(zip(factor_rows, y, strict=True)):
+        factor = emit_splat(builder, builder.load(builder.inttoptr(factor_row, _FLOAT.as_pointer())), WIDTH)
+        first = builder.inttoptr(y_row, _FLOATS.as_pointer())
+        for part, scale in enumerate(scales):
+            place = builder.gep(first, [_LONG(part)])
+            value = builder.sitofp(sums[_REGISTERS * row + part], _FLOATS)
+            scaled = builder.fmul(factor, scale, flags=_CONTRACT)
+            builder.store(emit_multiply_add(builder, value, scaled, builder.load(place, align=4)), place, align=4)

@@ -1,0 +1,161 @@
+"""The layout of a quantised weight on a CPU: panels of 32 outputs, divided into groups of inputs.
+
+A panel stores, for one group after the other, everything that a product reads:
+
+- the float32 scales of the 32 outputs;
+- their int16 zero points, if the weight has any;
+- the codes of each pair of inputs: 64 bytes `[output, input of the pair]` of 8 bits, or 32 bytes of 4 bits, whose low
+  halves belong to outputs `[0, 16)` and whose high halves belong to outputs `[16, 32)`.
+
+A product therefore reads a panel sequentially, and the weight is kept only once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.kernels.cpu.integer_blocks import HAS_BYTE_TABLES, OUTPUTS
+from loramux.kernels.quantized import QuantizedWeight
+
+BLOCKS = (128, 64, 32, 16)
+"""Possible numbers of inputs in a block, whose products are summed in integers."""
+
+LARGEST_CODE = 8191
+"""Largest integer of a 4-bit codebook whose values are not multiples of a unit. NF4 values are then wrong by at most
+`1 / 16382` of the group's largest weight."""
+
+LEAST_LIMIT = 4095
+"""Smallest acceptable `limit`: rounding to bfloat16 has 16 times the error for the largest input of a block."""
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CodePanels:
+    """A quantised weight in panels.
+
+    `x` is rounded to integers of at most `limit` in blocks of `block` inputs, so that no sum of a block overflows.
+    `table` contains the integers of 4-bit codes and is None for 8 bits.
+    """
+
+    panels: npt.NDArray[np.uint8]
+    table: npt.NDArray[Any] | None
+    num_panels: int
+    num_groups: int
+    group: int
+    block: int
+    has_zeros: bool
+    limit: int
+
+
+def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
+    """Lay out a weight, or return None if its products cannot be computed in integers.
+
+    This is the case for 8-bit codebooks that are not integers, like FP8, for zero points of a codebook that is not
+    integers, and for groups that are not multiples of 16 inputs.
+    """
+    found = _integers_of(weight.codebook)
+    if found is None:
+        return None
+    integers, unit = found
+    zeros = None if weight.zeros is None else weight.zeros.astype(np.int32)
+    if zeros is not None and unit != 1:
+        return None
+    if weight.bits == 8 and integers.max() > 127:
+        # Move the integers from [0, 255] to int8.
+        integers = integers - 128
+        zeros = np.full_like(weight.scales, -128, np.int32) if zeros is None else zeros - 128
+    # If the result has a block, all zero points fit into int16.
+    largest = int(np.abs(integers).max()) + (0 if zeros is None else int(np.abs(zeros).max()))
+    num_groups = weight.scales.shape[1]
+    # One group is padded with inputs of 0.
+    group = weight.group if num_groups > 1 else weight.in_features + -weight.in_features % BLOCKS[0]
+    limits = {block: min(32767, _INT32_MAX // (block * largest)) for block in BLOCKS if group % block == 0}
+    block = next((block for block, limit in limits.items() if limit >= LEAST_LIMIT), None)
+    if block is None:
+        return None
+    scales = (weight.scales.astype(np.float64) * unit).astype(np.float32)
+    num_panels = -(-weight.out_features // OUTPUTS)
+    parts = [_by_group(scales, num_panels)]
+    if zeros is not None:
+        parts.append(_by_group(zeros.astype(np.int16), num_panels))
+    if weight.bits == 8:
+        parts.append(
+            _pairs_of_8_bits(integers.astype(np.int8).view(np.uint8)[weight.codes], num_panels, num_groups, group)
+        )
+    else:
+        parts.append(_pairs_of_4_bits(weight.codes, num_panels, num_groups, group))
+    return CodePanels(
+        panels=np.concatenate(parts, axis=2).reshape(-1),
+        table=None if weight.bits == 8 else _table(integers),
+        num_panels=num_panels,
+        num_groups=num_groups,
+        group=group,
+        block=block,
+        has_zeros=zeros is not None,
+        limit=limits[block],
+    )
+
+
+def _integers_of(codebook: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], float] | None:
+    """Integers and a unit whose products are the values of a codebook, or None."""
+    values = codebook.astype(np.float64)
+    if not np.isfinite(values).all() or not values.any():
+        return None
+    unit = float(np.abs(values[values != 0]).min())
+    multiples = (values / unit).round()
+    is_exact = np.allclose(multiples * unit, values, rtol=1e-6, atol=0)
+    if codebook.size == 256:
+        in_int8, in_uint8 = (multiples.min() >= low and multiples.max() <= low + 255 for low in (-128, 0))
+        return (multiples.astype(np.int16), unit) if is_exact and (in_int8 or in_uint8) else None
+    if not is_exact or np.abs(multiples).max() > LARGEST_CODE:
+        unit = float(np.abs(values).max()) / LARGEST_CODE
+        multiples = (values / unit).round()
+    return multiples.astype(np.int16), unit
+
+
+def _table(integers: npt.NDArray[np.int16]) -> npt.NDArray[Any]:
+    """The integers of 4-bit codes in the form that this CPU looks up."""
+    is_byte = HAS_BYTE_TABLES and np.abs(integers).max() <= 127
+    return integers.astype(np.int8 if is_byte else np.int16)
+
+
+def _by_group(values: npt.NDArray[Any], num_panels: int) -> npt.NDArray[np.uint8]:
+    """The bytes of `[out_features, num_groups]` values, as `[num_panels, num_groups, bytes of 32 outputs]`.
+
+    Missing outputs are 0.
+    """
+    num_groups = values.shape[1]
+    padded = np.zeros((num_panels * OUTPUTS, num_groups), values.dtype)
+    padded[: values.shape[0]] = values
+    grouped = padded.reshape(num_panels, OUTPUTS, num_groups).swapaxes(1, 2)
+    return np.ascontiguousarray(grouped).view(np.uint8)
+
+
+def _pairs_of_8_bits(
+    codes: npt.NDArray[np.uint8], num_panels: int, num_groups: int, group: int
+) -> npt.NDArray[np.uint8]:
+    """The codes of each pair of inputs, `[num_panels, num_groups, bytes]`. Missing codes are 0."""
+    padded = np.zeros((num_panels * OUTPUTS, num_groups * group), np.uint8)
+    padded[: codes.shape[0], : codes.shape[1]] = codes
+    pairs = padded.reshape(num_panels, OUTPUTS, num_groups, group // 2, 2)
+    return pairs.transpose(0, 2, 3, 1, 4).reshape(num_panels, num_groups, -1)
+
+
+def _pairs_of_4_bits(
+    codes: npt.NDArray[np.uint8], num_panels: int, num_groups: int, group: int
+) -> npt.NDArray[np.uint8]:
+    """The codes of each pair of inputs, `[num_panels, num_groups, bytes]`. Missing codes are 0."""
+    half = OUTPUTS // 2
+    padded = np.zeros((num_panels * OUTPUTS, num_groups * group // 2), np.uint8)
+    padded[: codes.shape[0], : codes.shape[1]] = codes
+    pairs = padded.reshape(num_panels, OUTPUTS, num_groups, group // 2).transpose(0, 2, 3, 1)
+    first, second = pairs[..., :half], pairs[..., half:]
+    # A byte of `codes` belongs to two inputs of one output; a byte of a panel belongs to one input of two outputs.
+    even = first & 15 | second << 4
+    odd = first >> 4 | second & 240
+    return np.stack([even, odd], axis=-1).reshape(num_panels, num_groups, -1)

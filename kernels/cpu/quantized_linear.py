@@ -1,0 +1,125 @@
+"""Products by a quantised weight on a CPU, which read only the bytes of its codes and scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import prange
+from torch.nn import functional
+
+from loramux.kernels.cpu.arrays import rows_of
+from loramux.kernels.cpu.blocks import begin_outputs
+from loramux.kernels.cpu.compiled import helper, kernel
+from loramux.kernels.cpu.integer_blocks import MAX_ROWS, OUTPUTS, add_codes
+from loramux.kernels.cpu.quantized_layout import CodePanels
+from loramux.kernels.cpu.rounded_rows import round_blocks
+
+ROW_PAD = 32
+"""Padding elements between rows of the rounded `x`, and between rows of `y` if there are many. Without padding, rows
+whose length is a power of two would all map to one cache set."""
+
+MANY_ROWS = 64
+
+SERIAL_WORK = 500_000
+"""Number of multiplications below which waking other threads costs more than it saves."""
+
+
+class QuantizedPanels:
+    """`y = x @ weightᵀ + bias` for a quantised weight `[out_features, in_features]`, laid out by `pack_codes`.
+
+    `x` is rounded to 16 bits, relative to the largest input of its block. The result is the same on every x86 CPU.
+    """
+
+    def __init__(self, packed: CodePanels, out_features: int, bias: torch.Tensor | None) -> None:
+        self._packed = packed
+        self._out_features = out_features
+        self._bias = torch.zeros(packed.num_panels * OUTPUTS)
+        if bias is not None:
+            self._bias[:out_features] = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        packed = self._packed
+        num_rows, size = x.shape[0], packed.num_groups * packed.group
+        if x.shape[1] < size:
+            x = functional.pad(x, (0, size - x.shape[1]))
+        rounded = torch.empty(num_rows, size + ROW_PAD, dtype=torch.int16)
+        factors = torch.empty(num_rows, size // packed.block, 2)
+        y = torch.empty(num_rows, len(self._bias) + (ROW_PAD if num_rows >= MANY_ROWS else 0))
+        multiply_codes(
+            *rows_of(x), num_rows, np.float32(packed.limit), rounded.data_ptr(), rounded.shape[1], factors.data_ptr(),
+            packed.panels, packed.num_panels, packed.num_groups, packed.group, packed.block, packed.has_zeros,
+            packed.table, self._bias.data_ptr(), *rows_of(y),
+        )  # fmt: skip
+        return y[:, : self._out_features]
+
+
+@helper
+def _multiply_panel(
+    panel: int, x: int, x_step: int, factors: int, factor_step: int, num_rows: int, panels: Any, num_groups: int,
+    group: int, block: int, has_zeros: bool, table: Any, bias: int, y: int, y_step: int,
+) -> None:  # fmt: skip
+    """Compute the 32 outputs of one panel for all rows."""
+    y_panel = y + 4 * OUTPUTS * panel
+    begin_outputs(y_panel, y_step, num_rows, OUTPUTS, bias + 4 * OUTPUTS * panel)
+    input_bytes = OUTPUTS if table is None else OUTPUTS // 2
+    head_bytes = (6 if has_zeros else 4) * OUTPUTS
+    num_row_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
+    for g in range(num_groups):
+        scales = (panel * num_groups + g) * (head_bytes + group * input_bytes)
+        zeros = scales + 4 * OUTPUTS if has_zeros else -1
+        for k in range(g * group, (g + 1) * group, block):
+            codes = scales + head_bytes + (k - g * group) * input_bytes
+            for part in range(num_row_blocks):
+                # Make blocks nearly equal in size, because a small block would unpack each code for only a few rows.
+                begin, end = num_rows * part // num_row_blocks, num_rows * (part + 1) // num_row_blocks
+                add_codes(
+                    end - begin, x + begin * x_step + 2 * k, x_step,
+                    factors + begin * factor_step + 8 * (k // block), factor_step,
+                    panels, scales, zeros, codes, table, block // 2, y_panel + begin * y_step, y_step,
+                )  # fmt: skip
+
+
+@kernel
+def multiply_codes(
+    x: int,
+    x_stride: int,
+    num_rows: int,
+    limit: Any,
+    rounded: int,
+    rounded_stride: int,
+    factors: int,
+    panels: npt.NDArray[np.uint8],
+    num_panels: int,
+    num_groups: int,
+    group: int,
+    block: int,
+    has_zeros: bool,
+    table: npt.NDArray[Any] | None,
+    bias: int,
+    y: int,
+    y_stride: int,
+) -> None:
+    """`y[t] = x[t] @ weightᵀ + bias`; `x`, `rounded`, `factors`, `bias` and `y` are addresses.
+
+    The weight is described in `CodePanels`. `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart.
+    Rows of `x` cover whole blocks, and rows of `y`, like `bias`, whole panels. `rounded` and `factors` are scratch for
+    the same number of rows: int16, `rounded_stride` elements apart, and two 32-bit words per block.
+    """
+    num_blocks = num_groups * group // block
+    x_step, factor_step, y_step = 2 * rounded_stride, 8 * num_blocks, 4 * y_stride
+    round_blocks(x, 4 * x_stride, num_rows, num_blocks, block, limit, rounded, x_step, factors, factor_step)
+    if num_rows * num_blocks * block * num_panels * OUTPUTS < SERIAL_WORK:
+        for panel in range(num_panels):
+            _multiply_panel(
+                panel, rounded, x_step, factors, factor_step, num_rows, panels, num_groups, group, block, has_zeros,
+                table, bias, y, y_step,
+            )  # fmt: skip
+    else:
+        for panel in prange(num_panels):
+            _multiply_panel(
+                panel, rounded, x_step, factors, factor_step, num_rows, panels, num_groups, group, block, has_zeros,
+                table, bias, y, y_step,
+            )  # fmt: skip

@@ -1,0 +1,222 @@
+"""Products by quantised weights, compared with the weights that `dequantize` returns."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numba.core.codegen import get_host_cpu_features
+from torch.nn import functional
+
+from loramux.kernels.cpu import linear as cpu_linear
+from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED, MAX_ROWS
+from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.quantized_layout import pack_codes
+from loramux.kernels.cpu.quantized_linear import QuantizedPanels
+from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
+from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, random_weight
+
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this CPU has no kernels for quantised weights")
+
+CODEBOOKS = {
+    "int8": (INT8, False),
+    "uint8-zeros": (UINT8, True),
+    "uint8": (UINT8, False),
+    "int4": (INT4, False),
+    "uint4-zeros": (UINT4, True),
+    "nf4": (NF4, False),
+    "mxfp4": (MXFP4, False),
+}
+SHAPES = [(64, 128, 32), (100, 256, 256), (33, 640, 64), (96, 512, 128), (70, 130, 130), (40, 96, 48), (1, 2, 2)]
+"""Outputs, inputs and inputs per group, some of which fill no whole panel or block."""
+
+
+def multiply(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> QuantizedPanels:
+    packed = pack_codes(weight)
+    assert packed is not None
+    return QuantizedPanels(packed, weight.out_features, bias)
+
+
+def largest_error(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
+    """Bound on the error of each output: from rounding `x`, from rounding the codebook, and from float32 sums."""
+    packed = pack_codes(weight)
+    assert packed is not None
+    padded = functional.pad(x.double(), (0, packed.num_groups * packed.group - x.shape[1]))
+    blocks = padded.view(len(x), padded.shape[1] // packed.block, packed.block).abs()
+    rounding = (blocks.amax(2, keepdim=True) / (2 * packed.limit)).expand_as(blocks).flatten(1)[:, : x.shape[1]]
+    magnitude = torch.from_numpy(np.abs(weight.dequantize())).double()
+    error = (rounding + 3e-6 * x.abs()) @ magnitude.T
+    if weight.codebook is NF4:
+        scales = torch.from_numpy(weight.scales).repeat_interleave(weight.group, 1).double()
+        error += (x.abs() + rounding) @ scales.T / (2 * 8191)
+    return error
+
+
+@pytest.mark.parametrize(("out_features", "in_features", "group"), SHAPES)
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_equals_the_dequantized_product(name: str, out_features: int, in_features: int, group: int) -> None:
+    weight = random_weight(*CODEBOOKS[name], out_features, in_features, group)
+    bias = torch.randn(out_features)
+    product, dequantized = multiply(weight, bias), torch.from_numpy(weight.dequantize()).double()
+    for num_rows in (0, 1, MAX_ROWS, MAX_ROWS + 1, 70):
+        x = torch.randn(num_rows, in_features)
+        y = product(x)
+        assert y.dtype == torch.float32
+        expected = x.double() @ dequantized.T + bias
+        assert ((y - expected).abs() <= largest_error(weight, x) + 3e-6 * bias.abs()).all()
+
+
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_sums_of_the_largest_integers_do_not_overflow(name: str) -> None:
+    codebook, has_zeros = CODEBOOKS[name]
+    weight = random_weight(codebook, has_zeros, 32, 256, 128)
+    extreme = int(np.abs(codebook).argmax())
+    codes = np.full_like(weight.codes, extreme if codebook.size == 256 else 17 * extreme)
+    zeros = None if weight.zeros is None else np.full_like(weight.zeros, 0)
+    weight = QuantizedWeight(codes=codes, codebook=codebook, scales=weight.scales, zeros=zeros)
+    x = torch.ones(2, 256)
+    x[1] = -1e30
+    expected = x.double() @ torch.from_numpy(weight.dequantize()).double().T
+    torch.testing.assert_close(multiply(weight)(x).double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("out_features", [40, 2048], ids=["serial", "parallel"])
+@pytest.mark.parametrize("name", ["int8", "uint4-zeros", "nf4"])
+def test_row_is_bitwise_independent_of_its_neighbours(name: str, out_features: int) -> None:
+    product = multiply(random_weight(*CODEBOOKS[name], out_features, 256, 64), torch.randn(out_features))
+    x = torch.randn(2 * MAX_ROWS + 3, 256)
+    y = product(x)
+    for begin in range(len(x)):
+        for end in {begin + 1, min(len(x), begin + MAX_ROWS), len(x)}:
+            assert torch.equal(product(x[begin:end]), y[begin:end])
+
+
+def test_non_finite_values_stay_in_their_row() -> None:
+    product = multiply(random_weight(INT8, False, 64, 256, 128))
+    x = torch.randn(9, 256)
+    expected = product(x)
+    x[4, 7], x[6, 201], x[8, 3] = torch.nan, torch.inf, -torch.inf
+    y = product(x)
+    assert y[[4, 6, 8]].isnan().all()
+    others = [0, 1, 2, 3, 5, 7]
+    assert torch.equal(y[others], expected[others])
+
+
+def test_tiny_and_huge_inputs() -> None:
+    """Each block has its own factor, so a huge block does not hide the others."""
+    weight = random_weight(INT8, False, 32, 384, 128)
+    dequantized = torch.from_numpy(weight.dequantize()).double()
+    x = torch.randn(4, 384)
+    x[0] = 0
+    x[1, :128] *= 1e-20
+    x[1, 128:] = 0
+    x[2, :128] = 0
+    x[2, 128:] *= 1e30
+    x[3] = 1e-38
+    y, expected = multiply(weight)(x), x.double() @ dequantized.T
+    assert not y[0].any()
+    torch.testing.assert_close(y[1:3].double(), expected[1:3], rtol=1e-3, atol=0)
+    assert y[3].abs().max() < 1e-30
+
+
+def test_rows_of_a_wider_buffer() -> None:
+    weight = random_weight(INT4, False, 64, 128, 32)
+    x = torch.randn(5, 300)
+    assert torch.equal(multiply(weight)(x[:, 3:131]), multiply(weight)(x[:, 3:131].contiguous()))
+
+
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_only_one_copy_of_the_weight_is_kept(name: str) -> None:
+    weight = random_weight(*CODEBOOKS[name], 256, 512, 128)
+    packed = pack_codes(weight)
+    assert packed is not None
+    zeros = 2 * weight.scales.size if packed.has_zeros else 0
+    assert packed.panels.nbytes == weight.codes.nbytes + weight.scales.nbytes + zeros
+    assert not np.shares_memory(packed.panels, weight.codes)
+
+
+@pytest.mark.parametrize(
+    ("codebook", "has_zeros", "group"),
+    [(FP8, False, 128), (INT4, False, 24), (NF4, True, 64)],
+    ids=["fp8", "odd-group", "fractional-zeros"],
+)
+def test_other_weights_are_expanded_to_bfloat16(codebook: np.ndarray, has_zeros: bool, group: int) -> None:
+    weight = random_weight(codebook, has_zeros, 64, 384, group)
+    assert pack_codes(weight) is None
+    expanded, x = torch.from_numpy(weight.dequantize()).bfloat16(), torch.randn(5, 384)
+    assert torch.equal(PackedLinear(weight)(x), PackedLinear(expanded)(x))
+
+
+@pytest.mark.parametrize(("codebook", "zero"), [(UINT8, 32_000), (UINT4, -32_000)], ids=["uint8", "uint4"])
+def test_large_zero_points_do_not_overflow(codebook: np.ndarray, zero: int) -> None:
+    weight, x = random_weight(codebook, True, 40, 256, 128), torch.randn(3, 256)
+    assert weight.zeros is not None
+    weight.zeros[3] = zero
+    expected = x.double() @ torch.from_numpy(weight.dequantize()).double().T
+    assert ((multiply(weight)(x) - expected).abs() <= largest_error(weight, x)).all()
+
+
+@pytest.mark.parametrize("codebook", [UINT8, UINT4], ids=["uint8", "uint4"])
+def test_zero_points_that_would_overflow_are_expanded(codebook: np.ndarray) -> None:
+    weight = random_weight(codebook, True, 40, 256, 128)
+    assert weight.zeros is not None
+    weight.zeros[3] = -32_768
+    assert pack_codes(weight) is None
+
+
+def test_a_quantised_linear_is_expanded_on_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias, x = random_weight(INT8, False, 70, 128, 32), torch.randn(70), torch.randn(3, 128)
+    linear = PackedLinear(weight, bias)
+    assert isinstance(linear._product, QuantizedPanels)
+    assert (linear.out_features, linear.in_features) == (70, 128)
+    monkeypatch.setattr(cpu_linear, "IS_SUPPORTED", False)
+    expanded = PackedLinear(weight, bias)
+    assert not isinstance(expanded._product, QuantizedPanels)
+    torch.testing.assert_close(expanded(x), linear(x), rtol=2e-2, atol=0.3)
+
+
+WITHOUT = {"vnni": (), "avx512": ("avx512vnni", "avxvnni"), "avx-vnni": ("avx512",), "avx2": ("avx512", "avxvnni")}
+"""Features that are switched off, so that another CPU's code is compiled."""
+
+PRINT_DIGEST = """
+from tests.kernels.cpu.test_quantized_linear import digest_of_products
+print(digest_of_products())
+"""
+
+
+def digest_of_products() -> str:
+    hashed = hashlib.sha256()
+    torch.manual_seed(0)
+    for codebook, has_zeros in CODEBOOKS.values():
+        for shape in SHAPES:
+            product = multiply(random_weight(codebook, has_zeros, *shape), torch.randn(shape[0]))
+            for num_rows in (1, 3, 30):
+                hashed.update(product(torch.randn(num_rows, shape[1])).contiguous().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def other_cpus() -> Iterator[str]:
+    """The features of each CPU that this CPU can imitate."""
+    host = get_host_cpu_features().split(",")
+    for without in WITHOUT.values():
+        yield ",".join(f"-{name[1:]}" if name[1:].startswith(without) else name for name in host) if without else ""
+
+
+@pytest.mark.campaign
+def test_every_cpu_computes_the_same_bits() -> None:
+    digests = set()
+    for features in other_cpus():
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if features:
+            environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+        done = subprocess.run(
+            [sys.executable, "-c", PRINT_DIGEST], capture_output=True, text=True, env=environment, check=True
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1
