@@ -245,6 +245,9 @@ bench-hot-load: $(READY) ## Loading adapters from the disk tier, compared with p
 bench-trained-rows: $(READY) ## Memory and time of a trained head, compared with the base's own (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.trained_rows $(ARGS)
 
+bench-quantized: $(WARM) ## Products and decode steps with weights of 8 and 4 bits, compared with bfloat16 (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.quantized $(ARGS)
+
 bench-simulation: $(READY) ## Engine steps per second on a simulated device (ARGS='--running 64')
 	$(VENV)/bin/python -m benchmarks.simulation $(ARGS)
 

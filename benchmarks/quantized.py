@@ -1,0 +1,289 @@
+"""Measures products and whole decode steps with weights of 8 and 4 bits, compared with bfloat16, on a CPU.
+
+The formats take turns: each product and each step is measured with one format after the other, so that drift in the
+machine's speed affects all formats alike. Medians are compared. Before that, each product is compared with the product
+by its dequantised weight, and the tokens of each engine with those of an engine whose weights are dequantised to
+float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.random_model import SHAPES, Shape, make_base
+from benchmarks.tables import open_console
+from loramux.engine.adapters.stager import MemoryStager
+from loramux.engine.assembly import AssembledEngine, assemble_engine
+from loramux.engine.config import EngineConfig
+from loramux.engine.device.backend import Linear, open_backend
+from loramux.engine.messages import Add, SamplingParams, StepOutput
+from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.threads import set_num_threads
+from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
+
+FOLDER = Path(__file__).parent
+PROMPT = 16
+CHECKED_TOKENS = 4
+
+TOLERANCE = 1e-3
+"""Largest error of an output relative to the largest one. Rounding the input to bfloat16 would cost as much."""
+
+COLD_BYTES, MAX_COPIES = 128 << 20, 16
+"""Bytes of the copies of each product's weight, more than the caches hold, and the largest number of copies."""
+
+
+class CheckError(Exception):
+    """A result is wrong, so there are no figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of the linears' weights; `group` None means one scale per output."""
+
+    name: str
+    bits: int = 16
+    group: int | None = None
+
+    def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
+        """Round to the nearest value; the largest weight of a group becomes the largest integer."""
+        values = weight.float().view(len(weight), -1, self.group or weight.shape[1])
+        largest = 127 if self.bits == 8 else 7
+        scales = values.abs().amax(2) / largest
+        integers = (values / scales[:, :, None].clamp_min(1e-30)).round().flatten(1).int()
+        if self.bits == 8:
+            codes, codebook = integers.to(torch.int8).view(torch.uint8), INT8
+        else:
+            nibbles = (integers + 8).to(torch.uint8)
+            codes, codebook = nibbles[:, ::2] | nibbles[:, 1::2] << 4, INT4
+        return QuantizedWeight(codes=codes.numpy(), codebook=codebook, scales=scales.numpy())
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        return PackedLinear(weight if self.bits == 16 else self.quantize(weight), bias)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("bfloat16"),
+        Format("int8", 8),
+        Format("int8-g32", 8, 32),
+        Format("int4", 4, 128),
+        Format("int4-g32", 4, 32),
+    )
+}
+
+
+def products_of(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a layer's products and of the head."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    kv = hidden // shape.num_heads * shape.num_kv_heads
+    return {
+        "qkv": (hidden + 2 * kv, hidden),
+        "o": (hidden, hidden),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (shape.vocab_size, hidden),
+    }
+
+
+def take_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each way. The first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+
+def multiply_all(linears: list[PackedLinear], x: torch.Tensor) -> None:
+    for linear in linears:
+        linear(x)
+
+
+def check_product(form: Format, weight: torch.Tensor, linear: PackedLinear, x: torch.Tensor) -> float:
+    """The largest error relative to the largest output."""
+    expected = x @ torch.from_numpy(form.quantize(weight).dequantize()).T
+    error = float((linear(x) - expected).abs().max() / expected.abs().max())
+    if not error <= TOLERANCE:
+        raise CheckError(f"an output of {form.name} is wrong by {error:.1e} of the largest")
+    return error
+
+
+def measure_products(shape: Shape, forms: list[Format], rows: list[int], rounds: int) -> dict[str, Any]:
+    cases: list[dict[str, Any]] = []
+    worst = 0.0
+    for name, (out_features, in_features) in products_of(shape).items():
+        weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+        layers: dict[str, list[PackedLinear]] = {}
+        for form in forms:
+            size = out_features * in_features * form.bits // 8
+            layers[form.name] = [form.linear(weight) for _ in range(min(MAX_COPIES, -(-COLD_BYTES // size)))]
+            if form.bits < 16:
+                x = torch.randn(3, in_features, generator=torch.Generator().manual_seed(1))
+                worst = max(worst, check_product(form, weight, layers[form.name][0], x))
+        for num_rows in rows:
+            x = torch.randn(num_rows, in_features)
+            ways = {each: partial(multiply_all, linears, x) for each, linears in layers.items()}
+            seconds = take_turns(ways, rounds)
+            milliseconds = {each: 1000 * value / len(layers[each]) for each, value in seconds.items()}
+            cases.append({"product": name, "rows": num_rows, "ms": milliseconds})
+    return {"largest_error": worst, "cases": cases}
+
+
+def assemble(base: Path, make_linear: Callable[..., Linear], dtype: str, threads: int) -> AssembledEngine:
+    backend = replace(open_backend("cpu"), make_linear=make_linear)
+    config = EngineConfig(
+        model_dir=str(base), blob_url="", cache_dir="", dtype=dtype, pool_bytes=256 << 20, num_threads=threads
+    )
+    return assemble_engine(config, lambda: None, MemoryStager({}), backend=backend)
+
+
+def start(assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int) -> dict[str, list[int]]:
+    """Add the prompts and run until each has its first token."""
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    for row, prompt in enumerate(prompts.tolist()):
+        add = Add(sequence_id=str(row), prompt=tuple(prompt), max_tokens=num_tokens, sampling=sampling, digest=None)
+        assembled.engine.add(b"", add)
+    answers: dict[str, list[int]] = {}
+    while len(answers) < len(prompts):
+        step(assembled, answers)
+    return answers
+
+
+def step(assembled: AssembledEngine, answers: dict[str, list[int]]) -> None:
+    assembled.engine.step()
+    for outbound in assembled.engine.take_outbox():
+        if isinstance(outbound.message, StepOutput):
+            for output in outbound.message.outputs:
+                answers.setdefault(output.sequence_id, []).extend(output.token_ids)
+
+
+def answers_of(assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int) -> dict[str, list[int]]:
+    answers = start(assembled, prompts, num_tokens)
+    while assembled.engine.has_work:
+        step(assembled, answers)
+    return answers
+
+
+def make_linears(form: Format, head: Format, vocab_size: int, is_dequantized: bool = False) -> Callable[..., Linear]:
+    """Makes linears of one format and a head of another, or float32 linears that multiply by the same values."""
+
+    def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        own = head if len(weight) == vocab_size else form
+        if not is_dequantized:
+            return own.linear(weight, bias)
+        return PackedLinear(torch.from_numpy(own.quantize(weight).dequantize()) if own.bits < 16 else weight, bias)
+
+    return make_linear
+
+
+def check_tokens(base: Path, form: Format, head: Format, vocab_size: int, prompts: torch.Tensor, threads: int) -> None:
+    """Compare the tokens of two float32 engines, one of which multiplies by dequantised weights."""
+    answers = []
+    for is_dequantized in (False, True):
+        assembled = assemble(base, make_linears(form, head, vocab_size, is_dequantized), "float32", threads)
+        answers.append(answers_of(assembled, prompts, CHECKED_TOKENS))
+        assembled.adapters.close()
+        del assembled
+        gc.collect()
+    if answers[0] != answers[1]:
+        raise CheckError(f"the tokens of {form.name} differ from those of the dequantised weights")
+
+
+def measure_steps(
+    shape: Shape, base: Path, forms: list[Format], head: Format, rows: list[int], rounds: int, threads: int
+) -> dict[str, Any]:
+    """Median milliseconds of a decode step with each format."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(10, shape.vocab_size, (max(rows), PROMPT), generator=generator)
+    engines: dict[str, AssembledEngine] = {}
+    for form in forms:
+        own_head = form if form.bits == 16 else head
+        if form.bits < 16:
+            check_tokens(base, form, own_head, shape.vocab_size, prompts[:2], threads)
+        engines[form.name] = assemble(base, make_linears(form, own_head, shape.vocab_size), "bfloat16", threads)
+    cases: list[dict[str, Any]] = []
+    for num_rows in rows:
+        for assembled in engines.values():
+            start(assembled, prompts[:num_rows], rounds + 4)
+        milliseconds = take_turns({name: assembled.engine.step for name, assembled in engines.items()}, rounds)
+        cases.append({"rows": num_rows, "ms": {name: 1000 * value for name, value in milliseconds.items()}})
+        for assembled in engines.values():
+            assembled.engine.abort_all()
+            while assembled.engine.has_work:
+                assembled.engine.step()
+            assembled.engine.take_outbox()
+    return {"head": head.name, "checked_tokens": 2 * CHECKED_TOKENS, "cases": cases}
+
+
+def print_cases(title: str, cases: list[dict[str, Any]], console: Console) -> None:
+    """Print each case with the speed of each format relative to bfloat16, and add these ratios to the cases."""
+    names = list(cases[0]["ms"])
+    table = Table(*(key for key in cases[0] if key != "ms"), "bfloat16, ms", *names[1:], title=title)
+    for case in cases:
+        case["speedup"] = {name: case["ms"][names[0]] / case["ms"][name] for name in names[1:]}
+        labels = [str(value) for key, value in case.items() if key not in ("ms", "speedup")]
+        table.add_row(*labels, f"{case['ms'][names[0]]:.2f}", *(f"{value:.2f}x" for value in case["speedup"].values()))
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="1b")
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS)[1:], default=list(FORMATS)[1:])
+    parser.add_argument("--head", choices=list(FORMATS), default="bfloat16", help="format of the quantised bases' head")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="rows per step")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="further numbers of rows of a product")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the figures to this file")
+    add_allow_busy(parser)
+    parsed = parser.parse_args(arguments)
+    busy = require_idle(parsed.allow_busy)
+    set_num_threads(parsed.threads)
+    console = open_console()
+    shape, forms = SHAPES[parsed.model], [FORMATS["bfloat16"], *(FORMATS[name] for name in parsed.formats)]
+    base = FOLDER / "scratch" / parsed.model / "base"
+    try:
+        products = measure_products(shape, forms, [*parsed.rows, *parsed.prefill], parsed.rounds)
+        print_cases("products", products["cases"], console)
+        make_base(shape, base)
+        steps = measure_steps(shape, base, forms, FORMATS[parsed.head], parsed.rows, parsed.rounds, parsed.threads)
+        print_cases(f"decode steps, head in {parsed.head}", steps["cases"], console)
+    except CheckError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if parsed.out is not None:
+        document = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": describe(),
+            "busy_share": {"before": round(busy, 3), "after": round(busy_share(), 3)},
+            "workload": {name: getattr(parsed, name) for name in ("model", "rounds", "threads")},
+            "products": products,
+            "steps": steps,
+        }
+        parsed.out.parent.mkdir(parents=True, exist_ok=True)
+        parsed.out.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

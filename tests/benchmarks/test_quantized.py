@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import quantized
+from benchmarks.quantized import FORMATS, CheckError, check_product, main, measure_products, take_turns
+from benchmarks.random_model import Shape
+
+TINY = Shape(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=256, vocab_size=320)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(quantized, "SHAPES", {"1b": TINY})
+    monkeypatch.setattr(quantized, "FOLDER", tmp_path)
+    monkeypatch.setattr(quantized, "COLD_BYTES", 1)
+    monkeypatch.setattr(quantized, "require_idle", lambda is_allowed: 0.5)
+
+
+def test_every_product_is_measured_in_every_format() -> None:
+    products = measure_products(TINY, list(FORMATS.values()), [1, 3], rounds=1)
+    assert [(case["product"], case["rows"]) for case in products["cases"]] == [
+        (name, rows) for name in ("qkv", "o", "gate_up", "down", "head") for rows in (1, 3)
+    ]
+    assert all(set(case["ms"]) == set(FORMATS) for case in products["cases"])
+    assert 0 < products["largest_error"] < quantized.TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(FORMATS)[1:])
+def test_a_wrong_product_stops_the_benchmark(name: str) -> None:
+    form, weight, x = FORMATS[name], torch.randn(40, 128).bfloat16(), torch.randn(2, 128)
+    assert check_product(form, weight, form.linear(weight), x) < quantized.TOLERANCE
+    weight_of_another = weight.clone()
+    weight_of_another[7, 5] += 1
+    with pytest.raises(CheckError, match=name):
+        check_product(form, weight, form.linear(weight_of_another), x)
+
+
+@pytest.mark.parametrize("name", list(FORMATS)[1:])
+def test_quantized_weights_are_close(name: str) -> None:
+    form, weight = FORMATS[name], torch.randn(40, 128).bfloat16()
+    quantized_weight = form.quantize(weight)
+    dequantized = torch.from_numpy(quantized_weight.dequantize())
+    assert quantized_weight.group == (form.group or 128)
+    largest = 0.51 * quantized_weight.scales.max()
+    assert (dequantized - weight.float()).abs().max() <= largest
+
+
+def test_ways_take_turns() -> None:
+    order: list[str] = []
+    seconds = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)
+    assert order == ["a", "b"] * 3
+    assert all(0 <= value < 1 for value in seconds.values())
+
+
+@pytest.mark.campaign
+def test_figures_of_products_and_steps_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results" / "quantized.json"
+    assert main(["--rows", "1", "4", "--prefill", "20", "--rounds", "2", "--head", "int8", "--out", str(out)]) == 0
+    document = json.loads(out.read_text())
+    assert [case["rows"] for case in document["steps"]["cases"]] == [1, 4]
+    for case in [*document["products"]["cases"], *document["steps"]["cases"]]:
+        assert case["speedup"]["int4"] == pytest.approx(case["ms"]["bfloat16"] / case["ms"]["int4"])
+    assert "decode steps, head in int8" in capsys.readouterr().out
