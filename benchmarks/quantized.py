@@ -34,6 +34,7 @@ from loramux.engine.config import EngineConfig
 from loramux.engine.device.backend import Linear, open_backend
 from loramux.engine.messages import Add, SamplingParams, StepOutput
 from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.quantized_linear import make_quantized_linear
 from loramux.kernels.cpu.threads import set_num_threads
 from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 
@@ -73,8 +74,13 @@ class Format:
             codes, codebook = nibbles[:, ::2] | nibbles[:, 1::2] << 4, INT4
         return QuantizedWeight(codes=codes.numpy(), codebook=codebook, scales=scales.numpy())
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        return PackedLinear(weight if self.bits == 16 else self.quantize(weight), bias)
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        if self.bits == 16:
+            return PackedLinear(weight, bias)
+        linear = make_quantized_linear(self.quantize(weight), bias)
+        if linear is None:
+            raise SystemExit("this CPU has no kernels for quantised weights")
+        return linear
 
 
 FORMATS = {
@@ -113,12 +119,12 @@ def take_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
-def multiply_all(linears: list[PackedLinear], x: torch.Tensor) -> None:
+def multiply_all(linears: list[Linear], x: torch.Tensor) -> None:
     for linear in linears:
         linear(x)
 
 
-def check_product(form: Format, weight: torch.Tensor, linear: PackedLinear, x: torch.Tensor) -> float:
+def check_product(form: Format, weight: torch.Tensor, linear: Linear, x: torch.Tensor) -> float:
     """The largest error relative to the largest output."""
     expected = x @ torch.from_numpy(form.quantize(weight).dequantize()).T
     error = float((linear(x) - expected).abs().max() / expected.abs().max())
@@ -132,7 +138,7 @@ def measure_products(shape: Shape, forms: list[Format], rows: list[int], rounds:
     worst = 0.0
     for name, (out_features, in_features) in products_of(shape).items():
         weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
-        layers: dict[str, list[PackedLinear]] = {}
+        layers: dict[str, list[Linear]] = {}
         for form in forms:
             size = out_features * in_features * form.bits // 8
             layers[form.name] = [form.linear(weight) for _ in range(min(MAX_COPIES, -(-COLD_BYTES // size)))]
@@ -186,7 +192,7 @@ def answers_of(assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: in
 def make_linears(form: Format, head: Format, vocab_size: int, is_dequantized: bool = False) -> Callable[..., Linear]:
     """Makes linears of one format and a head of another, or float32 linears that multiply by the same values."""
 
-    def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         own = head if len(weight) == vocab_size else form
         if not is_dequantized:
             return own.linear(weight, bias)

@@ -126,6 +126,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
         # Imported here because a GPU does not need numba.
         from loramux.kernels.cpu.experts import PackedExperts
         from loramux.kernels.cpu.linear import PackedLinear
+        from loramux.kernels.cpu.quantized_linear import make_quantized_linear
         from loramux.kernels.cpu.threads import set_num_threads
 
         return Backend(
@@ -133,6 +134,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
             make_kernels=lambda pool, shapes: select_kernels(torch.device("cpu"), pool, shapes),
             make_linear=PackedLinear,
             activation_dtype=torch.float32,
+            make_quantized_linear=make_quantized_linear,
             make_experts=lambda num_experts, weights: PackedExperts(weights),
             set_num_threads=set_num_threads,
         )

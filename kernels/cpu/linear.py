@@ -2,8 +2,8 @@
 
 Products with a bfloat16 weight use `amx.py` if the CPU has AMX and Linux lets the process use it, `avx512_bf16.py` if
 the CPU has AVX512_BF16, and oneDNN on an ARM CPU with bfloat16 instructions. Otherwise, this file computes them in
-float32 with AVX2 or AVX-512, still reading only two bytes per weight. Products with a quantised weight use
-`quantized_linear.py` on x86 CPUs with AVX2 or AVX-512.
+float32 with AVX2 or AVX-512, still reading only two bytes per weight. `quantized_linear.py` multiplies by weights of
+8 and 4 bits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from loramux.kernels.cpu.arrays import array, rows_of
 from loramux.kernels.cpu.avx512_bf16 import Avx512Bf16Panels
 from loramux.kernels.cpu.blocks import add_panels, begin_outputs
 from loramux.kernels.cpu.compiled import cpu_features, helper, kernel
-from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED
-from loramux.kernels.cpu.quantized_layout import pack_codes
-from loramux.kernels.cpu.quantized_linear import QuantizedPanels
 from loramux.kernels.cpu.vectors import PANEL
-from loramux.kernels.quantized import QuantizedWeight
 
 BLOCK_INPUTS = 256
 """Inputs in a block of a panel. The block, 8 KiB in bfloat16, stays in the L1 cache while all rows use it."""
@@ -43,19 +39,14 @@ class PackedLinear:
     """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`. Rows of `x` and `y` are contiguous, with any stride.
 
     One copy of the weight `[out_features, in_features]` is kept, laid out for this CPU. If the weight is bfloat16 and
-    the CPU multiplies bfloat16, `x` is rounded to bfloat16. If the weight is quantised, `x` is rounded to 16 bits. A
-    row's result is bitwise independent of the other rows, except with oneDNN, which does not guarantee this.
+    the CPU multiplies bfloat16, `x` is rounded to bfloat16. A row's result is bitwise independent of the other rows,
+    except with oneDNN, which does not guarantee this.
     """
 
-    def __init__(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> None:
-        bias = None if bias is None else bias.detach()
-        self._product: Product
-        if isinstance(weight, QuantizedWeight):
-            self.out_features, self.in_features = weight.out_features, weight.in_features
-            self._product = quantized_product(weight, bias)
-        else:
-            self.out_features, self.in_features = weight.shape
-            self._product = product_of(weight.dtype)(weight.detach(), bias)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        make = product_of(weight.dtype)
+        self._product: Product = make(weight.detach(), None if bias is None else bias.detach())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1] == self.in_features
@@ -82,14 +73,6 @@ def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | Non
         if has_onednn and platform.machine().lower() not in ("x86_64", "amd64"):
             return OneDnnProduct
     return FloatPanels
-
-
-def quantized_product(weight: QuantizedWeight, bias: torch.Tensor | None) -> Product:
-    """The product by a quantised weight. If this CPU cannot compute it, the weight is expanded to bfloat16."""
-    packed = pack_codes(weight) if IS_SUPPORTED else None
-    if packed is not None:
-        return QuantizedPanels(packed, weight.out_features, bias)
-    return product_of(torch.bfloat16)(torch.from_numpy(weight.dequantize()).bfloat16(), bias)
 
 
 class OneDnnProduct:

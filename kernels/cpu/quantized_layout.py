@@ -28,8 +28,8 @@ LARGEST_CODE = 8191
 """Largest integer of a 4-bit codebook whose values are not multiples of a unit. NF4 values are then wrong by at most
 `1 / 16382` of the group's largest weight."""
 
-LEAST_LIMIT = 4095
-"""Smallest acceptable `limit`: rounding to bfloat16 has 16 times the error for the largest input of a block."""
+LEAST_LIMIT = 8191
+"""Smallest acceptable `limit`. Rounding to bfloat16 has 32 times the error for the largest input of a block."""
 
 _INT32_MAX = 2**31 - 1
 

@@ -13,9 +13,10 @@ from torch.nn import functional
 from loramux.kernels.cpu.arrays import rows_of
 from loramux.kernels.cpu.blocks import begin_outputs
 from loramux.kernels.cpu.compiled import helper, kernel
-from loramux.kernels.cpu.integer_blocks import MAX_ROWS, OUTPUTS, add_codes
-from loramux.kernels.cpu.quantized_layout import CodePanels
+from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED, MAX_ROWS, OUTPUTS, add_codes
+from loramux.kernels.cpu.quantized_layout import CodePanels, pack_codes
 from loramux.kernels.cpu.rounded_rows import round_blocks
+from loramux.kernels.quantized import QuantizedWeight
 
 ROW_PAD = 32
 """Padding elements between rows of the rounded `x`, and between rows of `y` if there are many. Without padding, rows
@@ -27,10 +28,17 @@ SERIAL_WORK = 500_000
 """Number of multiplications below which waking other threads costs more than it saves."""
 
 
-class QuantizedPanels:
+def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedLinear | None:
+    """The linear of a quantised weight, or None if this CPU cannot multiply by its codes (see `pack_codes`)."""
+    packed = pack_codes(weight) if IS_SUPPORTED else None
+    return None if packed is None else QuantizedLinear(packed, weight.out_features, bias)
+
+
+class QuantizedLinear:
     """`y = x @ weightᵀ + bias` for a quantised weight `[out_features, in_features]`, laid out by `pack_codes`.
 
-    `x` is rounded to 16 bits, relative to the largest input of its block. The result is the same on every x86 CPU.
+    `x` is rounded to 16 bits, relative to the largest input of its block. A row's result is bitwise independent of the
+    other rows, and the same on every CPU.
     """
 
     def __init__(self, packed: CodePanels, out_features: int, bias: torch.Tensor | None) -> None:
@@ -38,7 +46,7 @@ class QuantizedPanels:
         self._out_features = out_features
         self._bias = torch.zeros(packed.num_panels * OUTPUTS)
         if bias is not None:
-            self._bias[:out_features] = bias
+            self._bias[:out_features] = bias.detach()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         packed = self._packed

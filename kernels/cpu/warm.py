@@ -13,6 +13,7 @@ from loramux.kernels.cpu.compiled import cache_directory
 from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.quantized_linear import make_quantized_linear
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
 from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 from loramux.kernels.routing_spec import RoutingSpec
@@ -69,7 +70,10 @@ def warm(dtype: torch.dtype) -> None:
     # Integers of 8 bits, 4-bit codes of small integers, and 4-bit codes of large ones.
     for codebook in (INT8, INT4, 1000 * INT4):
         codes = np.zeros((width, width if codebook is INT8 else width // 2), np.uint8)
-        PackedLinear(QuantizedWeight(codes=codes, codebook=codebook, scales=np.ones((width, 1), np.float32)))(x)
+        weight = QuantizedWeight(codes=codes, codebook=codebook, scales=np.ones((width, 1), np.float32))
+        linear = make_quantized_linear(weight, None)
+        if linear is not None:
+            linear(x)
     routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
     y = kernels.multiply_experts(x, PackedExperts(torch.zeros(4, width, width, dtype=dtype)), routing)
     kernels.sum_experts(y, routing, x, x[:, :1])

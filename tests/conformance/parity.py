@@ -141,7 +141,9 @@ def run(engine: Engine) -> None:
             assert outbound.message.reason == "length", outbound.message
 
 
-def assert_parity(subject: Subject, name: str | None, add: Add, recorded: list[torch.Tensor]) -> None:
+def assert_parity(
+    subject: Subject, name: str | None, add: Add, recorded: list[torch.Tensor], tolerance: float = TOLERANCE
+) -> None:
     """Compare the logits and greedy choice of each step with the reference after the same tokens."""
     assert len(recorded) == add.max_tokens
     generated = [int(row.argmax()) for row in recorded]
@@ -151,7 +153,7 @@ def assert_parity(subject: Subject, name: str | None, add: Add, recorded: list[t
         # Tokens of other adapters in the step are out of reach.
         ours, others = row.split((len(theirs), len(row) - len(theirs)))
         assert (others == FORBIDDEN).all(), add.sequence_id
-        limit = TOLERANCE * theirs.abs().max()
+        limit = tolerance * theirs.abs().max()
         difference = (ours - theirs).abs().max()
         assert difference <= limit, f"{add.sequence_id}: {difference:.2e} over {limit:.2e}"
         best = theirs.topk(2).values

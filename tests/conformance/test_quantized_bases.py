@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.engine.config import pack_target
+from loramux.engine.device.backend import Backend, open_backend
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.model.model_config import ModelConfig
-from tests.conformance.parity import Recorder, Subject, assert_parity, run
+from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, add_adapters, pack_peft_directory
 from tests.quantized_layouts import LAYOUTS, quantize_directory
 
@@ -23,6 +25,9 @@ PLANS = [
 ]
 FREQUENT = ("fp8-blocks", "ct-w4a16-asymmetric", "gptq-act-order")
 """The layouts of every test run. `make campaign-parity` adds the others."""
+
+CODES_TOLERANCE = 1e-3
+"""Products by codes round `x` to 13 bits for NF4, else to 16."""
 
 
 def make_quantized(directory: Path, layout: str, plans: Sequence[AdapterPlan], keep: str = "lm_head") -> Subject:
@@ -45,7 +50,16 @@ def make_quantized(directory: Path, layout: str, plans: Sequence[AdapterPlan], k
 
 
 def check(subject: Subject, names: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    assembled = subject.assemble(pool_bytes=8 << 20)
+    """Compare an engine that dequantises its weights, then one that multiplies by their codes."""
+    backend = open_backend("cpu")
+    check_engine(subject, names, replace(backend, make_quantized_linear=None), TOLERANCE, monkeypatch)
+    check_engine(subject, names, backend, CODES_TOLERANCE, monkeypatch)
+
+
+def check_engine(
+    subject: Subject, names: list[str | None], backend: Backend, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled = subject.assemble(backend, pool_bytes=8 << 20)
     recorder = Recorder(assembled.engine, monkeypatch)
     adds = {}
     for name in names:
@@ -60,7 +74,7 @@ def check(subject: Subject, names: list[str | None], monkeypatch: pytest.MonkeyP
         assembled.engine.add(b"", add)
     run(assembled.engine)
     for name, add in adds.items():
-        assert_parity(subject, name, add, recorder.by_sequence[add.sequence_id])
+        assert_parity(subject, name, add, recorder.by_sequence[add.sequence_id], tolerance)
     assembled.adapters.close()
 
 

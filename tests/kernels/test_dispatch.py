@@ -25,7 +25,7 @@ from loramux.kernels.cpu import low_rank as cpu_low_rank
 from loramux.kernels.cpu import trained_rows as cpu_trained_rows
 from loramux.kernels.cpu.compiled import cache_directory
 from loramux.kernels.cpu.kernels import CpuKernels
-from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.quantized_linear import make_quantized_linear
 from loramux.kernels.cpu.threads import set_num_threads
 from loramux.kernels.cpu.warm import main, warm
 from loramux.kernels.dispatch import KernelShapes, select_kernels
@@ -271,7 +271,8 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     kernels.sum_experts(torch.zeros(9, 64), routing, None, None)
     kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], qkv[:, 5:6])
     for codebook in (INT8, UINT4, NF4):
-        PackedLinear(random_weight(codebook, codebook is UINT4, 70, 64, 32))(x)
+        linear = make_quantized_linear(random_weight(codebook, codebook is UINT4, 70, 64, 32), None)
+        assert linear is None or linear(x).shape == (3, 70)
     assert [len(function.signatures) for function in COMPILED] == before
 
 

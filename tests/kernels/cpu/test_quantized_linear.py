@@ -14,11 +14,10 @@ import torch
 from numba.core.codegen import get_host_cpu_features
 from torch.nn import functional
 
-from loramux.kernels.cpu import linear as cpu_linear
+from loramux.kernels.cpu import quantized_linear
 from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED, MAX_ROWS
-from loramux.kernels.cpu.linear import PackedLinear
 from loramux.kernels.cpu.quantized_layout import pack_codes
-from loramux.kernels.cpu.quantized_linear import QuantizedPanels
+from loramux.kernels.cpu.quantized_linear import QuantizedLinear, make_quantized_linear
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, random_weight
 
@@ -37,10 +36,10 @@ SHAPES = [(64, 128, 32), (100, 256, 256), (33, 640, 64), (96, 512, 128), (70, 13
 """Outputs, inputs and inputs per group, some of which fill no whole panel or block."""
 
 
-def multiply(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> QuantizedPanels:
-    packed = pack_codes(weight)
-    assert packed is not None
-    return QuantizedPanels(packed, weight.out_features, bias)
+def multiply(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> QuantizedLinear:
+    linear = make_quantized_linear(weight, bias)
+    assert linear is not None
+    return linear
 
 
 def largest_error(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
@@ -146,14 +145,11 @@ def test_only_one_copy_of_the_weight_is_kept(name: str) -> None:
     [(FP8, False, 128), (INT4, False, 24), (NF4, True, 64)],
     ids=["fp8", "odd-group", "fractional-zeros"],
 )
-def test_other_weights_are_expanded_to_bfloat16(codebook: np.ndarray, has_zeros: bool, group: int) -> None:
-    weight = random_weight(codebook, has_zeros, 64, 384, group)
-    assert pack_codes(weight) is None
-    expanded, x = torch.from_numpy(weight.dequantize()).bfloat16(), torch.randn(5, 384)
-    assert torch.equal(PackedLinear(weight)(x), PackedLinear(expanded)(x))
+def test_other_weights_have_no_linear(codebook: np.ndarray, has_zeros: bool, group: int) -> None:
+    assert make_quantized_linear(random_weight(codebook, has_zeros, 64, 384, group), None) is None
 
 
-@pytest.mark.parametrize(("codebook", "zero"), [(UINT8, 32_000), (UINT4, -32_000)], ids=["uint8", "uint4"])
+@pytest.mark.parametrize(("codebook", "zero"), [(UINT8, 16_000), (UINT4, -16_000)], ids=["uint8", "uint4"])
 def test_large_zero_points_do_not_overflow(codebook: np.ndarray, zero: int) -> None:
     weight, x = random_weight(codebook, True, 40, 256, 128), torch.randn(3, 256)
     assert weight.zeros is not None
@@ -163,22 +159,18 @@ def test_large_zero_points_do_not_overflow(codebook: np.ndarray, zero: int) -> N
 
 
 @pytest.mark.parametrize("codebook", [UINT8, UINT4], ids=["uint8", "uint4"])
-def test_zero_points_that_would_overflow_are_expanded(codebook: np.ndarray) -> None:
+def test_zero_points_that_would_overflow_have_no_linear(codebook: np.ndarray) -> None:
     weight = random_weight(codebook, True, 40, 256, 128)
     assert weight.zeros is not None
     weight.zeros[3] = -32_768
-    assert pack_codes(weight) is None
+    assert make_quantized_linear(weight, None) is None
 
 
-def test_a_quantised_linear_is_expanded_on_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, bias, x = random_weight(INT8, False, 70, 128, 32), torch.randn(70), torch.randn(3, 128)
-    linear = PackedLinear(weight, bias)
-    assert isinstance(linear._product, QuantizedPanels)
-    assert (linear.out_features, linear.in_features) == (70, 128)
-    monkeypatch.setattr(cpu_linear, "IS_SUPPORTED", False)
-    expanded = PackedLinear(weight, bias)
-    assert not isinstance(expanded._product, QuantizedPanels)
-    torch.testing.assert_close(expanded(x), linear(x), rtol=2e-2, atol=0.3)
+def test_other_cpus_have_no_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight(INT8, False, 70, 128, 32)
+    assert isinstance(make_quantized_linear(weight, None), QuantizedLinear)
+    monkeypatch.setattr(quantized_linear, "IS_SUPPORTED", False)
+    assert make_quantized_linear(weight, None) is None
 
 
 WITHOUT = {"vnni": (), "avx512": ("avx512vnni", "avxvnni"), "avx-vnni": ("avx512",), "avx2": ("avx512", "avxvnni")}
