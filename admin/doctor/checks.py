@@ -20,6 +20,7 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.validation.sandbox import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.doctor.findings import Finding, Grade
+from loramux.kernels.cpu.capability import bfloat16_products, integer_products
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
 
@@ -64,6 +65,17 @@ def check_package(name: str, find_version: Callable[[str], str] = version) -> Fi
             message=f"{name} is not installed here",
             mend="nothing to do if this machine only calls servers; to serve, install loramux with pip or 'make venv'",
         )
+
+
+def check_cpu(features: Collection[str]) -> Finding:
+    """Report how a server would multiply on this CPU."""
+    floats = bfloat16_products(features) or "float32 arithmetic"
+    integers = integer_products(features)
+    if integers is None:
+        codes = "weights of 8 and 4 bits are dequantised when they are loaded"
+    else:
+        codes = f"weights of 8 and 4 bits with {integers}, activations in 16 bits"
+    return Finding(check="cpu", grade=Grade.OK, message=f"bfloat16 weights with {floats}; {codes}")
 
 
 def check_database(database: Database, host_us: Callable[[], int] = lambda: time.time_ns() // 1000) -> list[Finding]:

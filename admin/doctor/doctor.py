@@ -14,6 +14,7 @@ from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.errors import StoreError
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
 from loramux.admin.doctor.checks import (
+    check_cpu,
     check_data_directory,
     check_database,
     check_disk,
@@ -27,6 +28,7 @@ from loramux.admin.doctor.checks import (
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import DataSettings
+from loramux.kernels.cpu.capability import host_features
 from loramux.migrations.database import Database, DatabaseError
 
 SERVER_TIMEOUT_S = 30.0
@@ -45,6 +47,7 @@ def check_here() -> Iterator[Finding]:
     yield check_python(sys.version_info[:3])
     yield Finding(check="loramux", grade=Grade.OK, message=f"loramux {version('loramux')} on {platform.system()}")
     yield check_package("torch")
+    yield check_cpu(host_features())
 
 
 def check_host(settings: HostSettings) -> Iterator[Finding]:

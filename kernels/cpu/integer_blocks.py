@@ -19,6 +19,7 @@ from numba import types
 from numba.np.arrayobj import make_array
 
 from loramux.kernels.cpu.blocks import emit_rows
+from loramux.kernels.cpu.capability import integer_products
 from loramux.kernels.cpu.compiled import cpu_features, intrinsic
 from loramux.kernels.cpu.vectors import FIRST_CACHE, WIDTH, emit_multiply_add, emit_prefetch, emit_splat
 
@@ -37,8 +38,10 @@ _REGISTERS = OUTPUTS // WIDTH
 HAS_BYTE_TABLES = WIDTH != 16
 """True if only bytes can be looked up in a register: AVX2. AVX-512 looks up 16-bit integers."""
 
-IS_SUPPORTED = ("avx512bw" if WIDTH == 16 else "avx2") in cpu_features()
+IS_SUPPORTED = integer_products(cpu_features()) is not None
 """True if this CPU has the instructions of this file."""
+
+HAS_VNNI = integer_products(cpu_features()) in ("AVX512_VNNI", "AVX_VNNI")
 
 _BYTE, _HALF, _INT, _LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
@@ -47,9 +50,6 @@ _PAIRS = ir.VectorType(_HALF, 2 * WIDTH)
 _FLOATS = ir.VectorType(_FLOAT, WIDTH)
 _PACKED = ir.VectorType(_BYTE, OUTPUTS)
 _CONTRACT = ("contract",)
-
-
-HAS_VNNI = ("avx512vnni" if WIDTH == 16 else "avxvnni") in cpu_features()
 
 
 @intrinsic

@@ -43,9 +43,18 @@ def test_healthy_server_passes_every_check(
     # The sandbox grade depends on the machine that runs the tests.
     assert checked.pop("sandbox")["grade"] in ("ok", "warning")
     assert {finding["grade"] for finding in checked.values()} == {"ok"}
-    assert {"python", "torch", "server", "versions", "clock", "engine", "database", "object store", "disk"} <= set(
-        checked
-    )
+    assert {
+        "python",
+        "torch",
+        "cpu",
+        "server",
+        "versions",
+        "clock",
+        "engine",
+        "database",
+        "object store",
+        "disk",
+    } <= set(checked)
     spoken = loramux("doctor")
     assert (spoken.exit_code, "engine: the engine serves the-base" in spoken.stdout) == (0, True)
 
@@ -256,3 +265,30 @@ def test_database_clock_is_compared_with_the_hosts_clock(postgres_url: str) -> N
     late = checks.check_database(database, host_us=lambda: doctor.time.time_ns() // 1000 + 10_000_000)
     assert graded(late)["database clock"] == "warning"
     database.close()
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (
+            {"avx2", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-bf16"},
+            "bfloat16 weights with AMX; weights of 8 and 4 bits with AVX512_VNNI, activations in 16 bits",
+        ),
+        (
+            {"avx2", "avx512f", "avx512bw", "avx512bf16"},
+            "bfloat16 weights with AVX512_BF16; weights of 8 and 4 bits with AVX-512, activations in 16 bits",
+        ),
+        (
+            {"avx2", "avxvnni"},
+            "bfloat16 weights with float32 arithmetic; weights of 8 and 4 bits with AVX_VNNI, activations in 16 bits",
+        ),
+        (
+            {"neon", "bf16"},
+            "bfloat16 weights with oneDNN; weights of 8 and 4 bits are dequantised when they are loaded",
+        ),
+    ],
+    ids=["amx", "avx512", "avx2", "arm"],
+)
+def test_instructions_of_the_cpu_are_named(features: set[str], message: str) -> None:
+    finding = checks.check_cpu(features)
+    assert (finding.check, finding.grade, finding.message) == ("cpu", Grade.OK, message)

@@ -1,0 +1,33 @@
+"""The instructions that the kernels use on this CPU. This is checked without importing numba or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from llvmlite import binding  # type: ignore[import-untyped]
+
+
+def host_features() -> frozenset[str]:
+    """LLVM's names for the features of this CPU."""
+    return frozenset(name for name, is_there in binding.get_host_cpu_features().items() if is_there)
+
+
+def bfloat16_products(features: Collection[str]) -> str | None:
+    """The instructions for products by bfloat16 weights, or None if they are computed in float32."""
+    if "amx-bf16" in features:
+        return "AMX"
+    if "avx512bf16" in features:
+        return "AVX512_BF16"
+    # The feature's name on ARM, where oneDNN uses it.
+    return "oneDNN" if "bf16" in features else None
+
+
+def integer_products(features: Collection[str]) -> str | None:
+    """The instructions for products by weights of 8 and 4 bits, or None if such weights are dequantised."""
+    if "avx512f" in features:
+        if "avx512bw" not in features:
+            return None
+        return "AVX512_VNNI" if "avx512vnni" in features else "AVX-512"
+    if "avx2" not in features:
+        return None
+    return "AVX_VNNI" if "avxvnni" in features else "AVX2"
