@@ -87,7 +87,7 @@ class AmxPanels:
         return y[:num_rows, : self._out_features]
 
 
-def _call(builder: Any, name: str, arguments: list[Any]) -> None:
+def emit_call(builder: Any, name: str, arguments: list[Any]) -> None:
     """Call an LLVM intrinsic that returns nothing."""
     name = f"llvm.x86.{name}"
     kind = ir.FunctionType(_VOID, [argument.type for argument in arguments])
@@ -108,7 +108,7 @@ def configure_tiles(typing_context: Any, first_rows: Any, second_rows: Any) -> A
         for tile, count in enumerate(rows):
             builder.store(_BYTE(2 * TILE_INPUTS), builder.gep(start, [_LONG(16 + 2 * tile)]))
             builder.store(count, builder.gep(start, [_LONG(48 + tile)]))
-        _call(builder, "ldtilecfg", [start])
+        emit_call(builder, "ldtilecfg", [start])
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64), generate
@@ -119,7 +119,7 @@ def release_tiles(typing_context: Any) -> Any:
     """Release the tiles, so that Linux does not have to save them on context switches."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "tilerelease", [])
+        emit_call(builder, "tilerelease", [])
         return context.get_dummy_value()
 
     return types.none(), generate
@@ -169,7 +169,7 @@ def _emit_block(
     halves = [(tile, half) for tile in range(row_tiles) for half in range(2)]
     for tile, half in halves:
         place = builder.gep(rows_from(start, start_step, tile), [_LONG(4 * TILE * half)])
-        _call(builder, "tileloadd64", [_BYTE(2 * tile + half), place, start_step])
+        emit_call(builder, "tileloadd64", [_BYTE(2 * tile + half), place, start_step])
     entry = builder.block
     body, after = builder.append_basic_block("steps"), builder.append_basic_block("stored")
     builder.branch(body)
@@ -182,12 +182,12 @@ def _emit_block(
             emit_prefetch(builder, builder.gep(weights, [later]), SECOND_CACHE)
     for tile, rows in enumerate(x_tiles):
         inputs = builder.gep(rows, [builder.mul(k, _LONG(2 * TILE_INPUTS))])
-        _call(builder, "tileloadd64", [_BYTE(_FIRST_A + tile), inputs, x_step])
+        emit_call(builder, "tileloadd64", [_BYTE(_FIRST_A + tile), inputs, x_step])
     for half in range(2):
         columns = builder.gep(weights, [_LONG(4 * TILE * half)])
-        _call(builder, "tileloadd64", [_BYTE(_FIRST_B + half), columns, _LONG(4 * OUTPUTS)])
+        emit_call(builder, "tileloadd64", [_BYTE(_FIRST_B + half), columns, _LONG(4 * OUTPUTS)])
         for tile in range(row_tiles):
-            _call(builder, "tdpbf16ps", [_BYTE(2 * tile + half), _BYTE(_FIRST_A + tile), _BYTE(_FIRST_B + half)])
+            emit_call(builder, "tdpbf16ps", [_BYTE(2 * tile + half), _BYTE(_FIRST_A + tile), _BYTE(_FIRST_B + half)])
     following = builder.add(k, _LONG(1))
     k.add_incoming(_LONG(0), entry)
     k.add_incoming(following, body)
@@ -195,7 +195,7 @@ def _emit_block(
     builder.position_at_end(after)
     for tile, half in halves:
         place = builder.gep(rows_from(y, y_step, tile), [_LONG(4 * TILE * half)])
-        _call(builder, "tilestored64", [_BYTE(2 * tile + half), place, y_step])
+        emit_call(builder, "tilestored64", [_BYTE(2 * tile + half), place, y_step])
 
 
 @helper

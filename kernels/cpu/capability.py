@@ -27,7 +27,8 @@ def integer_products(features: Collection[str]) -> str | None:
     if "avx512f" in features:
         if "avx512bw" not in features:
             return None
-        return "AVX512_VNNI" if "avx512vnni" in features else "AVX-512"
+        few_rows = "AVX512_VNNI" if "avx512vnni" in features else "AVX-512"
+        return f"AMX and {few_rows}" if "amx-int8" in features else few_rows
     if "avx2" not in features:
         return None
     return "AVX_VNNI" if "avxvnni" in features else "AVX2"

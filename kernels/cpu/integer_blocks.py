@@ -41,7 +41,7 @@ HAS_BYTE_TABLES = WIDTH != 16
 IS_SUPPORTED = integer_products(cpu_features()) is not None
 """True if this CPU has the instructions of this file."""
 
-HAS_VNNI = integer_products(cpu_features()) in ("AVX512_VNNI", "AVX_VNNI")
+HAS_VNNI = ("avx512vnni" if WIDTH == 16 else "avxvnni") in cpu_features()
 
 _BYTE, _HALF, _INT, _LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
@@ -69,15 +69,13 @@ def add_codes(
         data = make_array(panels)(context, builder, array).data
         scale_place, zero_place, code_place = (builder.gep(data, [place]) for place in places)
         has_zeros = builder.icmp_signed(">=", places[1], _LONG(0))
-        lookup = None
-        if isinstance(table, types.Array):
-            lookup = _Table(builder, make_array(table)(context, builder, table_array).data, table.dtype)
+        lookup = table_of(context, builder, table, table_array)
 
         def emit(x_rows: list[Any], y_rows: list[Any]) -> None:
             factor_rows = [builder.add(factors, builder.mul(factor_step, _LONG(r))) for r in range(len(x_rows))]
-            starts = _emit_starts(builder, factor_rows, zero_place, has_zeros)
+            starts = emit_starts(builder, factor_rows, zero_place, has_zeros)
             sums = _emit_sums(builder, x_rows, code_place, lookup, num_pairs, starts)
-            _emit_outputs(builder, sums, factor_rows, scale_place, y_rows)
+            emit_outputs(builder, sums, factor_rows, scale_place, y_rows)
 
         emit_rows(builder, MAX_ROWS, num_rows, x, x_step, y, y_step, emit)
         return context.get_dummy_value()
@@ -125,6 +123,22 @@ class _Table:
         return integers
 
 
+def table_of(context: Any, builder: Any, table: Any, array: Any) -> _Table | None:
+    """The table of 4-bit codes, or None if the type of `table` is that of None."""
+    if not isinstance(table, types.Array):
+        return None
+    return _Table(builder, make_array(table)(context, builder, array).data, table.dtype)
+
+
+def emit_weights(builder: Any, codes: Any, k: Any, lookup: _Table | None) -> list[Any]:
+    """The integers of the pair `k` of inputs for all outputs, in registers of pairs. Also prefetches later codes."""
+    place = builder.gep(codes, [builder.mul(k, _LONG(2 * OUTPUTS if lookup is None else OUTPUTS))])
+    emit_prefetch(builder, builder.gep(place, [_LONG(AHEAD_BYTES)]), FIRST_CACHE)
+    if lookup is not None:
+        return lookup.select(builder, place)
+    return [builder.sext(lanes, _PAIRS) for lanes in _loads(builder, place, ir.VectorType(_BYTE, 2 * WIDTH), 1)]
+
+
 def _shifted(builder: Any, values: Any, bits: int) -> Any:
     return builder.lshr(values, ir.Constant(values.type, [bits] * values.type.count))
 
@@ -134,7 +148,7 @@ def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def _emit_starts(builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any) -> list[Any]:
+def emit_starts(builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any) -> list[Any]:
     """`-zero[o] * sum of x[r]` for all rows and outputs, or 0 without zero points."""
     entry = builder.block
     given, done = builder.append_basic_block("zeros"), builder.append_basic_block("started")
@@ -174,19 +188,13 @@ def _emit_sums(
 ) -> list[Any]:
     """`starts` plus the products of all pairs, in integers that stay in registers."""
     x_rows = [builder.inttoptr(row, _INT.as_pointer()) for row in x]
-    step = 2 * OUTPUTS if lookup is None else OUTPUTS
     entry = builder.block
     body, after = builder.append_basic_block("pairs"), builder.append_basic_block("summed")
     builder.branch(body)
     builder.position_at_end(body)
     k = builder.phi(_LONG)
     sums = [builder.phi(_WORDS) for _ in starts]
-    place = builder.gep(codes, [builder.mul(k, _LONG(step))])
-    emit_prefetch(builder, builder.gep(place, [_LONG(AHEAD_BYTES)]), FIRST_CACHE)
-    if lookup is None:
-        weights = [builder.sext(lanes, _PAIRS) for lanes in _loads(builder, place, ir.VectorType(_BYTE, 2 * WIDTH), 1)]
-    else:
-        weights = lookup.select(builder, place)
+    weights = emit_weights(builder, codes, k, lookup)
     totals = []
     for row, x_row in enumerate(x_rows):
         pair = _splat(builder, builder.load(builder.gep(x_row, [k]), align=4))
@@ -214,7 +222,7 @@ def _emit_dot(builder: Any, total: Any, pair: Any, weight: Any) -> Any:
     return builder.add(total, builder.call(dot, [builder.bitcast(pair, _PAIRS), weight]))
 
 
-def _emit_outputs(builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any]) -> None:
+def emit_outputs(builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any]) -> None:
     """`y[r][o] += factor[r] * scale[o] * sums[r][o]`."""
     scales = _loads(builder, scale_place, _FLOATS, 4)
     for row, (factor_row, y_row) in enumerate(zip(factor_rows, y, strict=True)):

@@ -50,6 +50,8 @@ class CodePanels:
     block: int
     has_zeros: bool
     limit: int
+    fits_tiles: bool
+    """True if all integers fit into 8 bits, as AMX needs."""
 
 
 def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
@@ -98,6 +100,7 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
         block=block,
         has_zeros=zeros is not None,
         limit=limits[block],
+        fits_tiles=weight.bits == 8 or bool(np.abs(integers).max() <= 127),
     )
 
 

@@ -10,10 +10,12 @@ import torch
 from numba import prange
 from torch.nn import functional
 
+from loramux.kernels.cpu.amx import TILE
 from loramux.kernels.cpu.arrays import rows_of
 from loramux.kernels.cpu.blocks import begin_outputs
 from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED, MAX_ROWS, OUTPUTS, add_codes
+from loramux.kernels.cpu.quantized_amx import SUMS_BYTES, TILES_BYTES, has_integer_tiles, multiply_code_tiles
 from loramux.kernels.cpu.quantized_layout import CodePanels, pack_codes
 from loramux.kernels.cpu.rounded_rows import round_blocks
 from loramux.kernels.quantized import QuantizedWeight
@@ -56,11 +58,21 @@ class QuantizedLinear:
         rounded = torch.empty(num_rows, size + ROW_PAD, dtype=torch.int16)
         factors = torch.empty(num_rows, size // packed.block, 2)
         y = torch.empty(num_rows, len(self._bias) + (ROW_PAD if num_rows >= MANY_ROWS else 0))
-        multiply_codes(
-            *rows_of(x), num_rows, np.float32(packed.limit), rounded.data_ptr(), rounded.shape[1], factors.data_ptr(),
+        inputs = (*rows_of(x), num_rows, np.float32(packed.limit), rounded.data_ptr(), rounded.shape[1])
+        weight = (
             packed.panels, packed.num_panels, packed.num_groups, packed.group, packed.block, packed.has_zeros,
-            packed.table, self._bias.data_ptr(), *rows_of(y),
+            packed.table, self._bias.data_ptr(),
         )  # fmt: skip
+        if num_rows > MAX_ROWS and packed.fits_tiles and has_integer_tiles():
+            num_threads = torch.get_num_threads()
+            halves = torch.empty(2, num_rows + -num_rows % TILE, size + ROW_PAD, dtype=torch.uint8)
+            scratch = torch.empty(num_threads, TILES_BYTES + SUMS_BYTES, dtype=torch.uint8)
+            multiply_code_tiles(
+                num_threads, *inputs, halves.data_ptr(), halves.stride(1), halves.stride(0), factors.data_ptr(),
+                *weight, scratch.data_ptr(), *rows_of(y),
+            )  # fmt: skip
+        else:
+            multiply_codes(*inputs, factors.data_ptr(), *weight, *rows_of(y))
         return y[:, : self._out_features]
 
 

@@ -74,6 +74,8 @@ def warm(dtype: torch.dtype) -> None:
         linear = make_quantized_linear(weight, None)
         if linear is not None:
             linear(x)
+            # Many rows use AMX.
+            linear(torch.zeros(64, width))
     routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
     y = kernels.multiply_experts(x, PackedExperts(torch.zeros(4, width, width, dtype=dtype)), routing)
     kernels.sum_experts(y, routing, x, x[:, :1])

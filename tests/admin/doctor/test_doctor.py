@@ -271,8 +271,8 @@ def test_database_clock_is_compared_with_the_hosts_clock(postgres_url: str) -> N
     ("features", "message"),
     [
         (
-            {"avx2", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-bf16"},
-            "bfloat16 weights with AMX; weights of 8 and 4 bits with AVX512_VNNI, activations in 16 bits",
+            {"avx2", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-bf16", "amx-int8"},
+            "bfloat16 weights with AMX; weights of 8 and 4 bits with AMX and AVX512_VNNI, activations in 16 bits",
         ),
         (
             {"avx2", "avx512f", "avx512bw", "avx512bf16"},

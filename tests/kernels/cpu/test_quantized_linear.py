@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from loramux.kernels.cpu import quantized_linear
 from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED, MAX_ROWS
 from loramux.kernels.cpu.quantized_layout import pack_codes
 from loramux.kernels.cpu.quantized_linear import QuantizedLinear, make_quantized_linear
+from loramux.kernels.cpu.vectors import WIDTH
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, random_weight
 
@@ -200,15 +202,45 @@ def other_cpus() -> Iterator[str]:
         yield ",".join(f"-{name[1:]}" if name[1:].startswith(without) else name for name in host) if without else ""
 
 
+def run_python(*arguments: str, features: str = "", **environment: str) -> str:
+    """The output of a new Python process, which imitates a CPU with these features if any are given."""
+    if features:
+        environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    everything = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment}
+    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=everything, check=True)
+    return done.stdout
+
+
 @pytest.mark.campaign
 def test_every_cpu_computes_the_same_bits() -> None:
-    digests = set()
-    for features in other_cpus():
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        if features:
-            environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
-        done = subprocess.run(
-            [sys.executable, "-c", PRINT_DIGEST], capture_output=True, text=True, env=environment, check=True
-        )
-        digests.add(done.stdout)
-    assert len(digests) == 1
+    assert len({run_python("-c", PRINT_DIGEST, features=features) for features in other_cpus()}) == 1
+
+
+EMULATION = ("-m", "tests.kernels.cpu.emulated_tiles")
+needs_avx512 = pytest.mark.skipif(WIDTH != 16, reason="this CPU has no AVX-512, which every CPU with AMX has")
+
+
+@needs_avx512
+@pytest.mark.campaign
+def test_tiles_compute_the_same_bits(tmp_path: Path) -> None:
+    assert run_python(*EMULATION, NUMBA_CACHE_DIR=str(tmp_path)) == "the products are the same with tiles\n"
+
+
+@needs_avx512
+@pytest.mark.campaign
+def test_tiles_compile(tmp_path: Path) -> None:
+    host = [name for name in get_host_cpu_features().split(",") if "amx" not in name]
+    features = ",".join([*host, "+amx-tile", "+amx-int8", "+amx-bf16"])
+    said = run_python(*EMULATION, "compile", features=features, NUMBA_CACHE_DIR=str(tmp_path))
+    assert said == "compiled with AMX\n"
+
+
+def test_tiles_are_used_for_many_rows_of_small_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(quantized_linear, "has_integer_tiles", lambda: True)
+    monkeypatch.setattr(quantized_linear, "multiply_code_tiles", lambda *arguments: used.append(arguments[3]))
+    for codebook in (INT8, INT4, NF4):
+        linear = multiply(random_weight(codebook, False, 32, 128, 64))
+        for num_rows in (MAX_ROWS, MAX_ROWS + 1):
+            linear(torch.zeros(num_rows, 128))
+    assert used == 2 * [MAX_ROWS + 1]
