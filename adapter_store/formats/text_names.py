@@ -6,9 +6,27 @@ _TEXT = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
 )
 _OTHER_PARTS = tuple(
-    level + part for level in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.", "visual.")
+    level + part
+    for level in ("", "model.")
+    for part in (
+        "aligner.",
+        "connector.",
+        "image_newline",
+        "image_tower.",
+        "multi_modal_projector.",
+        "projector.",
+        "video_tower.",
+        "vision_encoder.",
+        "vision_model.",
+        "vision_projection.",
+        "vision_projector.",
+        "vision_tower.",
+        "visual.",
+        "visual_embeddings_table.",
+    )
 )
 
 

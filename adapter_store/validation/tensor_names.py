@@ -40,9 +40,9 @@ _OUTER_SUFFIXES = "|".join(re.escape(suffix) for suffix in (*BASE_SUFFIXES, *UNU
 _NAME = re.compile(
     rf"""
     (?P<prefix>(?:base_model\.model\.)?)
-    (?P<outer>(?:language_model\.)?)
+    (?P<outer>(?:language_model\.|text_model\.)?)
     (?P<models>(?:model\.){{0,2}})
-    (?P<inner>(?:language_model\.)?)
+    (?P<inner>(?:language_model\.|text_model\.)?)
     (?:
         (?P<place>layers\.[0-9]{{1,4}}\.[a-z0-9_.]+|embed_tokens|lm_head)
         \.(?P<half>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)
@@ -60,23 +60,23 @@ _NAME = re.compile(
 class _Spelling:
     """A file's naming style: the wrapper, PEFT's prefix, the depth of the base, and the adapter name.
 
-    `is_text_part` is true if names begin with `language_model.`. `has_text_part` is true if it follows `model.`, and
-    None for the head, which is outside `model`. `adapter` is None for the weights of the embedding and the head, which
+    `outer_part` is the name of the text decoder if it comes first, and `inner_part` if it follows `model.`. The latter
+    is None for the head, which is outside `model`. `adapter` is None for the weights of the embedding and the head, which
     PEFT saves without the adapter's name.
     """
 
     is_parallel: bool
     has_prefix: bool
-    is_text_part: bool
+    outer_part: str
     depth: int
-    has_text_part: bool | None
+    inner_part: str | None
     adapter: str | None
 
     def completed_by(self, other: _Spelling) -> _Spelling:
         """This style, with what is None taken from another name's style."""
         return replace(
             self,
-            has_text_part=other.has_text_part if self.has_text_part is None else self.has_text_part,
+            inner_part=other.inner_part if self.inner_part is None else self.inner_part,
             adapter=other.adapter if self.adapter is None else self.adapter,
         )
 
@@ -134,6 +134,6 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
         inside = "model." + place
     if depth > _MAX_DEPTH:
         return original, None
-    has_text_part = None if place == _HEAD else inner != ""
-    spelling = _Spelling(original.startswith(_PARALLEL), prefix != "", outer != "", depth, has_text_part, adapter)
+    inner_part = None if place == _HEAD else inner
+    spelling = _Spelling(original.startswith(_PARALLEL), prefix != "", outer, depth, inner_part, adapter)
     return f"{_PEFT_PREFIX}{inside}{suffix}", spelling

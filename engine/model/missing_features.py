@@ -84,24 +84,25 @@ _BY_FEATURE: dict[str, str] = {
     "a decoder of robot actions": "PI0ForConditionalGeneration",
     "adapters that the model applies to images itself": "Phi4MultimodalForCausalLM",
     "a normed embedding": "MuseGlimmerForConditionalGeneration",
-    "reading the settings and tensor names of this architecture": """
-        AyaVisionForConditionalGeneration Cohere2VisionForConditionalGeneration CohereCompassForCausalLM
-        CohereCompassForConditionalGeneration Molmo2ForConditionalGeneration
-        Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration DeepseekVLForConditionalGeneration
-        DeepseekVLHybridForConditionalGeneration Emu3ForCausalLM Emu3ForConditionalGeneration
-        Exaone4_5_ForConditionalGeneration FastVlmForConditionalGeneration Glm46VForConditionalGeneration
-        Glm4vForConditionalGeneration GlmOcrForConditionalGeneration GotOcr2ForConditionalGeneration
-        Granite4VisionForConditionalGeneration GraniteDoclingForConditionalGeneration
-        HyperCLOVAXVisionV2ForConditionalGeneration Idefics2ForConditionalGeneration
-        Idefics3ForConditionalGeneration InternVLForConditionalGeneration JanusForConditionalGeneration
-        LightOnOcrForConditionalGeneration LlavaForConditionalGeneration LlavaNextForConditionalGeneration
-        LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration
-        MossTranscribeDiarizeForConditionalGeneration Ovis2ForConditionalGeneration
-        PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration PerceptionLMForConditionalGeneration
-        QianfanOCRForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration
-        SmolVLMForConditionalGeneration VideoLlama3ForConditionalGeneration VideoLlavaForConditionalGeneration
-        VipLlavaForConditionalGeneration
+    "bidirectional attention over the prompt": "PaliGemmaForConditionalGeneration",
+    "rotary settings for each kind of layer of a Cohere 2 decoder": """
+        CohereCompassForCausalLM CohereCompassForConditionalGeneration
     """,
+    "an embedding in two tensors": "Molmo2ForConditionalGeneration",
+    "tensors of a text decoder without a common prefix": """
+        Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration PaddleOCRVLForConditionalGeneration
+    """,
+    "a second vision tower": "DeepseekVLHybridForConditionalGeneration",
+    "a decoder of image tokens": "Emu3ForCausalLM Emu3ForConditionalGeneration JanusForConditionalGeneration",
+    "a layer that predicts several tokens": "GlmOcrForConditionalGeneration",
+    "image features that enter several layers": """
+        Granite4VisionForConditionalGeneration GraniteDoclingForConditionalGeneration
+    """,
+    "an audio tower": """
+        MossTranscribeDiarizeForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration
+    """,
+    "a vision tower of timm, without which transformers cannot be compared": "PerceptionLMForConditionalGeneration",
+    "tensor names that transformers changes when it saves the model": "QianfanOCRForConditionalGeneration",
 }
 
 MISSING_FEATURES: dict[str, str] = {

@@ -28,20 +28,87 @@ class Wrapper:
     """A multimodal architecture.
 
     `decoders` maps the `model_type` of a text decoder to the architecture that computes it; the first is the default.
-    `assumed` contains the defaults that differ from that architecture's. With `has_mrope`, positions have a part for
-    time, height and width. The three are equal for text, so the rotation is the usual one.
+    `assumed` contains the defaults that differ from that architecture's, and `fixed` the fields that the whole model
+    ignores. With `has_mrope`, positions have a part for time, height and width. The three are equal for text, so the
+    rotation is the usual one.
     """
 
     decoders: Mapping[str, str]
     assumed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     has_mrope: bool = False
 
+
+_DECODERS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""The text decoders of architectures that can have any."""
+
+_LLAMA, _QWEN2 = _DECODERS, {"qwen2": _DECODERS["qwen2"], **_DECODERS}
+_IDEFICS = {"llama": _DECODERS["llama"]}
+_TIED = {"tie_word_embeddings": True}
+_GLM4V = Wrapper(
+    {"glm4v_text": "Glm4ForCausalLM"},
+    {"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+    # Its text decoder has biases, whatever the field says.
+    {"attention_bias": True},
+    has_mrope=True,
+)
+_UNSCALED = {"logit_scale": 1.0}
+"""These architectures do not scale the logits of a Cohere 2 decoder."""
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+    },
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+    },
+}
+"""Defaults of transformers for text decoders whose `text_config` often has only the fields that differ."""
 
 WRAPPERS: dict[str, Wrapper] = {
     "Gemma3ForConditionalGeneration": Wrapper(
         {"gemma3_text": "Gemma3ForCausalLM"},
         {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6},
     ),
+    "AyaVisionForConditionalGeneration": Wrapper({"cohere2": "Cohere2ForCausalLM"}, fixed=_UNSCALED),
+    "Cohere2VisionForConditionalGeneration": Wrapper({"cohere2": "Cohere2ForCausalLM"}, fixed=_UNSCALED),
+    "DeepseekVLForConditionalGeneration": Wrapper(_LLAMA, _TIED),
+    "Exaone4_5_ForConditionalGeneration": Wrapper({"exaone4": "Exaone4ForCausalLM"}),
+    "FastVlmForConditionalGeneration": Wrapper(_QWEN2),
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": _GLM4V,
+    "GotOcr2ForConditionalGeneration": Wrapper(_QWEN2, _TIED),
+    "HyperCLOVAXVisionV2ForConditionalGeneration": Wrapper({"hyperclovax": "HyperCLOVAXForCausalLM"}, _TIED),
+    "Idefics2ForConditionalGeneration": Wrapper({"mistral": "MistralForCausalLM"}),
+    "Idefics3ForConditionalGeneration": Wrapper(_IDEFICS, {"rms_norm_eps": 1e-5}),
+    "InternVLForConditionalGeneration": Wrapper(_QWEN2, _TIED),
+    "LightOnOcrForConditionalGeneration": Wrapper({"qwen3": "Qwen3ForCausalLM"}, _TIED),
+    "LlavaForConditionalGeneration": Wrapper(_LLAMA),
+    "LlavaNextForConditionalGeneration": Wrapper(_LLAMA),
+    "LlavaNextVideoForConditionalGeneration": Wrapper(_LLAMA),
+    "LlavaOnevisionForConditionalGeneration": Wrapper(_QWEN2),
+    "Ovis2ForConditionalGeneration": Wrapper(_QWEN2, _TIED),
+    "SmolVLMForConditionalGeneration": Wrapper(_IDEFICS, {"rms_norm_eps": 1e-5}),
+    "VideoLlama3ForConditionalGeneration": Wrapper(_QWEN2),
+    "VideoLlavaForConditionalGeneration": Wrapper(_LLAMA),
+    "VipLlavaForConditionalGeneration": Wrapper(_LLAMA),
     "Mistral3ForConditionalGeneration": Wrapper(
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
     ),
@@ -88,4 +155,4 @@ def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Map
         fields = (*family.rope_fields, "mrope_section", "mrope_interleaved")
         family = replace(family, ropes=(*family.ropes, "mrope"), rope_fields=fields)
     shared = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
-    return family, {**wrapper.assumed, **text, **shared}
+    return family, {**_SIZES.get(kind, {}), **wrapper.assumed, **text, **shared, **wrapper.fixed}

@@ -112,7 +112,7 @@ def _olmo2(shape: dict[str, Any], _: int) -> PreTrainedModel:
     return Olmo2ForCausalLM(Olmo2Config(**shape))
 
 
-def _mixed_windows(shape: dict[str, Any], window: int) -> dict[str, Any]:
+def mixed_windows(shape: dict[str, Any], window: int) -> dict[str, Any]:
     """Settings of a model with full attention in its last layer."""
     kinds = ["sliding_attention"] * (shape["num_hidden_layers"] - 1) + ["full_attention"]
     return {**shape, "layer_types": kinds, "sliding_window": window, "attn_implementation": "eager"}
@@ -124,19 +124,19 @@ def _olmo3(shape: dict[str, Any], window: int) -> PreTrainedModel:
         "full_attention": {**YARN, "rope_theta": 500000.0, "attention_factor": 1.3},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
     }
-    return Olmo3ForCausalLM(Olmo3Config(**_mixed_windows(shape, window), rope_parameters=ropes))
+    return Olmo3ForCausalLM(Olmo3Config(**mixed_windows(shape, window), rope_parameters=ropes))
 
 
 def _exaone4(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    return Exaone4ForCausalLM(Exaone4Config(**_mixed_windows(shape, window)))
+    return Exaone4ForCausalLM(Exaone4Config(**mixed_windows(shape, window)))
 
 
 def _ministral(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    return MinistralForCausalLM(MinistralConfig(**_mixed_windows(shape, window), head_dim=16))
+    return MinistralForCausalLM(MinistralConfig(**mixed_windows(shape, window), head_dim=16))
 
 
 def _cwm(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    return CwmForCausalLM(CwmConfig(**_mixed_windows(shape, window), head_dim=16))
+    return CwmForCausalLM(CwmConfig(**mixed_windows(shape, window), head_dim=16))
 
 
 def _seed_oss(shape: dict[str, Any], _: int) -> PreTrainedModel:
@@ -148,7 +148,7 @@ def _gemma(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _vaultgemma(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    sizes = {**_mixed_windows(shape, window), "head_dim": 16, "query_pre_attn_scalar": 24, "initializer_range": 0.15}
+    sizes = {**mixed_windows(shape, window), "head_dim": 16, "query_pre_attn_scalar": 24, "initializer_range": 0.15}
     return VaultGemmaForCausalLM(VaultGemmaConfig(**sizes, attn_logit_softcapping=4.0, final_logit_softcapping=8.0))
 
 
@@ -174,7 +174,7 @@ def _cohere(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _cohere2(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    return Cohere2ForCausalLM(Cohere2Config(**_mixed_windows(shape, window), logit_scale=0.5, pad_token_id=0))
+    return Cohere2ForCausalLM(Cohere2Config(**mixed_windows(shape, window), logit_scale=0.5, pad_token_id=0))
 
 
 def _stablelm(shape: dict[str, Any], _: int) -> PreTrainedModel:
@@ -203,7 +203,7 @@ def _vision(**further: Any) -> dict[str, Any]:
 
 
 def _gemma3_multimodal(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    sizes = {**_mixed_windows(shape, window), "head_dim": 16, "query_pre_attn_scalar": 24, "initializer_range": 0.15}
+    sizes = {**mixed_windows(shape, window), "head_dim": 16, "query_pre_attn_scalar": 24, "initializer_range": 0.15}
     ropes = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

@@ -38,6 +38,7 @@ from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
 from tests.conformance.further_families import FURTHER_FAMILIES, MakeModel
 from tests.conformance.mixture_families import FREQUENT_MIXTURES, MIXTURE_FAMILIES
+from tests.conformance.wrapped_families import WRAPPED_FAMILIES
 
 V = TypeVar("V")
 
@@ -170,11 +171,12 @@ FAMILIES: dict[str, MakeModel] = {
     "phi3-window": _phi3,
     "phi3-longrope": _phi3_longrope,
     **FURTHER_FAMILIES,
+    **WRAPPED_FAMILIES,
     **MIXTURE_FAMILIES,
 }
 """Creates a random model of a family from a shape and a window."""
 
-RARE_FAMILIES = FURTHER_FAMILIES.keys() | MIXTURE_FAMILIES.keys() - set(FREQUENT_MIXTURES)
+RARE_FAMILIES = FURTHER_FAMILIES.keys() | WRAPPED_FAMILIES.keys() | MIXTURE_FAMILIES.keys() - set(FREQUENT_MIXTURES)
 EVERY_FAMILY = [
     pytest.param(family, marks=pytest.mark.campaign if family in RARE_FAMILIES else ()) for family in FAMILIES
 ]
@@ -185,7 +187,7 @@ _FUSED_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
 _WITHOUT_GATE = {"gate_proj": "up_proj"}
 RENAMED_MODULES = {
     "phi3": {**_FUSED_QKV, **_FUSED_GATE_UP},
-    **dict.fromkeys(("glm", "glm4"), _FUSED_GATE_UP),
+    **dict.fromkeys(("glm", "glm4", "glm4v", "glm46v"), _FUSED_GATE_UP),
     "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
     **dict.fromkeys(("arcee", "nemotron", "jais2"), _WITHOUT_GATE),
 }
@@ -291,6 +293,10 @@ PLANS = [
 ]
 
 
+OTHER_PARTS = ".*(vision|visual|projector|connector|aligner|image_tower|video_tower).*"
+"""The parts of multimodal models whose linears have the names of the text decoder's."""
+
+
 def has_other_parts(base: PreTrainedModel) -> bool:
     return hasattr(base.config, "vision_config")
 
@@ -325,7 +331,7 @@ def _added_and_saved(base: PreTrainedModel, plans: list[AdapterPlan], directory:
             use_dora=plan.use_dora,
             lora_bias=plan.lora_bias,
             # Other parts of a multimodal model have linears with the same names.
-            exclude_modules=".*(vision_tower|visual|multi_modal_projector).*" if has_other_parts(base) else None,
+            exclude_modules=OTHER_PARTS if has_other_parts(base) else None,
             alora_invocation_tokens=list(plan.invocation_tokens) or None,
             init_lora_weights=False,
             task_type="CAUSAL_LM",

@@ -48,6 +48,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
         "layers.0.", "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module."
     ),
     "of a multimodal base": lambda name: name.replace(".model.model.", ".model.model.language_model."),
+    "of a base with a text model": lambda name: name.replace(".model.model.", ".model.model.text_model."),
     "of a multimodal base, before transformers 5": lambda name: name.replace(PREFIX, PREFIX + "language_model."),
     "of a multimodal base, without the prefix": lambda name: name.removeprefix(PREFIX).replace(
         "model.", "model.language_model.", 1
@@ -107,6 +108,7 @@ def test_current_names_are_not_changed() -> None:
         pytest.param("module." + PREFIX + "model.layers.1.self_attn.q_proj.lora_A.weight", id="one parallel"),
         pytest.param(PREFIX + "model.language_model.layers.1.self_attn.q_proj.lora_A.weight", id="one in a text part"),
         pytest.param(PREFIX + "language_model.model.layers.1.self_attn.q_proj.lora_A.weight", id="one of a text part"),
+        pytest.param(PREFIX + "model.text_model.layers.1.self_attn.q_proj.lora_A.weight", id="one in a text model"),
         pytest.param(PREFIX + "language_model.lm_head.lora_A.weight", id="a head of a text part"),
         pytest.param(PREFIX + "model.lm_head.lora_A.weight", id="a head of another depth"),
         pytest.param(PREFIX + "model._orig_mod.layers.0.self_attn.q_proj.lora_A.weight", id="the same compiled"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
 
 from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.engine.errors import ModelNotSupported
@@ -42,6 +43,7 @@ LONGROPE = {
 }
 
 
+WRAPPED = [("LlavaForConditionalGeneration", "llama"), ("LlavaNextForConditionalGeneration", "mistral")]
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 
 
@@ -535,6 +537,8 @@ def test_tied_head_must_equal_the_embedding(tmp_path: Path, is_same: bool) -> No
         ("model.language_model.embed_tokens.weight", "model.vision_tower.a"),
         ("language_model.model.embed_tokens.weight", "multi_modal_projector.a"),
         ("model.embed_tokens.weight", "visual.a"),
+        ("model.text_model.embed_tokens.weight", "model.connector.a"),
+        ("language_model.model.embed_tokens.weight", "image_newline"),
     ],
 )
 def test_text_decoder_inside_a_multimodal_checkpoint_is_read(tmp_path: Path, stored: str, vision: str) -> None:
@@ -542,6 +546,33 @@ def test_text_decoder_inside_a_multimodal_checkpoint_is_read(tmp_path: Path, sto
     read(tmp_path, "model.embed_tokens.weight")
     assert list(stored_tensors(tmp_path)) == ["model.embed_tokens.weight"]
     assert BaseWeights(tmp_path).rows("model.embed_tokens", 1, 3).shape == (2, 2)
+
+
+@pytest.mark.parametrize(("architecture", "kind"), WRAPPED, ids=[kind for _, kind in WRAPPED])
+def test_short_text_config_has_the_sizes_that_transformers_assumes(
+    tmp_path: Path, architecture: str, kind: str
+) -> None:
+    """Checkpoints such as LLaVA 1.5 store only the fields that differ from the defaults."""
+    raw = {"architectures": [architecture], "text_config": {"model_type": kind}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found, wanted = ModelConfig.load(tmp_path), CONFIG_MAPPING[kind]()
+    assert (found.num_layers, found.hidden_size) == (wanted.num_hidden_layers, wanted.hidden_size)
+    assert (found.num_heads, found.num_kv_heads) == (wanted.num_attention_heads, wanted.num_key_value_heads)
+    assert (found.intermediate_size, found.vocab_size) == (wanted.intermediate_size, wanted.vocab_size)
+    assert (found.max_model_len, found.norm_eps) == (wanted.max_position_embeddings, wanted.rms_norm_eps)
+    assert found.layer_windows == (getattr(wanted, "sliding_window", None),) * found.num_layers
+
+
+def test_wrapped_cohere_2_does_not_scale_its_logits(tmp_path: Path) -> None:
+    text = {**LLAMA, "model_type": "cohere2", "logit_scale": 0.25, "sliding_window_pattern": 4}
+    config = load(tmp_path, {"architectures": ["AyaVisionForConditionalGeneration"], "text_config": text})
+    assert config.logit_scale == 1.0
+
+
+def test_another_text_decoder_is_refused_by_name(tmp_path: Path) -> None:
+    text = {**LLAMA, "model_type": "bloom"}
+    with pytest.raises(ModelNotSupported, match=r"text decoder 'bloom' of LlavaFor.* supported: llama, mistral, qwen2"):
+        load(tmp_path, {"architectures": ["LlavaForConditionalGeneration"], "text_config": text})
 
 
 def test_two_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
