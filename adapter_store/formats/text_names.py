@@ -44,7 +44,13 @@ def text_module(name: str) -> str:
     """The name, or the end of a name, of the same module in a text-only model.
 
     `model.language_model.layers.0.mlp.up_proj` of transformers 5, `language_model.model.layers.0.mlp.up_proj` of
-    earlier versions and `language_model.lm_head` lose the part that names the text decoder.
+    earlier versions and `language_model.lm_head` lose the part that names the text decoder, and so does
+    `model.text_model.layers.0.mlp.up_proj`.
     """
-    outer, inner = "language_model.", "model.language_model."
-    return "model." + name.removeprefix(inner) if name.startswith(inner) else name.removeprefix(outer)
+    for part in ("language_model.", "text_model."):
+        inner = f"model.{part}"
+        if name.startswith(inner):
+            return "model." + name.removeprefix(inner)
+        if name.startswith(part):
+            return name.removeprefix(part)
+    return name

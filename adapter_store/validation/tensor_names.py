@@ -6,7 +6,7 @@ A current name is `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weigh
   additional `model.` from a wrapper around the base;
 - begin with `module.`, or contain `_orig_mod.`, `_fsdp_wrapped_module.` or `_checkpoint_wrapped_module.`, because
   distributed training, compilation or checkpointing wrapped a module;
-- contain `language_model.`, before or after the base's `model.`, because the base is multimodal;
+- contain `language_model.` or `text_model.`, before or after the base's `model.`, because the base is multimodal;
 - contain the adapter's name, as in `lora_A.default.weight`, because the state was saved without PEFT.
 
 Each of these names identifies its module. But two naming styles in one file might belong to different adapters, so all

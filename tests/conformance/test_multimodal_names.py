@@ -22,15 +22,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = [3, 160, VOCAB_SIZE - 1]
 FAMILIES = [
     "qwen2_5_vl",
-    *(pytest.param(name, marks=pytest.mark.campaign) for name in ("gemma3-multimodal", "mistral3", "qwen3_vl")),
+    *(pytest.param(name, marks=pytest.mark.campaign) for name in ("gemma3-multimodal", "mistral3", "qwen3_vl", "llava", "idefics3")),
 ]
 
 
 def forms(base: Any) -> dict[str, dict[str, Any]]:
     """Settings with the names that a user reads from `named_modules`."""
-    linears = [name for name, _ in base.named_modules() if "language_model.layers" in name]
+    part = "text_model" if any("text_model.layers" in name for name, _ in base.named_modules()) else "language_model"
+    linears = [name for name, _ in base.named_modules() if f"{part}.layers" in name]
     projections = [name for name in linears if name.endswith((".q_proj", ".down_proj"))]
-    [embedding] = [name for name, _ in base.named_modules() if name.endswith("language_model.embed_tokens")]
+    [embedding] = [name for name, _ in base.named_modules() if name.endswith(f"{part}.embed_tokens")]
     ranks = {"rank_pattern": {projections[0]: 5}, "alpha_pattern": {projections[1]: 11}}
     return {
         "full-names": {"target_modules": projections, **ranks},
@@ -39,7 +40,7 @@ def forms(base: Any) -> dict[str, dict[str, Any]]:
         "saved-head": {"target_modules": projections, "modules_to_save": ["lm_head"]},
         "saved-embedding": {"target_modules": projections, "modules_to_save": [embedding]},
         "tokens": {"target_modules": projections, "trainable_token_indices": {embedding: TOKENS}},
-        "regex": {"target_modules": r".*language_model\.layers\.[0-9]+\.self_attn\.(q|v)_proj"},
+        "regex": {"target_modules": rf".*{part}\.layers\.[0-9]+\.self_attn\.(q|v)_proj"},
     }
 
 
