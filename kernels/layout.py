@@ -95,8 +95,8 @@ class ExpertLinear:
 class ExpertModules:
     """The linear layers of `num_experts` experts in `layers`, or in all layers if that is None.
 
-    They follow all other modules on the modules' axis, expert by expert. `router` is the module that chooses experts;
-    adapters that were trained with transformers 5 call it `stacked_router`.
+    On the axis of modules, they follow all other modules, expert by expert. `router` is the module that chooses
+    experts; adapters that were trained with transformers 5 call it `stacked_router`.
     """
 
     num_experts: int
@@ -116,7 +116,7 @@ class ExpertModules:
 
     @property
     def largest(self) -> tuple[bool, ...]:
-        """Marks the linears that the largest adapter changes, of those that contain each other."""
+        """Marks the linears that the largest adapter changes: those with a name, or all if none has one."""
         has_names = any(linear.name is not None for linear in self.linears)
         return tuple(linear.name is not None or not has_names for linear in self.linears)
 

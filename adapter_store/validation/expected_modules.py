@@ -30,7 +30,7 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
     """Return the modules that PEFT would target, layer by layer.
 
     `ranks_in_file` maps the key of each module with tensors to its rank. It replaces the configuration's regular
-    expressions, and decides what `_InFile` describes.
+    expressions, and decides what `_Targets` describes.
 
     As in PEFT, `all-linear` leaves out `lm_head`, and with `layers_to_transform` the embedding must be named in full,
     `model.embed_tokens`. Raises AdapterRejected for a name that matches no module, so that typos do not go unnoticed.

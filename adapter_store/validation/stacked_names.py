@@ -1,9 +1,9 @@
-"""Current names of stacked experts and of routers that PEFT reached as parameters (`target_parameters`).
+"""Gives stacked experts and routers that PEFT targeted as parameters (`target_parameters`) their current names.
 
-PEFT wraps the module of a targeted parameter. If it targets two parameters of one module, the wrapper of the later one
-contains that of the earlier one, and only this nesting says which tensors belong to which parameter:
-`experts.base_layer.lora_A.weight` to `gate_up_proj`, and `experts.lora_A.weight` to `down_proj`. If there is only one,
-its tensors are `experts.lora_A.weight`. After translation, the name contains the parameter's.
+PEFT wraps the module of a targeted parameter. For two parameters of one module, the second wrapper contains the first.
+Only this nesting tells which tensors belong to which parameter: `experts.base_layer.lora_A.weight` belongs to
+`gate_up_proj`, and `experts.lora_A.weight` to `down_proj`. If there is only one parameter, its tensor is
+`experts.lora_A.weight`. The translated name contains the name of the parameter.
 """
 
 from __future__ import annotations
