@@ -1,4 +1,6 @@
-"""Add pins that survive engine restarts, request cancellation, key allow-lists and rotation, and idempotency keys."""
+"""Add idempotency keys, request cancellation, allow-lists and rotation of keys, and pins that survive engine
+restarts.
+"""
 
 from __future__ import annotations
 
