@@ -163,7 +163,8 @@ campaign-parity: $(WARM) ## Every architecture against transformers and peft, on
 	$(VENV)/bin/python -m pytest tests/conformance/test_parity.py tests/conformance/test_gpu_engine.py \
 		tests/conformance/test_all_forms.py tests/conformance/test_quantized_bases.py \
 		tests/conformance/test_added_tokens.py tests/conformance/test_added_tokens_served.py \
-		tests/conformance/test_multimodal_names.py -m 'campaign or not campaign' --timeout 3600 $(ARGS)
+		tests/conformance/test_multimodal_names.py tests/conformance/test_quantized_server.py \
+		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
 
 campaign-simulation: $(WARM) ## Long random runs of the engine on a simulated device (LORAMUX_SIMULATION_TURNS=10000)
 	$(VENV)/bin/python -m pytest tests/simulation -m campaign --timeout 3600 $(ARGS)

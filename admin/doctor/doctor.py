@@ -164,7 +164,8 @@ def _check_model(directory: Path) -> Finding:
             message=str(error),
             mend="set --model to a directory written by Hugging Face's save_pretrained, with safetensors weights",
         )
-    return Finding(check="model", grade=Grade.OK, message=f"{directory} is a servable {model.architecture}")
+    weights = "" if model.quantization is None else f" with weights in {model.quantization.name}"
+    return Finding(check="model", grade=Grade.OK, message=f"{directory} is a servable {model.architecture}{weights}")
 
 
 def _check_tokenizer(directory: Path) -> Finding:

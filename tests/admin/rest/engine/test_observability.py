@@ -89,6 +89,7 @@ async def test_adapter_loading_metrics_need_a_responding_engine(admin_side: Any)
             "loramux_adapter_files_set_aside_total 0.0",
         }
         assert len(samples) == 6 + 2 + 2 + 3 * 8 + 3 + 1, "the series do not depend on the adapters"
+        assert 'loramux_engine_info{device="cpu",dtype="float32",weights="float"} 1.0' in text.splitlines()
         parsed = list(text_string_to_metric_families(text))
         assert len({family.name for family in parsed}) == len(parsed)
         del admin_side.engine.stats
