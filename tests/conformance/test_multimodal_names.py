@@ -22,7 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = [3, 160, VOCAB_SIZE - 1]
 FAMILIES = [
     "qwen2_5_vl",
-    *(pytest.param(name, marks=pytest.mark.campaign) for name in ("gemma3-multimodal", "mistral3", "qwen3_vl", "llava", "idefics3")),
+    *(
+        pytest.param(name, marks=pytest.mark.campaign)
+        for name in ("gemma3-multimodal", "mistral3", "qwen3_vl", "llava", "idefics3")
+    ),
 ]
 
 

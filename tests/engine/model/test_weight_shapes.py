@@ -148,3 +148,39 @@ def test_shards_are_read_together(tmp_path: Path) -> None:
 def test_absurd_number_of_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupported, match="num_hidden_layers 1000000000 is above 1024"):
         write_config(tmp_path, "llama", num_hidden_layers=10**9)
+
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "a layer is missing": {"num_hidden_layers": 3},
+    "a layer too many": {"num_hidden_layers": 1},
+    "all layers allowed": {"num_hidden_layers": 1024},
+    "huge vocabulary": {"vocab_size": 2**70},
+    "huge hidden size": {"hidden_size": 2**62, "head_dim": 16},
+    "huge feed-forward": {"intermediate_size": 10**30},
+    "huge number of heads": {"num_attention_heads": 2**40, "num_key_value_heads": 2**40, "head_dim": 16},
+    "fewer heads": {"num_attention_heads": 1, "num_key_value_heads": 1},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "names of Phi-3": {"architectures": ["Phi3ForCausalLM"]},
+    "names of Gemma 2": {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16},
+    "biases of Qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "norms of Qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "experts": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Changes of `config.json` that contradict the tensors of a Llama with two layers."""
+
+
+@pytest.mark.parametrize("changes", CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
+def test_config_that_contradicts_its_tensors_is_refused_in_one_sentence(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = weight_shapes(write_config(tmp_path, "llama"))
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = write_config(tmp_path, "llama", **changes)
+    # Headers do not show whether a separate head equals the embedding. The two may find another tensor first.
+    found = [loaded(tmp_path, config), *([] if config.tied_embeddings else [checked(tmp_path, config)])]
+    for says in found:
+        assert says != "loaded"
+        assert "\n" not in says
+        assert len(says) < 300
