@@ -61,8 +61,8 @@ class _Spelling:
     """A file's naming style: the wrapper, PEFT's prefix, the depth of the base, and the adapter name.
 
     `outer_part` is the name of the text decoder if it comes first, and `inner_part` if it follows `model.`. The latter
-    is None for the head, which is outside `model`. `adapter` is None for the weights of the embedding and the head, which
-    PEFT saves without the adapter's name.
+    is None for the head, which is outside `model`. `adapter` is None for the weights of the embedding and the head,
+    which PEFT saves without the adapter's name.
     """
 
     is_parallel: bool
