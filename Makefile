@@ -164,6 +164,7 @@ campaign-parity: $(WARM) ## Every architecture against transformers and peft, on
 		tests/conformance/test_all_forms.py tests/conformance/test_quantized_bases.py \
 		tests/conformance/test_added_tokens.py tests/conformance/test_added_tokens_served.py \
 		tests/conformance/test_multimodal_names.py tests/conformance/test_quantized_server.py \
+		tests/conformance/test_expert_adapters.py tests/conformance/test_random_expert_adapters.py \
 		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
 
 campaign-simulation: $(WARM) ## Long random runs of the engine on a simulated device (LORAMUX_SIMULATION_TURNS=10000)

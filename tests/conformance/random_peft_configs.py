@@ -88,7 +88,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"init_lora_weights": "pissa_niter_2"},
     {"init_lora_weights": "olora"},
     {"layer_replication": [[0, NUM_LAYERS], [0, 1]]},
-    {"target_parameters": ["q_proj.weight"]},
+    {"target_parameters": ["embed_tokens.weight"]},
     {"modules_to_save": ["norm"]},
     {"trainable_token_indices": {"up_proj": [1, 2]}},
 )
