@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from loramux.engine.model.weight_shapes import check_shapes, weight_shapes
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
 from loramux.engine.quantizing.methods import METHODS
 from loramux.engine.quantizing.quantize import quantized_names
+from loramux.kernels.cpu.capability import host_features, integer_products
 from loramux.kernels.quantized import QuantizedWeight
 
 PROCESS_BYTES = 570 << 20
@@ -48,7 +48,7 @@ class Plan:
 
 def has_products_by_codes(device: str) -> bool:
     """Whether a device keeps codes in memory; others dequantise weights when they load them."""
-    return device == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
+    return device == "cpu" and integer_products(host_features()) is not None
 
 
 def plan_memory(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from loramux.admin.doctor import memory_plan
 from loramux.admin.doctor.memory_plan import PROCESS_BYTES, plan_memory
 from loramux.engine.errors import ModelNotSupported
 from tests.admin.command_line import Run
@@ -37,7 +38,7 @@ def weights(directory: Path, device: str = "cpu") -> dict[str, int]:
 
 
 def test_formats_of_a_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(memory_plan, "host_features", lambda: {"avx2"})
     save(tmp_path)
     assert weights(tmp_path) == {
         "bfloat16": OUTER + 2 * NUM_WEIGHTS,
@@ -47,6 +48,8 @@ def test_formats_of_a_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "fp8": OUTER + 2 * NUM_WEIGHTS,
     }
     assert set(weights(tmp_path, "cuda").values()) == {OUTER + 2 * NUM_WEIGHTS}
+    monkeypatch.setattr(memory_plan, "host_features", lambda: set())
+    assert set(weights(tmp_path).values()) == {OUTER + 2 * NUM_WEIGHTS}
 
 
 def test_a_tied_head_is_laid_out_again_on_a_cpu_only(tmp_path: Path) -> None:
@@ -77,7 +80,7 @@ def test_pool_and_processes_are_counted(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_quantised_has_its_own_format(
     tmp_path: Path, layout: str, per_weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(memory_plan, "host_features", lambda: {"avx2"})
     torch.manual_seed(0)
     quantize_directory(save(tmp_path), tmp_path, LAYOUTS[layout])
     planned = weights(tmp_path)
