@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.gpu.capability import capability_problem
 from loramux.kernels.routing import ExpertWeights, Routing
 from loramux.kernels.routing_spec import RoutingSpec
@@ -149,6 +150,31 @@ class Kernels(LoraKernels, Protocol):
         """
         ...
 
+    def convolve(
+        self, x: torch.Tensor, weight: torch.Tensor, layer: int, batch: AttentionBatch, spec: DeltaSpec
+    ) -> torch.Tensor:
+        """`silu` of the causal convolution of `x` `[T, channels]` with `weight` float32 `[conv_len, channels]`.
+
+        Reads and updates the tail of each sequence's state, whose pages `batch` lists. `layer` counts the layers of
+        `spec`.
+        """
+        ...
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        rates: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        spec: DeltaSpec,
+    ) -> torch.Tensor:
+        """Outputs `[T, num_v_heads * v_dim]` of the gated delta rule: see `reference.delta.delta_rule`.
+
+        Reads and updates the matrices of each sequence's state.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class KernelShapes:
@@ -157,6 +183,7 @@ class KernelShapes:
     groups: tuple[ModuleGroup, ...]
     attention: tuple[AttentionSpec, ...]
     outer_groups: tuple[ModuleGroup, ...] = ()
+    delta: DeltaSpec | None = None
 
 
 def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, pdl: bool = False) -> Kernels:
@@ -183,5 +210,5 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
         from loramux.kernels.gpu.kernels import GpuKernels, check_shapes
     except ImportError as error:
         raise ValueError(f"the GPU kernels need triton, which cannot be imported: {error}") from error
-    check_shapes(pool, shapes.groups, shapes.attention, shapes.outer_groups)
+    check_shapes(pool, shapes.groups, shapes.attention, shapes.outer_groups, shapes.delta)
     return GpuKernels(pool, pdl=pdl)

@@ -26,6 +26,11 @@ class PoolViews:
     geometry: PageGeometry
 
     @property
+    def state(self) -> torch.Tensor:
+        """The pool as float32 `[P, total_page_bytes / 4]`, for the states of sequences."""
+        return self.raw.view(self.raw.shape[0], -1).view(torch.float32)
+
+    @property
     def flat(self) -> PoolViews:
         """The pool's pages viewed as one layer each, `[P, 1, L * E]`, for the outer modules' stream."""
         raw, kv, adapter = (view.view(view.shape[0], 1, -1) for view in (self.raw, self.kv, self.adapter))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from loramux.kernels.cpu import attention as cpu_attention
+from loramux.kernels.cpu import delta as cpu_delta
 from loramux.kernels.cpu import experts as cpu_experts
 from loramux.kernels.cpu import fused as cpu_fused
 from loramux.kernels.cpu import kv as cpu_kv
@@ -12,6 +13,7 @@ from loramux.kernels.cpu.adapters import CpuLora
 from loramux.kernels.cpu.arrays import array, rows_of
 from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.vectors import LANES
+from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.routing import ExpertWeights, Routing, group_pairs
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_pair_segments
@@ -39,7 +41,8 @@ class CpuKernels(CpuLora):
         if pool.kv.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the pool holds {pool.kv.dtype}; the CPU kernels support float32 and bfloat16")
         self.outer = CpuLora(pool.flat)
-        self._kv = array(pool.kv, pool.kv.dtype)  # [P, L, kv elements]
+        self._kv = array(pool.kv, pool.kv.dtype)  # [P, kv places, kv elements]
+        self._state = array(pool.state, torch.float32)  # [P, float32 elements]
         self._batch: AttentionBatch | None = None
 
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
@@ -141,6 +144,40 @@ class CpuKernels(CpuLora):
             y.shape[1],
         )  # fmt: skip
         return out
+
+    def convolve(
+        self, x: torch.Tensor, weight: torch.Tensor, layer: int, batch: AttentionBatch, spec: DeltaSpec
+    ) -> torch.Tensor:
+        self._read_batch(batch)
+        assert weight.dtype is torch.float32
+        assert weight.is_contiguous()
+        y = torch.empty(x.shape[0], spec.channels)
+        cpu_delta.convolve(
+            *rows_of(x), y.data_ptr(), weight.data_ptr(), spec.channels, spec.conv_len, self._state, self._cu_q,
+            self._seq_lens, self._kv_pages, self._page_starts,
+            layer * spec.layer_rows + spec.matrix_rows, spec.k_dim,
+        )  # fmt: skip
+        return y
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        rates: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        spec: DeltaSpec,
+    ) -> torch.Tensor:
+        self._read_batch(batch)
+        assert rates.dtype is torch.float32
+        assert rates.is_contiguous()
+        y = torch.empty(qkv.shape[0], spec.matrix_rows)
+        cpu_delta.delta_rule(
+            *rows_of(qkv), *rows_of(gates), rates.data_ptr(), y.data_ptr(), spec.num_k_heads, spec.num_v_heads,
+            spec.k_dim, spec.v_dim, self._state, self._cu_q, self._seq_lens, self._kv_pages, self._page_starts,
+            layer * spec.layer_rows,
+        )  # fmt: skip
+        return y
 
     def _read_batch(self, batch: AttentionBatch) -> None:
         if batch is not self._batch:

@@ -14,6 +14,7 @@ from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear import PackedLinear
 from loramux.kernels.cpu.quantized_linear import make_quantized_linear
+from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
 from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 from loramux.kernels.routing_spec import RoutingSpec
@@ -79,6 +80,20 @@ def warm(dtype: torch.dtype) -> None:
     routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
     y = kernels.multiply_experts(x, PackedExperts(torch.zeros(4, width, width, dtype=dtype)), routing)
     kernels.sum_experts(y, routing, x, x[:, :1])
+    warm_delta(kernels, geometry, batch)
+
+
+def warm_delta(kernels: CpuKernels, geometry: PageGeometry, batch: AttentionBatch) -> None:
+    """Call the kernels of hybrid decoders. Both sequences of `batch` keep their state in its first page."""
+    spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=2, k_dim=HEAD_DIM, v_dim=HEAD_DIM, conv_len=2)
+    states = replace(
+        batch,
+        pages=batch.pages[:1].expand(spec.num_pages(geometry)).contiguous(),
+        page_starts=torch.zeros_like(batch.page_starts),
+    )
+    x = torch.zeros(3, spec.channels)
+    qkv = kernels.convolve(x, torch.zeros(spec.conv_len, spec.channels), 0, states, spec)
+    kernels.delta_rule(qkv, x, torch.zeros(2, spec.num_v_heads), 0, states, spec)
 
 
 def main() -> None:

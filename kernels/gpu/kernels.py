@@ -7,9 +7,11 @@ from functools import lru_cache
 
 import torch
 
+from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.gpu.adapter_pairs import adapter_pairs
 from loramux.kernels.gpu.addresses import check_geometry
 from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_attention, paged_attention
+from loramux.kernels.gpu.delta import check_delta, convolve, delta_rule
 from loramux.kernels.gpu.expand import lora_expand
 from loramux.kernels.gpu.experts import multiply_experts, route, sum_experts
 from loramux.kernels.gpu.fused import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
@@ -30,6 +32,7 @@ def check_shapes(
     groups: Iterable[ModuleGroup],
     attention: Iterable[AttentionSpec],
     outer_groups: Iterable[ModuleGroup] = (),
+    delta: DeltaSpec | None = None,
 ) -> None:
     """Raise ValueError, naming the limit, for unsupported dtypes or shapes, so that no launch has to check them."""
     if pool.kv.dtype not in KV_DTYPES:
@@ -40,6 +43,8 @@ def check_shapes(
         check_geometry(pool.geometry.flat, group, pool.adapter.dtype)
     for spec in set(attention):
         check_attention(spec, pool.geometry)
+    if delta is not None:
+        check_delta(delta, pool)
 
 
 class GpuLora:
@@ -147,6 +152,22 @@ class GpuKernels(GpuLora):
         self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
     ) -> torch.Tensor:
         return sum_experts(y, routing, shared, shared_gate)
+
+    def convolve(
+        self, x: torch.Tensor, weight: torch.Tensor, layer: int, batch: AttentionBatch, spec: DeltaSpec
+    ) -> torch.Tensor:
+        return convolve(x, weight, self._pool, layer, batch, spec)
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        rates: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        spec: DeltaSpec,
+    ) -> torch.Tensor:
+        return delta_rule(qkv, gates, rates, self._pool, layer, batch, spec)
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels.reference import attention, experts, fused
+from loramux.kernels.delta_spec import DeltaSpec
+from loramux.kernels.reference import attention, delta, experts, fused
 from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.routing import ExpertWeights, Routing
 from loramux.kernels.routing_spec import RoutingSpec
@@ -70,3 +71,19 @@ class ReferenceKernels(ReferenceLora):
         self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
     ) -> torch.Tensor:
         return experts.sum_experts(y, routing, shared, shared_gate)
+
+    def convolve(
+        self, x: torch.Tensor, weight: torch.Tensor, layer: int, batch: AttentionBatch, spec: DeltaSpec
+    ) -> torch.Tensor:
+        return delta.convolve(x, weight, self._pool, layer, batch, spec)
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        rates: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        spec: DeltaSpec,
+    ) -> torch.Tensor:
+        return delta.delta_rule(qkv, gates, rates, self._pool, layer, batch, spec)

@@ -16,6 +16,7 @@ import torch
 
 from loramux.kernels.cpu import amx, avx512_bf16, quantized_amx, quantized_linear, rounded_rows
 from loramux.kernels.cpu import attention as cpu_attention
+from loramux.kernels.cpu import delta as cpu_delta
 from loramux.kernels.cpu import experts as cpu_experts
 from loramux.kernels.cpu import fused as cpu_fused
 from loramux.kernels.cpu import gather as cpu_gather
@@ -28,6 +29,7 @@ from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.quantized_linear import make_quantized_linear
 from loramux.kernels.cpu.threads import set_num_threads
 from loramux.kernels.cpu.warm import main, warm
+from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.dispatch import KernelShapes, select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.quantized import INT8, UINT4
@@ -44,7 +46,7 @@ COMPILED = (
     cpu_linear.multiply_panels, avx512_bf16.round_rows, avx512_bf16.multiply_pair_panels, amx.multiply_tile_panels,
     quantized_linear.multiply_codes, quantized_amx.multiply_code_tiles, rounded_rows.round_blocks,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
-    cpu_experts.route, cpu_experts.sum_experts,
+    cpu_experts.route, cpu_experts.sum_experts, cpu_delta.convolve, cpu_delta.delta_rule,
 )  # fmt: skip
 
 
@@ -273,6 +275,9 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     for codebook in (INT8, UINT4, NF4):
         linear = make_quantized_linear(random_weight(codebook, codebook is UINT4, 70, 64, 32), None)
         assert linear is None or len(linear(x)) + len(linear(torch.zeros(40, 64))) == 43
+    spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=2, k_dim=12, v_dim=8, conv_len=3)
+    mixed = kernels.convolve(qkv[:, : spec.channels], torch.zeros(3, spec.channels), 0, batch, spec)
+    kernels.delta_rule(mixed, qkv[:, :4], torch.zeros(2, 2), 0, batch, spec)
     assert [len(function.signatures) for function in COMPILED] == before
 
 

@@ -21,6 +21,7 @@ TRITON_MODULES = (
     "adapter_pairs",
     "addresses",
     "attention",
+    "delta",
     "expand",
     "experts",
     "fused",
