@@ -66,7 +66,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. In group
     `g` of the layers, the K and V of position `p` are stored in `blocks[block_starts[g, i] + p // block_tokens]`, if a
     row sees them; `kv_slots` int64 `[num_groups, num_tokens]` contains `block * block_tokens + p % block_tokens` for
-    each row. All other arrays are int32.
+    each row. `state_starts` `[num_sequences]` says where in `blocks` the pages of a sequence's state begin; it is empty
+    unless the decoder is a hybrid. All other arrays are int32.
 
     `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the previous step, which
     may so far exist only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot,
@@ -82,6 +83,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     blocks: npt.NDArray[np.int32]
     block_starts: npt.NDArray[np.int32]
     kv_slots: npt.NDArray[np.int64]
+    state_starts: npt.NDArray[np.int32]
     max_q: int
     sample_rows: npt.NDArray[np.int32]
     samples: tuple[SamplingRow, ...]
@@ -120,7 +122,8 @@ class StepInputs:
     `tokens`, `positions`, `slots` and `sample_rows` int32; `slots` is the adapter slot of each row, or -1. `attention`
     has an entry for each of `CacheLayout.groups`. If `segments` is empty, no adapters are applied. `embedding_segments`
     cover the rows whose adapters modify the embedding; empty or None means no rows. In each layer, adapters modify only
-    modules in `groups`.
+    modules in `groups`. `states` lists the pages of the sequences' states in place of those of K and V; None unless the
+    decoder is a hybrid.
     """
 
     tokens: torch.Tensor
@@ -131,6 +134,7 @@ class StepInputs:
     sample_rows: torch.Tensor
     embedding_segments: Segments | None = None
     groups: LayerGroups = ALL_GROUPS
+    states: AttentionBatch | None = None
 
 
 def _no_rows() -> Batch:
@@ -144,6 +148,7 @@ def _no_rows() -> Batch:
         blocks=none,
         block_starts=none[None],
         kv_slots=none.astype(np.int64)[None],
+        state_starts=none,
         max_q=0,
         sample_rows=none,
         samples=(),
@@ -185,7 +190,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
             sample_rows.append(len(tokens) - 1)
             samples.append(sampling_row(sequence))
     first_positions, cu_q = np.asarray(begins), _running_sum(counts)
-    blocks, block_starts = _listed_blocks(sequences)
+    blocks, block_starts, state_starts = _listed_blocks(sequences)
     positions, row_slots, row_starts = first_positions, np.asarray(slots), block_starts
     max_q = max(counts)
     if max_q > 1:
@@ -206,6 +211,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
         block_starts=block_starts,
         kv_slots=np.multiply(blocks[row_starts + block_of_row], block_tokens, dtype=np.int64, order="C")
         + place_in_block,
+        state_starts=state_starts,
         max_q=max_q,
         sample_rows=np.asarray(array("i", sample_rows)),
         samples=tuple(samples),
@@ -213,8 +219,12 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     )
 
 
-def _listed_blocks(sequences: list[Sequence]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """All blocks of the sequences, group by group, and where block 0 of each sequence is or would be."""
+def _listed_blocks(
+    sequences: list[Sequence],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """All blocks of the sequences, group by group, and the pages of their states; where block 0 of each sequence is or
+    would be; and where each state begins.
+    """
     blocks = array("i")
     starts: list[int] = []
     num_groups = len(sequences[0].tables)
@@ -223,7 +233,13 @@ def _listed_blocks(sequences: list[Sequence]) -> tuple[npt.NDArray[np.int32], np
             table = sequence.tables[group]
             starts.append(len(blocks) - table.first_block)
             blocks += table.blocks
-    return np.asarray(blocks), np.asarray(array("i", starts)).reshape(num_groups, -1)
+    state_starts = array("i")
+    if sequences[0].state_pages:
+        for sequence in sequences:
+            state_starts.append(len(blocks))
+            blocks += sequence.state_pages
+    block_starts = np.asarray(array("i", starts)).reshape(num_groups, -1)
+    return np.asarray(blocks), block_starts, np.asarray(state_starts)
 
 
 def sampling_row(sequence: Sequence) -> SamplingRow:

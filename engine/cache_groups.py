@@ -42,11 +42,13 @@ class CacheLayout:
     """How K and V of all `num_layers` layers are stored in pages.
 
     With one group, a page contains one block of all layers. With two, each page contains blocks of one group only, so
-    that sequences can free pages of windowed layers and keep those of the others.
+    that sequences can free pages of windowed layers and keep those of the others. In a hybrid decoder, the only group
+    are the layers with attention, and each sequence also has `num_state_pages` pages for the state of the others.
     """
 
     num_layers: int
     groups: tuple[CacheGroup, ...]
+    num_state_pages: int = 0
 
     @property
     def block_tokens(self) -> int:
@@ -55,7 +57,7 @@ class CacheLayout:
     @property
     def page_step(self) -> int:
         """Difference between the first blocks of consecutive pages."""
-        return 1 if len(self.groups) == 1 else self.num_layers
+        return 1 if len(self.groups[0].layers) == self.num_layers else self.num_layers
 
     @property
     def shared_tokens(self) -> int:
@@ -63,7 +65,7 @@ class CacheLayout:
         return math.lcm(*(group.page_tokens for group in self.groups))
 
     def blocks(self, group: CacheGroup, page: int) -> range:
-        """The numbers of a page's blocks: the page's own number or, with two groups, indices into the pool's layers."""
+        """The numbers of a page's blocks: the page's own number, or indices into the pool's layers."""
         first, step = page * self.page_step, len(group.layers)
         return range(first, first + group.num_blocks * step, step)
 
@@ -82,18 +84,19 @@ class CacheLayout:
 
     def max_pages(self, num_tokens: int, step_tokens: int) -> int:
         """Maximum number of pages that a sequence of up to `num_tokens` tokens holds at any time."""
-        return sum(-(-min(num_tokens, self.max_kept(group, step_tokens)) // group.page_tokens) for group in self.groups)
+        kept = ((min(num_tokens, self.max_kept(group, step_tokens)), group) for group in self.groups)
+        return self.num_state_pages + sum(-(-count // group.page_tokens) for count, group in kept)
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Maximum number of blocks in the tables of a sequence of up to `num_tokens` tokens."""
+        """Maximum number of blocks, and of pages of a state, that a sequence of up to `num_tokens` tokens has."""
         kept = (min(num_tokens, self.max_kept(group, step_tokens)) for group in self.groups)
         pages = ((-(-tokens // group.page_tokens), group) for tokens, group in zip(kept, self.groups, strict=True))
-        return sum(num_pages * group.num_blocks for num_pages, group in pages)
+        return self.num_state_pages + sum(num_pages * group.num_blocks for num_pages, group in pages)
 
     def max_tokens(self, num_pages: int, step_tokens: int) -> int:
         """The length of the longest sequence that never holds more than `num_pages` pages."""
         if len(self.groups) == 1 and self.groups[0].window is None:
-            return num_pages * self.groups[0].page_tokens
+            return (num_pages - self.num_state_pages) * self.groups[0].page_tokens
         longest = max(0, num_pages) * max(group.page_tokens for group in self.groups)
         if self.max_pages(longest + 1, step_tokens) <= num_pages:
             return UNLIMITED
@@ -127,3 +130,9 @@ def cache_layout(windows: Sequence[int | None], max_len: int, block_tokens: int 
     together = CacheLayout(num_layers, (CacheGroup(tuple(range(num_layers)), None, block_tokens=block_tokens),))
     saves = apart.max_pages(max_len, 0) < together.max_pages(max_len, 0)
     return apart if saves else together
+
+
+def hybrid_layout(num_layers: int, attention_layers: tuple[int, ...], num_state_pages: int) -> CacheLayout:
+    """The layout for a decoder in which only some layers have attention."""
+    num_blocks = min(MAX_BLOCKS, num_layers // len(attention_layers))
+    return CacheLayout(num_layers, (CacheGroup(attention_layers, None, num_blocks),), num_state_pages)

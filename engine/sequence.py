@@ -70,6 +70,9 @@ class Sequence:
     """The sequence's pages, for each of `CacheLayout.groups`."""
     num_room: int = 0
     """Capacity of `tables`, in tokens."""
+    state_pages: array[int] = field(default_factory=block_list)
+    """The pages of a hybrid decoder's state after position `num_computed`. Their number does not depend on the
+    sequence's length. The first step ignores their contents."""
     next_offer: int = 0
     """Value of `num_computed` at which a page can be added to the prefix cache or freed: see `KvPages.offer`."""
     tokens: list[int] = field(default_factory=list)

@@ -85,24 +85,25 @@ class DirectExecutor:
         return self._decoder.logits(hidden, head)
 
     def _inputs(self, batch: Batch, rows: npt.NDArray[np.int32], outer: OuterSlots | None) -> StepInputs:
+        def batch_of(starts: npt.NDArray[np.int32], kv_slots: npt.NDArray[np.int64]) -> AttentionBatch:
+            return AttentionBatch(
+                cu_q=torch.from_numpy(batch.cu_q),
+                seq_lens=torch.from_numpy(batch.seq_lens),
+                pages=torch.from_numpy(batch.blocks),
+                page_starts=torch.from_numpy(starts),
+                kv_slots=torch.from_numpy(kv_slots),
+                max_q=batch.max_q,
+            )
+
         return StepInputs(
             tokens=torch.from_numpy(batch.tokens),
             positions=torch.from_numpy(batch.positions),
-            attention=tuple(
-                AttentionBatch(
-                    cu_q=torch.from_numpy(batch.cu_q),
-                    seq_lens=torch.from_numpy(batch.seq_lens),
-                    pages=torch.from_numpy(batch.blocks),
-                    page_starts=torch.from_numpy(starts),
-                    kv_slots=torch.from_numpy(kv_slots),
-                    max_q=batch.max_q,
-                )
-                for starts, kv_slots in zip(batch.block_starts, batch.kv_slots, strict=True)
-            ),
+            attention=tuple(map(batch_of, batch.block_starts, batch.kv_slots)),
             slots=torch.from_numpy(batch.slots),
             segments=self._segments(batch.slots),
             sample_rows=torch.from_numpy(rows),
             embedding_segments=None if outer is None else self._segments(outer.embedding),
+            states=batch_of(batch.state_starts, batch.kv_slots[0]) if len(batch.state_starts) else None,
             groups=LayerGroups.holding(self._tables.modules(batch.slots), self._decoder.module_groups),
         )
 

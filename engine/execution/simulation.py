@@ -46,7 +46,8 @@ class SimulatedExecutor:
     Each position stores a state in place of K and V: `(state of the previous position) * 31 + token + position + salt`,
     modulo a prime, where the salt depends on the row's adapter. The next token is the sum of the states that windowed
     layers see, or else the last state, plus its salt, modulo the vocabulary. A wrong page, a wrongly shared page, a
-    stale position or a wrong adapter changes the output.
+    stale position or a wrong adapter changes the output. In a hybrid decoder, each sequence also keeps
+    the state of its last position in pages of its own.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class SimulatedExecutor:
         self._vocab_size = vocab_size
         self._block_tokens = cache.block_tokens
         self._windows = [group.window for group in cache.groups]
+        self._num_state_pages = cache.num_state_pages
+        self._page_places = cache.page_step * cache.block_tokens
         self._adapter_pages = adapter_pages
         self._eos_token_ids = eos_token_ids
         # Tokens of the previous step, for rows whose token was not yet on the host when the batch was built.
         self._chosen: list[int | None] = []
-        self._states = [UNWRITTEN] * (num_pages * cache.page_step * cache.block_tokens)
+        self._states = [UNWRITTEN] * (num_pages * self._page_places)
         self.not_finite_for: set[str] = set()
         self.batches: list[Batch] = []
 
@@ -129,6 +132,7 @@ class SimulatedExecutor:
         stored, block_tokens = self._states, self._block_tokens
         blocks, kv_slots = batch.blocks.tolist(), batch.kv_slots.tolist()
         cu_q, seq_lens, starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.block_starts.tolist()
+        state_starts = batch.state_starts.tolist()
 
         def state_at(group: int, sequence: int, position: int) -> int:
             block = blocks[starts[group][sequence] + position // block_tokens]
@@ -142,6 +146,13 @@ class SimulatedExecutor:
         for sequence, (begin, end, seq_len) in enumerate(zip(cu_q, cu_q[1:], seq_lens, strict=False)):
             assert len({*slots[begin:end]} - {-1}) <= 1, "a sequence has one adapter"
             position = seq_len - (end - begin)
+            state_places: list[int] = []
+            if self._num_state_pages:
+                first = state_starts[sequence]
+                state_places = [page * self._page_places for page in blocks[first : first + self._num_state_pages]]
+            if position and state_places:
+                last = state_at(0, sequence, position - 1)
+                assert {stored[place] for place in state_places} == {last}, "not the last position's state"
             for row in range(begin, end):
                 before = state_at(0, sequence, position - 1) if position else 0
                 seen = state = _next_state(before, tokens[row], position, salts[slots[row]])
@@ -152,6 +163,8 @@ class SimulatedExecutor:
                         seen += sum([state_at(group, sequence, one) for one in visible])
                 written.append(seen)
                 position += 1
+            for place in state_places:
+                stored[place] = state
         return written
 
     def _next_token(self, state: int, salt: int) -> int:

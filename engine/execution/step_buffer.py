@@ -78,16 +78,19 @@ class StepBuffer:
         max_sequences: int,
         max_listed_blocks: int,
         num_groups: int = 1,
+        has_states: bool = False,
     ) -> None:
         largest = step_shape(max_tokens, max_sequences, max_q=2, max_rank=1, has_outer=True)
         # A smaller step with short segments can have more segments.
         largest = replace(largest, segment_rows=SEGMENT_ROWS)
         decode = step_shape(max_sequences, max_sequences, max_q=1, max_rank=1, has_outer=True)
         block_bytes = max_listed_blocks * torch.int32.itemsize
-        num_bytes = max(_fields(shape, num_groups)[-1].end for shape in (largest, decode)) + ALIGNMENT + block_bytes
+        ends = [_fields(shape, num_groups, has_states)[-1].end for shape in (largest, decode)]
+        num_bytes = max(ends) + ALIGNMENT + block_bytes
         self._accelerator = accelerator
         self._max_listed_blocks = max_listed_blocks
         self._num_groups = num_groups
+        self._has_states = has_states
         self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=accelerator.device)
         self._stages = [accelerator.host_buffer(num_bytes) for _ in range(NUM_STAGES)]
         self._copied: list[Fence | None] = [None] * NUM_STAGES
@@ -114,7 +117,7 @@ class StepBuffer:
         return layout
 
     def _lay_out(self, shape: StepShape) -> StepLayout:
-        fields = _fields(shape, self._num_groups)
+        fields = _fields(shape, self._num_groups, self._has_states)
         blocks_offset = _aligned(fields[-1].end)
         fields.append(_Field("blocks", torch.int32, self._max_listed_blocks, blocks_offset))
 
@@ -130,27 +133,28 @@ class StepBuffer:
             rows, starts, slots = (on_device[f"{name}_{part}"] for part in ("rows", "starts", "slots"))
             return Segments(rows, starts, slots, shape.max_rank, max_rows)
 
+        def batch_of(starts: torch.Tensor, kv_slots: torch.Tensor) -> AttentionBatch:
+            return AttentionBatch(
+                cu_q=on_device["cu_q"],
+                seq_lens=on_device["seq_lens"],
+                pages=on_device["blocks"],
+                page_starts=starts,
+                kv_slots=kv_slots,
+                max_q=1 if shape.is_decode else shape.num_tokens,
+            )
+
         return StepLayout(
             shape=shape,
             inputs=StepInputs(
                 tokens=on_device["tokens"],
                 positions=on_device["positions"],
-                attention=tuple(
-                    AttentionBatch(
-                        cu_q=on_device["cu_q"],
-                        seq_lens=on_device["seq_lens"],
-                        pages=on_device["blocks"],
-                        page_starts=on_device["block_starts"][group],
-                        kv_slots=on_device["kv_slots"][group],
-                        max_q=1 if shape.is_decode else shape.num_tokens,
-                    )
-                    for group in range(self._num_groups)
-                ),
+                attention=tuple(map(batch_of, on_device["block_starts"], on_device["kv_slots"])),
                 slots=on_device["slots"],
                 segments=segments("segment", shape.segment_rows),
                 sample_rows=on_device["sample_rows"],
                 embedding_segments=segments("embedding", shape.segment_rows) if shape.has_outer else None,
                 groups=shape.groups,
+                states=batch_of(on_device["state_starts"], on_device["kv_slots"][0]) if self._has_states else None,
             ),
             sampling=SamplingInputs(
                 **{name: on_device[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform")}
@@ -161,7 +165,7 @@ class StepBuffer:
         )
 
 
-def _fields(shape: StepShape, num_groups: int) -> list[_Field]:
+def _fields(shape: StepShape, num_groups: int, has_states: bool) -> list[_Field]:
     """All fields except the blocks, whose number differs between batches."""
     sizes = {
         "kv_slots": (torch.int64, num_groups * shape.num_tokens),
@@ -171,6 +175,7 @@ def _fields(shape: StepShape, num_groups: int) -> list[_Field]:
         "cu_q": (torch.int32, shape.num_sequences + 1),
         "seq_lens": (torch.int32, shape.num_sequences),
         "block_starts": (torch.int32, num_groups * shape.num_sequences),
+        "state_starts": (torch.int32, shape.num_sequences if has_states else 0),
         "sample_rows": (torch.int32, shape.num_sequences),
         "segment_rows": (torch.int32, shape.num_tokens if shape.max_rank else 0),
         "segment_starts": (torch.int32, shape.num_segments + 1),
@@ -225,6 +230,7 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     put("cu_q", batch.cu_q, padding=batch.num_tokens)
     put("seq_lens", batch.seq_lens)
     put("block_starts", batch.block_starts)
+    put("state_starts", batch.state_starts)
     put("sample_rows", batch.sample_rows)
     if shape.max_rank:
         put("slots", batch.slots, padding=-1)

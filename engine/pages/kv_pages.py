@@ -12,7 +12,7 @@ from loramux.engine.cached_page import CachedPage
 from loramux.engine.pages.eviction import Reclaimer
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
-from loramux.engine.sequence import PageTable, Sequence
+from loramux.engine.sequence import PageTable, Sequence, block_list
 
 RUNNING = -1
 """Queue position of running sequences: ahead of all waiting sequences."""
@@ -38,6 +38,9 @@ class KvPages:
     """Allocates pages to sequences, and frees those that only windowed layers needed once no later token sees them.
 
     A sequence has pages for at most the next `max_step_tokens` tokens of windowed layers, the most that one step runs.
+
+    In a hybrid decoder, a running sequence also has the pages of a state. Such sequences neither use nor fill the
+    prefix cache: a page holds K and V of its tokens, but other layers need the state after these tokens.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class KvPages:
 
         A sequence whose prompt is not scored yet has no cached prefix, because its prompt's logits are needed.
         """
-        if sequence.num_unscored or not sequence.add.isolation_key:
+        if sequence.num_unscored or not sequence.add.isolation_key or self._layout.num_state_pages:
             return NO_PREFIX
         num_tokens = self._multiple(len(sequence.tokens) - 1)
         found: list[tuple[CachedPage, ...]] = []
@@ -104,7 +107,7 @@ class KvPages:
 
     def num_pages_to_begin(self, prefix: Prefix, num_tokens: int) -> int:
         """Free or evictable pages needed to start a sequence with a cached prefix and `num_tokens` more tokens."""
-        num_pages = prefix.num_idle
+        num_pages = prefix.num_idle + self._layout.num_state_pages
         for group in self._groups:
             end = self._end(group, prefix.num_tokens, num_tokens)
             num_pages += -(-end // group.page_tokens) - prefix.num_tokens // group.page_tokens
@@ -139,8 +142,11 @@ class KvPages:
         for group, table in zip(self._groups, sequence.tables, strict=True):
             end = self._end(group, sequence.num_computed, num_tokens)
             needed.append(max(0, -(-end // group.page_tokens) - table.end_block // group.num_blocks))
-        if not self._reclaimer.make_room(sum(needed), position):
+        needed_by_state = self._layout.num_state_pages - len(sequence.state_pages)
+        if not self._reclaimer.make_room(sum(needed) + needed_by_state, position):
             return False
+        if needed_by_state:
+            sequence.state_pages = block_list(self._pages.alloc(needed_by_state, PageOwner.KV))
         for group, table, count in zip(self._groups, sequence.tables, needed, strict=True):
             for page in self._pages.alloc(count, PageOwner.KV):
                 table.blocks.extend(self._layout.blocks(group, page))
@@ -156,7 +162,8 @@ class KvPages:
         """
         if sequence.num_computed < sequence.next_offer:
             return
-        offers = not sequence.is_tainted and bool(sequence.add.isolation_key)
+        is_shared = bool(sequence.add.isolation_key) and not self._layout.num_state_pages
+        offers = is_shared and not sequence.is_tainted
         if not offers and not self._has_windows:
             sequence.next_offer = sys.maxsize
             return
@@ -184,6 +191,8 @@ class KvPages:
             self._cache.release(cached)
         for group, table in zip(self._groups, sequence.tables, strict=True):
             self._pages.free(self._pages_of(table.blocks, group))
+        self._pages.free(sequence.state_pages)
+        sequence.state_pages = block_list()
         sequence.tables = [PageTable() for _ in self._groups]
         sequence.num_computed = sequence.num_room = 0
 

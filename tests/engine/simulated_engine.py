@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from llguidance import LLTokenizer
@@ -131,6 +131,7 @@ def simulate_engine(
     windows: Sequence[int | None] = (None,),
     load_vocabulary: Callable[[], LLTokenizer] = byte_vocabulary,
     wake: Callable[[], None] = lambda: None,
+    num_state_pages: int = 0,
     **waiting: float,
 ) -> Simulation:
     pages = PagePool(num_pages)
@@ -138,7 +139,7 @@ def simulate_engine(
     stager, adapter_pages = MemoryStager(simulated_adapters(adapters or {})), SimulatedPages()
     pool = AdapterPool(pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
     prefixes = PrefixCache(pages, policy, 16)
-    cache = cache_layout(windows, max_model_len)
+    cache = replace(cache_layout(windows, max_model_len), num_state_pages=num_state_pages)
     kv = KvPages(pages, pool.reclaimer, prefixes, cache, max_batch_tokens)
     scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
     executor = SimulatedExecutor(vocab_size, cache, num_pages, adapter_pages, eos)

@@ -25,7 +25,7 @@ WINDOWS: dict[str, tuple[int | None, ...]] = {
 class Life:
     """Drives one engine with random events and checks every token that it generates."""
 
-    def __init__(self, seed: int, lookahead: bool, layers: str = "whole") -> None:
+    def __init__(self, seed: int, lookahead: bool, layers: str = "whole", num_state_pages: int = 0) -> None:
         self.rng = random.Random(seed)
         self.names = {f"adapter{i}": self.rng.randint(1, 6) for i in range(14)}
         self.simulation: Simulation = simulate_engine(
@@ -39,6 +39,7 @@ class Life:
             max_waiting_tokens=4000,
             max_waiting_s=500.0,
             windows=WINDOWS[layers],
+            num_state_pages=num_state_pages,
         )
         self.prompts = [self._tokens(self.rng.randint(1, 80)) for _ in range(5)]
         self.adds: dict[str, Add] = {}
@@ -154,8 +155,8 @@ class Life:
         return tuple(self.rng.randrange(1000) for _ in range(count))
 
 
-def live(seed: int, lookahead: bool, num_turns: int, layers: str = "whole") -> Life:
-    life = Life(seed, lookahead, layers)
+def live(seed: int, lookahead: bool, num_turns: int, layers: str = "whole", num_state_pages: int = 0) -> Life:
+    life = Life(seed, lookahead, layers, num_state_pages)
     for number in range(num_turns):
         life.turn(number)
     life.end()
@@ -197,4 +198,19 @@ def test_long_random_runs_lose_and_leak_nothing(seed: int) -> None:
     counts = stats_of(life.simulation)
     # A pool of 80 pages has room for every request, so it needs no preemption.
     assert counts.num_preemptions > 0 or life.simulation.pages.num_pages == 80
+    assert counts.num_adapter_evictions > 0
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
+def test_sequences_with_a_state_lose_and_leak_nothing(lookahead: bool) -> None:
+    counts = stats_of(live(4, lookahead, 300, num_state_pages=3).simulation)
+    assert counts.num_preemptions > 0
+    assert counts.cached_tokens == counts.num_kv_pages == 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(300, 306))
+def test_long_runs_of_sequences_with_a_state_lose_and_leak_nothing(seed: int) -> None:
+    counts = stats_of(live(seed, bool(seed % 2), NUM_TURNS, num_state_pages=1 + seed % 4).simulation)
+    assert counts.cached_tokens == counts.num_kv_pages == 0
     assert counts.num_adapter_evictions > 0
