@@ -31,7 +31,7 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.backend import Backend, CompileAhead, open_backend
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
-from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable
+from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, PoolTooSmall
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.executor import Executor
@@ -141,7 +141,7 @@ def assemble_engine(
         kv_dtype=DTYPES[dtype],
         adapter_dtype=DTYPES[dtype],
         device=backend.device,
-        has_cache_groups=len(cache.groups) > 1,
+        has_cache_groups=cache.page_step > 1,
     )
     make_executor = partial(_make_executor, config, model, max_model_len, tables, backend)
     backend.accelerator.release_unused()
@@ -152,6 +152,11 @@ def assemble_engine(
     views = allocate(pool_bytes_of(config.pool_bytes, backend.accelerator.memory()))
     kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
+    if pages.num_pages <= cache.num_state_pages:
+        raise PoolTooSmall(
+            f"the state of one sequence takes {cache.num_state_pages} pages, and a pool of "
+            f"{in_gib(views.raw.nbytes)} has {pages.num_pages}: raise pool_bytes"
+        )
     policy, queue = POLICIES[config.eviction_policy](), FairQueue()
     host = HostTier(config.host_tier_bytes)
     stager = stager or open_stager(config, target, backend.accelerator, host, wake)
@@ -238,13 +243,15 @@ def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: Co
 def warm_up(executor: Executor, config: EngineConfig, cache: CacheLayout, compiles: bool) -> None:
     """Run each kind of step once, so that no request waits for kernels to load.
 
-    Writes K and V to page 0, which has no owner yet. Raises ConfigNotUsable if a GPU lacks memory for a step.
+    Writes K and V, or a state, to page 0, which has no owner yet. Raises ConfigNotUsable if a GPU lacks memory for a
+    step.
     """
     try:
         for num_prompt in (2, 1):
             add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
             tables = [PageTable(block_list(cache.blocks(group, 0))) for group in cache.groups]
             sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, tables=tables)
+            sequence.state_pages = block_list([0] * cache.num_state_pages)
             batch = build_batch([ScheduledSequence(sequence, num_prompt)], cache.block_tokens)
             executor.submit(batch).choose().tokens()
         if compiles and isinstance(executor, GraphExecutor):
@@ -294,7 +301,12 @@ def _make_executor(
     cache = decoder.cache_layout
     max_blocks = config.max_sequences * cache.max_blocks(max_model_len, config.max_batch_tokens)
     buffer = StepBuffer(
-        backend.accelerator, config.max_batch_tokens, config.max_sequences, max_blocks, len(cache.groups)
+        backend.accelerator,
+        config.max_batch_tokens,
+        config.max_sequences,
+        max_blocks,
+        len(cache.groups),
+        has_states=cache.num_state_pages > 0,
     )
     sampler = DeviceSampler(backend.accelerator, backend.sample_tokens, config.max_sequences, model.eos_token_ids)
     return GraphExecutor(decoder, kernels, tables, backend.accelerator, buffer, sampler, config.max_sequences)

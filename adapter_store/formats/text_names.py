@@ -8,30 +8,34 @@ _TEXT = (
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
 )
-_OTHER_PARTS = tuple(
-    level + part
-    for level in ("", "model.")
-    for part in (
-        "aligner.",
-        "connector.",
-        "image_newline",
-        "image_tower.",
-        "multi_modal_projector.",
-        "projector.",
-        "video_tower.",
-        "vision_encoder.",
-        "vision_model.",
-        "vision_projection.",
-        "vision_projector.",
-        "vision_tower.",
-        "visual.",
-        "visual_embeddings_table.",
-    )
+_OTHER_PARTS = (
+    # Predicts several tokens at once. The model's own output does not depend on it.
+    "mtp.",
+    *(
+        level + part
+        for level in ("", "model.")
+        for part in (
+            "aligner.",
+            "connector.",
+            "image_newline",
+            "image_tower.",
+            "multi_modal_projector.",
+            "projector.",
+            "video_tower.",
+            "vision_encoder.",
+            "vision_model.",
+            "vision_projection.",
+            "vision_projector.",
+            "vision_tower.",
+            "visual.",
+            "visual_embeddings_table.",
+        )
+    ),
 )
 
 
 def text_name(stored: str) -> str | None:
-    """The name of the same tensor in a text-only model, or None for a tensor that serves images or video only."""
+    """The name of the same tensor in a text-only model, or None for a tensor that its output does not need."""
     if stored.startswith(_OTHER_PARTS):
         return None
     for prefix, replacement in _TEXT:

@@ -71,6 +71,7 @@ def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "adapter_modules": _module_names(config),
         "page_bytes": geometry.total_page_bytes,
+        "state_pages": config.num_state_pages(geometry),
         "pages_by_rank": {str(rank): _num_pages(target, rank) for rank in RANKS},
     }
 

@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional
 
 from loramux.engine.batch import StepInputs
-from loramux.engine.cache_groups import CacheLayout, cache_layout
+from loramux.engine.cache_groups import CacheLayout, cache_layout, hybrid_layout
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
+from loramux.engine.model.delta_net import DeltaNet
 from loramux.engine.model.layer_adapters import LayerAdapters
 from loramux.engine.model.mixture import Mixture, mixture_groups
 from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
@@ -33,7 +34,8 @@ from loramux.kernels.tables import AdapterTables, AttentionSpec, LoraCall, Modul
 class DecoderLayer:
     """The weights of one layer. q/k/v are fused into one linear.
 
-    A layer with a `mixture` has a `feed_forward` only if it has a shared expert.
+    A layer with a `mixture` has a `feed_forward` only if it has a shared expert. A layer with a `delta` has no
+    `attention`; `qkv` and `o` are then the input and output projections of the delta rule.
 
     Output norms apply to the outputs of attention and feed-forward before these are added to the residual. `qk_norms`
     are the norms of q and k, or empty. `rotary` is the index of the decoder's rotary tables for this layer's q and k.
@@ -43,13 +45,16 @@ class DecoderLayer:
 
     attention_norm: Norm
     qkv: Linear
+    qkv_group: ModuleGroup
     qk_norms: tuple[Norm, ...]
     rotary: int
     interleaves: bool
-    attention: AttentionSpec
+    attention: AttentionSpec | None
+    delta: DeltaNet | None
     cache_group: int
     cache_layer: int
     o: Linear
+    o_group: ModuleGroup
     attention_output_norm: Norm | None
     feed_forward_norm: Norm
     feed_forward: FeedForward | None
@@ -65,16 +70,6 @@ class FeedForward:
     gate_up_group: ModuleGroup
     down: Linear
     down_group: ModuleGroup
-
-
-@dataclass(frozen=True, slots=True)
-class LoraGroups:
-    """Groups of modules that share an input, a shrink and an expand; those of feed-forwards belong to the layers."""
-
-    qkv: ModuleGroup
-    o: ModuleGroup
-    embedding: ModuleGroup
-    head: ModuleGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +98,9 @@ class Decoder:
     ) -> None:
         self.config = config
         self._dtype = backend.activation_dtype or dtype
-        self._groups = lora_groups(config)
+        self._embedding_group, self._head_group = (
+            _group(config.outer_modules, (module,)) for module in (EMBEDDING, HEAD)
+        )
         self._module_groups = tuple(np.array(group, np.intp) for group in all_module_groups(config))
         place = Placement(weights, dtype, backend, config)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
@@ -111,6 +108,9 @@ class Decoder:
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(config.layer_ropes))
         self.cache_layout = cache_layout(config.layer_windows, max_len)
+        if config.delta is not None:
+            num_state_pages = config.num_state_pages(config.geometry(dtype.itemsize, dtype.itemsize))
+            self.cache_layout = hybrid_layout(config.num_layers, config.delta.attention_layers, num_state_pages)
         self._layers = [
             _load_layer(config, place, layer, ropes.index(config.layer_ropes[layer]), self.cache_layout)
             for layer in range(config.num_layers)
@@ -135,14 +135,18 @@ class Decoder:
     @property
     def shapes(self) -> KernelShapes:
         """The shapes that the kernels must support."""
-        groups = self._groups
-        blocks = [layer.feed_forward for layer in self._layers if layer.feed_forward is not None]
-        feed_forwards = [group for block in blocks for group in (block.gate_up_group, block.down_group)]
-        mixtures = [group for layer in self._layers if layer.mixture is not None for group in layer.mixture.groups]
+        groups: list[ModuleGroup] = []
+        for layer in self._layers:
+            groups += (layer.qkv_group, layer.o_group)
+            if layer.feed_forward is not None:
+                groups += (layer.feed_forward.gate_up_group, layer.feed_forward.down_group)
+            if layer.mixture is not None:
+                groups += layer.mixture.groups
         return KernelShapes(
-            groups=(groups.qkv, groups.o, *dict.fromkeys([*feed_forwards, *mixtures])),
-            attention=tuple(layer.attention for layer in self._layers),
-            outer_groups=(groups.embedding, groups.head),
+            groups=tuple(dict.fromkeys(groups)),
+            attention=tuple(layer.attention for layer in self._layers if layer.attention is not None),
+            outer_groups=(self._embedding_group, self._head_group),
+            delta=None if self.config.delta is None else self.config.delta.spec,
         )
 
     @property
@@ -168,13 +172,13 @@ class Decoder:
         embedded = functional.embedding(tokens, self._embedding)
         if segments is not None and is_adapted:
             assert tables.trained_rows is not None
-            call = LoraCall(0, self._groups.embedding, tables.trained_rows, segments)
+            call = LoraCall(0, self._embedding_group, tables.trained_rows, segments)
             kernels.outer.replace_rows(inputs.tokens, call, embedded)
         if self._embedding_scale != 1.0:
             embedded = embedded * self._embedding_scale
         embedded = embedded.to(self._dtype)
         if segments is not None and is_adapted:
-            call = LoraCall(0, self._groups.embedding, _outer(tables), segments)
+            call = LoraCall(0, self._embedding_group, _outer(tables), segments)
             planes = kernels.outer.lora_planes(call, embedded.shape[0])
             kernels.outer.lora_gather(inputs.tokens, call, planes)
             kernels.outer.lora_expand(planes, call, embedded)
@@ -196,24 +200,13 @@ class Decoder:
         # The groups that adapters of this step modify.
         adapted = inputs.groups if inputs.segments.num_segments else NO_GROUPS
 
-        def feed_forward(x: torch.Tensor, layer: DecoderLayer, adapters: LayerAdapters) -> torch.Tensor:
-            block, out = layer.feed_forward, None
-            if block is not None:
-                inner = adapters.add(x, block.gate_up(x), LayerGroups.GATE_UP, block.gate_up_group)
-                inner = activate(inner)
-                out = adapters.add(inner, block.down(inner), LayerGroups.DOWN, block.down_group)
-            if layer.mixture is not None:
-                out = layer.mixture(x, out, kernels, activate, adapters)
-            assert out is not None, "each layer has a feed-forward or experts"
-            return out
-
-        x = residual
-        for index, layer in enumerate(self._layers):
-            adapters = LayerAdapters(kernels, tables, inputs.slots, inputs.segments, adapted, index)
-            norm = layer.attention_norm
-            x = norm(kernels, residual) if index == 0 else norm.add(kernels, x, residual)
-            qkv = adapters.add(x, layer.qkv(x), LayerGroups.QKV, self._groups.qkv)
-            q, k, v = qkv.split((q_out, kv_out, kv_out), dim=1)
+        def attend(qkv: torch.Tensor, layer: DecoderLayer) -> torch.Tensor:
+            """Attention of one layer, from its projections to the input of o."""
+            assert layer.attention is not None
+            q, k, v = qkv.split((2 * q_out if config.gates_attention else q_out, kv_out, kv_out), dim=1)
+            gate = None
+            if config.gates_attention:
+                q, gate = q.view(num_tokens, config.num_heads, 2 * config.head_dim).chunk(2, dim=2)
             if layer.qk_norms:
                 q, k = (
                     norm(kernels, one.view(num_tokens, -1, size))
@@ -230,8 +223,34 @@ class Decoder:
             batch = inputs.attention[layer.cache_group]
             kernels.rotate_and_store(q, k, v, *angles[layer.rotary], layer.cache_layer, batch)
             kernels.paged_attention(q, layer.cache_layer, batch, layer.attention, attended)
-            normed, x = x, attended.view(num_tokens, q_out)
-            x = adapters.add(x, layer.o(x), LayerGroups.O, self._groups.o)
+            if gate is None:
+                return attended.view(num_tokens, q_out)
+            return (attended * gate.sigmoid()).view(num_tokens, q_out)
+
+        def feed_forward(x: torch.Tensor, layer: DecoderLayer, adapters: LayerAdapters) -> torch.Tensor:
+            block, out = layer.feed_forward, None
+            if block is not None:
+                inner = adapters.add(x, block.gate_up(x), LayerGroups.GATE_UP, block.gate_up_group)
+                inner = activate(inner)
+                out = adapters.add(inner, block.down(inner), LayerGroups.DOWN, block.down_group)
+            if layer.mixture is not None:
+                out = layer.mixture(x, out, kernels, activate, adapters)
+            assert out is not None, "each layer has a feed-forward or experts"
+            return out
+
+        x = residual
+        for index, layer in enumerate(self._layers):
+            adapters = LayerAdapters(kernels, tables, inputs.slots, inputs.segments, adapted, index)
+            norm = layer.attention_norm
+            x = norm(kernels, residual) if index == 0 else norm.add(kernels, x, residual)
+            qkv = adapters.add(x, layer.qkv(x), LayerGroups.QKV, layer.qkv_group)
+            normed = x
+            if layer.delta is None:
+                x = attend(qkv, layer)
+            else:
+                assert inputs.states is not None
+                x = layer.delta(qkv, kernels, inputs.states)
+            x = adapters.add(x, layer.o(x), LayerGroups.O, layer.o_group)
             if layer.attention_output_norm is not None:
                 x = layer.attention_output_norm(kernels, x)
             if residual_scale != 1.0:
@@ -267,9 +286,9 @@ class Decoder:
             if adapters.max_rows:
                 assert adapters.tables.trained_rows is not None
                 segments = replace(adapters.segments, max_rank=adapters.max_rows)
-                call = LoraCall(0, self._groups.head, adapters.tables.trained_rows, segments)
+                call = LoraCall(0, self._head_group, adapters.tables.trained_rows, segments)
                 adapters.kernels.outer.replace_columns(hidden, call, logits)
-            call = LoraCall(0, self._groups.head, _outer(adapters.tables), adapters.segments)
+            call = LoraCall(0, self._head_group, _outer(adapters.tables), adapters.segments)
             adapters.kernels.outer.lora_add(hidden, call, logits)
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
@@ -292,13 +311,6 @@ def _activation(config: ModelConfig, kernels: Kernels) -> Callable[[torch.Tensor
 def _outer(tables: AdapterTables) -> AdapterTables:
     assert tables.outer is not None, "segments of outer modules come with their tables"
     return tables.outer
-
-
-def lora_groups(config: ModelConfig) -> LoraGroups:
-    """Group the modules that all layers have, and the outer modules, by their input."""
-    qkv, o = (_group(config.modules, modules) for modules in config.module_groups[:2])
-    embedding, head = (_group(config.outer_modules, (module,)) for module in (EMBEDDING, HEAD))
-    return LoraGroups(qkv=qkv, o=o, embedding=embedding, head=head)
 
 
 def all_module_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
@@ -346,28 +358,40 @@ def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int, 
             down=linear(down, config.mlp_bias),
             down_group=_group(modules, down),
         )
-    cache_group, cache_layer = cache.place(index)
     mixture = None
     if config.mixture is not None and index in config.mixture.layers:
         groups = mixture_groups(config.mixture, hidden_size, _group(modules, router), first_expert=len(modules))
         mixture = Mixture(config.mixture, groups, hidden_size, place, prefix)
-    return DecoderLayer(
-        attention_norm=norm(config.norms.before_attention) or NoNorm(),
-        qkv=linear(qkv, config.qkv_bias),
-        qk_norms=tuple(place.norm(f"{prefix}.self_attn.{name}", size) for name, size in config.qk_norm_sizes),
-        rotary=rotary,
-        interleaves=config.interleaved_rotary and config.layer_ropes[index] is not NO_ROPE,
-        attention=AttentionSpec(
+    has_attention = config.has_attention(index)
+    attention, delta, cache_group, cache_layer = None, None, 0, 0
+    qk_norms: tuple[Norm, ...] = ()
+    if has_attention:
+        attention = AttentionSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=head_dim,
             scale=config.attention_scale,
             sliding_window=config.layer_windows[index],
             soft_cap=config.attention_soft_cap,
-        ),
+        )
+        qk_norms = tuple(place.norm(f"{prefix}.self_attn.{name}", size) for name, size in config.qk_norm_sizes)
+        cache_group, cache_layer = cache.place(index)
+    else:
+        assert config.delta is not None
+        delta = DeltaNet(config.delta, config.norm_eps, place, prefix, config.delta.layers.index(index))
+    return DecoderLayer(
+        attention_norm=norm(config.norms.before_attention) or NoNorm(),
+        qkv=linear(qkv, config.qkv_bias and has_attention),
+        qkv_group=_group(modules, qkv),
+        qk_norms=qk_norms,
+        rotary=rotary,
+        interleaves=config.interleaved_rotary and config.layer_ropes[index] is not NO_ROPE,
+        attention=attention,
+        delta=delta,
         cache_group=cache_group,
         cache_layer=cache_layer,
-        o=linear(o, config.o_bias),
+        o=linear(o, config.o_bias and has_attention),
+        o_group=_group(modules, o),
         attention_output_norm=norm(config.norms.after_attention),
         feed_forward_norm=norm(config.norms.before_feed_forward) or NoNorm(),
         feed_forward=block,

@@ -13,6 +13,7 @@ from loramux.engine.model.layer_kinds import (
     all_windowed,
     full_by_pattern,
     full_every,
+    linear_in_between,
     rotated_if_listed,
     rotated_if_windowed,
     windowed_above,
@@ -69,7 +70,9 @@ class Family:
     `layer_types`. With `has_layer_types`, the two may differ. A bias is present if the named field says so, or always,
     or never. With `window_theta_field`, windowed layers have their own rotary embedding without scaling, with its theta
     in that field. With `interleaved_rotary`, neighbouring channels are rotated together, not those of two halves. With
-    `parallel_blocks`, attention and feed-forward read the same normed residual.
+    `parallel_blocks`, attention and feed-forward read the same normed residual. With `gates_attention`, the query
+    projection also yields a gate for each output of attention. With `has_delta_layers`, `layer_types` may name layers
+    with a gated delta rule.
     """
 
     layer_kinds: LayerKinds
@@ -99,6 +102,8 @@ class Family:
     rope_fields: tuple[str, ...] = ()
     window_theta_field: str | None = None
     mixture: MixtureTraits | None = None
+    gates_attention: bool = False
+    has_delta_layers: bool = False
 
 
 _QWEN_ASSUMED: dict[str, Any] = {
@@ -144,6 +149,29 @@ FAMILIES: dict[str, Family] = {
         assumed={**_QWEN_ASSUMED, "head_dim": 128},
         reads=("attention_bias", *QK_NORM),
         qk_norm=HEAD_WIDE,
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        layer_kinds=linear_in_between,
+        has_layer_types=True,
+        assumed={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "full_attention_interval": 4,
+            "attn_output_gate": True,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+        reads=("attention_bias", "attn_output_gate", "partial_rotary_factor"),
+        norm_offset=1.0,
+        qk_norm=HEAD_WIDE,
+        mlp_bias=False,
+        rope_fields=("mrope_section", "mrope_interleaved"),
+        gates_attention=True,
+        has_delta_layers=True,
     ),
     "Gemma2ForCausalLM": Family(
         layer_kinds=full_every(2),

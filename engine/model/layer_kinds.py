@@ -1,4 +1,4 @@
-"""Kinds of decoder layers: with or without a sliding window, and with or without a rotation of q and k."""
+"""Kinds of decoder layers: with or without attention or a sliding window, and with or without a rotation of q and k."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from loramux.engine.model.config_fields import positive
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers in `layer_types`."""
 
 LayerKinds = Callable[[Mapping[str, Any], int], list[str]]
@@ -53,6 +53,12 @@ def full_by_pattern(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     if raw.get("sliding_window") is None:
         return [FULL] * num_layers
     return full_every(positive(raw, "sliding_window_pattern"))(raw, num_layers)
+
+
+def linear_in_between(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Attention in every `full_attention_interval`-th layer."""
+    interval = positive(raw, "full_attention_interval")
+    return [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
 
 
 def windowed_unless_rotated(raw: Mapping[str, Any], num_layers: int) -> list[str]:

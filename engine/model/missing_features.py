@@ -27,10 +27,9 @@ _BY_FEATURE: dict[str, str] = {
         Glm5NextForConditionalGeneration GraniteMoeHybridForCausalLM JambaForCausalLM KimiLinearForCausalLM
         Mamba2ForCausalLM MambaForCausalLM MiniCPMOcrForConditionalGeneration MiniCPMV4_6ForConditionalGeneration
         MiniCPMV4_7ForConditionalGeneration MiniMaxForCausalLM NemotronHForCausalLM NemotronH_Omni_Reasoning_V3
-        OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
-        Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration Qwen4ExpForCausalLM
-        Qwen4ExpForConditionalGeneration RecurrentGemmaForCausalLM RwkvForCausalLM Zamba2ForCausalLM ZambaForCausalLM
-        xLSTMForCausalLM
+        OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+        Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration RecurrentGemmaForCausalLM RwkvForCausalLM
+        Zamba2ForCausalLM ZambaForCausalLM xLSTMForCausalLM
     """,
     "convolutions over positions": """
         InklingForCausalLM InklingForConditionalGeneration Inkling2ForCausalLM Inkling2ForConditionalGeneration

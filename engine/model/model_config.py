@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from loramux.engine.model.config_fields import (
     refuse_field,
     refuse_what_is_not_computed,
 )
+from loramux.engine.model.delta_config import DeltaConfig, parse_delta
 from loramux.engine.model.families import (
     HEAD_WIDE,
     PROJECTION_WIDE,
@@ -28,7 +29,7 @@ from loramux.engine.model.families import (
     FeedForward,
     NormNames,
 )
-from loramux.engine.model.layer_kinds import FULL, SLIDING
+from loramux.engine.model.layer_kinds import FULL, LINEAR, SLIDING
 from loramux.engine.model.missing_features import MISSING_FEATURES
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
 from loramux.engine.model.multimodal import text_decoder
@@ -57,8 +58,10 @@ class ModelConfig:
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
     are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form
     a single linear. Adapters see the same linears. A soft cap of None means no cap. The layers of `mixture`, which is
-    None if there are none, have experts instead of a feed-forward of `intermediate_size`. `quantization` is the format
-    of the stored weights, or None if they are floats.
+    None if there are none, have experts instead of a feed-forward of `intermediate_size`. The layers of `delta`, which
+    is None if there are none, have a gated delta rule instead of attention. With `gates_attention`, the query
+    projection yields q, then a gate, for each head. `quantization` is the format of the stored weights, or None if they
+    are floats.
     """
 
     architecture: str
@@ -83,6 +86,8 @@ class ModelConfig:
     fused_qkv: bool
     feed_forward: FeedForward
     mixture: MixtureConfig | None
+    delta: DeltaConfig | None
+    gates_attention: bool
     parallel_blocks: bool
     interleaved_rotary: bool
     activation: str
@@ -106,10 +111,14 @@ class ModelConfig:
         hidden = self.hidden_size
         q_out, kv_out = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if self.fused_qkv:
-            qkv = [LinearShape("self_attn.qkv_proj", hidden, q_out + 2 * kv_out)]
+            outputs = {"qkv_proj": q_out + 2 * kv_out}
         else:
-            outputs = {"q_proj": q_out, "k_proj": kv_out, "v_proj": kv_out}
-            qkv = [LinearShape(f"self_attn.{name}", hidden, size) for name, size in outputs.items()]
+            outputs = {"q_proj": 2 * q_out if self.gates_attention else q_out, "k_proj": kv_out, "v_proj": kv_out}
+        attending = None if self.delta is None else self.delta.attention_layers
+        attention = [
+            *(LinearShape(f"self_attn.{name}", hidden, size, layers=attending) for name, size in outputs.items()),
+            LinearShape("self_attn.o_proj", q_out, hidden, layers=attending),
+        ]
         feed_forwards: list[LinearShape] = []
         for block, inner, layers in self._feed_forwards:
             width = (2 if block.has_gate else 1) * inner // len(block.inputs)
@@ -117,7 +126,11 @@ class ModelConfig:
             feed_forwards.append(LinearShape(block.output, inner, hidden, layers=layers))
         routers = [] if self.mixture is None else self.mixture.router_linears(hidden)
         routers = [replace(linear, layers=self._mixture_layers) for linear in routers]
-        return (*qkv, LinearShape("self_attn.o_proj", q_out, hidden), *feed_forwards, *routers)
+        deltas = () if self.delta is None else self.delta.linears(hidden)
+        return (*attention, *feed_forwards, *routers, *deltas)
+
+    def has_attention(self, layer: int) -> bool:
+        return self.delta is None or layer in self.delta.attention_layers
 
     @property
     def experts(self) -> ExpertModules | None:
@@ -165,6 +178,8 @@ class ModelConfig:
         """Indices of `modules` by their input: q/k/v, o, gate/up, down, router.
 
         A group whose modules no layer has is empty.
+
+        The projections of a delta rule's input belong to the first group, and that of its output to the second.
         """
         num_qkv = 1 if self.fused_qkv else 3
         inputs: list[int] = []
@@ -174,7 +189,10 @@ class ModelConfig:
             inputs += range(at, at + len(block.inputs))
             outputs.append(at + len(block.inputs))
         first_router = num_qkv + 1 + len(inputs) + len(outputs)
-        return tuple(range(num_qkv)), (num_qkv,), tuple(inputs), tuple(outputs), self._router_modules(first_router)
+        routers = self._router_modules(first_router)
+        first = first_router + len(routers)
+        deltas = () if self.delta is None else range(first, first + len(self.delta.linears(self.hidden_size)))
+        return (*range(num_qkv), *deltas[:-1]), (num_qkv, *deltas[-1:]), tuple(inputs), tuple(outputs), routers
 
     def _router_modules(self, first: int) -> tuple[int, ...]:
         return () if self.mixture is None else tuple(range(first, first + len(self.mixture.router_linears(1))))
@@ -201,6 +219,10 @@ class ModelConfig:
             kv_itemsize=kv_itemsize,
             adapter_itemsize=adapter_itemsize,
         )
+
+    def num_state_pages(self, geometry: PageGeometry) -> int:
+        """Pages of the state of one sequence, whatever its length; 0 if all layers have attention."""
+        return 0 if self.delta is None else self.delta.spec.num_pages(geometry)
 
     @staticmethod
     def load(model_dir: Path) -> ModelConfig:
@@ -244,6 +266,8 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     family, raw = found
     refuse_what_is_not_computed(raw, architecture, family.reads)
     raw = {**family.assumed, **raw}
+    if family.gates_attention and raw["attn_output_gate"] is not True:
+        refuse_field("attn_output_gate", raw["attn_output_gate"], architecture)
     num_layers, hidden_size = positive(raw, "num_hidden_layers"), positive(raw, "hidden_size")
     if num_layers > MAX_LAYERS:
         raise ModelNotSupported(f"num_hidden_layers {num_layers} is above {MAX_LAYERS}")
@@ -262,7 +286,8 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         quantization = parse_format(raw)
     except BaseNotSupported as error:
         raise ModelNotSupported(str(error)) from error
-    windows = _parse_windows(raw, architecture, family, num_layers)
+    kinds = _parse_kinds(raw, architecture, family, num_layers)
+    windows = _parse_windows(raw, family, kinds)
     ropes = parse_ropes(raw, architecture, family, windows, head_dim)
     max_model_len, stretched_model_len = longest_contexts(raw, ropes)
     return ModelConfig(
@@ -288,6 +313,8 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         fused_qkv=family.fused_qkv,
         feed_forward=family.feed_forward,
         mixture=None if family.mixture is None else parse_mixture(raw, family.mixture, num_layers),
+        delta=parse_delta(raw, architecture, kinds),
+        gates_attention=family.gates_attention,
         parallel_blocks=family.parallel_blocks,
         interleaved_rotary=family.interleaved_rotary,
         activation=_parse_activation(raw, family),
@@ -331,19 +358,23 @@ def _parse_activation(raw: Mapping[str, Any], family: Family) -> str:
     return supported[activation]
 
 
-def _parse_windows(
-    raw: Mapping[str, Any], architecture: str, family: Family, num_layers: int
-) -> tuple[int | None, ...]:
-    """Each layer's sliding window. If the family has no `layer_types`, the field must agree with the other fields."""
+def _parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_layers: int) -> list[str]:
+    """Each layer's kind. If the family has no `layer_types`, the field must agree with the other fields."""
     usual = family.layer_kinds(raw, num_layers)
     kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
     if len(kinds) != num_layers:
         raise ModelNotSupported(f"layer_types names {len(kinds)} layers of {num_layers}")
+    known = (FULL, LINEAR if family.has_delta_layers else SLIDING)
     for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise ModelNotSupported(f"layer_types names {kind!r}; {FULL} and {SLIDING} are supported")
+        if kind not in known:
+            raise ModelNotSupported(f"layer_types names {kind!r}; {' and '.join(known)} are supported")
     if kinds != usual and not family.has_layer_types:
         refuse_field("layer_types", kinds, architecture)
+    return list(kinds)
+
+
+def _parse_windows(raw: Mapping[str, Any], family: Family, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """Each layer's sliding window."""
     is_windowed = raw.get("sliding_window") is not None
     if "use_sliding_window" in family.assumed:
         is_windowed = is_windowed and bool(raw["use_sliding_window"])

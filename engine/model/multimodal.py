@@ -125,6 +125,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen3VLForConditionalGeneration": Wrapper(
         {"qwen3_vl_text": "Qwen3ForCausalLM"}, {"rope_theta": 500000.0}, has_mrope=True
     ),
+    "Qwen3_5ForConditionalGeneration": Wrapper({"qwen3_5_text": "Qwen3_5ForCausalLM"}, has_mrope=True),
 }
 """The supported multimodal architectures. Their text decoders are served without images."""
 

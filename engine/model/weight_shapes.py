@@ -27,9 +27,10 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     # The mixture lists its routers.
     qkv, o, *feed_forward = groups = config.layer_groups(layer)[:-1]
+    has_attention = config.has_attention(layer)
     biased = {
-        *(qkv if config.qkv_bias else ()),
-        *(o if config.o_bias else ()),
+        *(qkv if config.qkv_bias and has_attention else ()),
+        *(o if config.o_bias and has_attention else ()),
         *(module for group in feed_forward if config.mlp_bias for module in group),
     }
     modules = config.modules
@@ -41,8 +42,10 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     for norm in astuple(config.norms):
         for part in norm_parts(config) if norm is not None else ():
             yield f"{norm}.{part}", (config.hidden_size,)
-    for norm, size in config.qk_norm_sizes:
+    for norm, size in config.qk_norm_sizes if has_attention else ():
         yield f"self_attn.{norm}.weight", (size,)
+    if config.delta is not None and not has_attention:
+        yield from config.delta.weight_shapes()
     if config.mixture is not None and layer in config.mixture.layers:
         yield from config.mixture.weight_shapes(config.hidden_size)
 

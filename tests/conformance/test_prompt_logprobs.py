@@ -25,9 +25,9 @@ PROMPTS = [(None, 1), ("r3", 5), (None, 33), ("both", 90), (None, 70), ("r3", 20
 Results = tuple[dict[str, list[PromptLogprob]], dict[str, list[int]], dict[str, list[TokenLogprobs]]]
 
 
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return make_subject("llama", tmp_path_factory.mktemp("llama"), PLANS, SMALL_SHAPE, SMALL_WINDOW)
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3_5", marks=pytest.mark.campaign)])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
 
 
 @pytest.fixture(params=["cpu", "gpu without kernels", pytest.param("gpu", marks=pytest.mark.campaign)])

@@ -37,6 +37,7 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
 from tests.conformance.further_families import FURTHER_FAMILIES, MakeModel
+from tests.conformance.hybrid_families import HYBRID_FAMILIES
 from tests.conformance.mixture_families import FREQUENT_MIXTURES, MIXTURE_FAMILIES
 from tests.conformance.wrapped_families import WRAPPED_FAMILIES
 
@@ -173,10 +174,12 @@ FAMILIES: dict[str, MakeModel] = {
     **FURTHER_FAMILIES,
     **WRAPPED_FAMILIES,
     **MIXTURE_FAMILIES,
+    **HYBRID_FAMILIES,
 }
 """Creates a random model of a family from a shape and a window."""
 
-RARE_FAMILIES = FURTHER_FAMILIES.keys() | WRAPPED_FAMILIES.keys() | MIXTURE_FAMILIES.keys() - set(FREQUENT_MIXTURES)
+_FURTHER = FURTHER_FAMILIES | WRAPPED_FAMILIES | MIXTURE_FAMILIES | HYBRID_FAMILIES
+RARE_FAMILIES = _FURTHER.keys() - set(FREQUENT_MIXTURES)
 EVERY_FAMILY = [
     pytest.param(family, marks=pytest.mark.campaign if family in RARE_FAMILIES else ()) for family in FAMILIES
 ]
@@ -192,6 +195,16 @@ RENAMED_MODULES = {
     **dict.fromkeys(("arcee", "nemotron", "jais2"), _WITHOUT_GATE),
 }
 """Names of linears that differ from those in Llama, by the family's name up to a hyphen."""
+
+ADDED_MODULES = {
+    "qwen3_5": {
+        "q_proj": ["in_proj_qkv"],
+        "k_proj": ["in_proj_a"],
+        "v_proj": ["in_proj_z", "in_proj_b"],
+        "o_proj": ["out_proj"],
+    }
+}
+"""The linears that take the place of Llama's in layers without attention, by the family's name up to a hyphen."""
 
 
 def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, window: int = WINDOW) -> PreTrainedModel:
@@ -227,7 +240,13 @@ class AdapterPlan:
     invocation_tokens: tuple[int, ...] = ()
 
     def for_family(self, family: str) -> AdapterPlan:
-        renamed = RENAMED_MODULES.get(family.partition("-")[0])
+        family = family.partition("-")[0]
+        if (added := ADDED_MODULES.get(family)) is not None:
+            others = [name for module in self.modules for name in added.get(module, ())]
+            return dataclasses.replace(
+                self, modules=[*self.modules, *others], rank_pattern=_in_hybrid_layers(self.rank_pattern)
+            )
+        renamed = RENAMED_MODULES.get(family)
         if renamed is None:
             return self
         return dataclasses.replace(
@@ -259,6 +278,17 @@ class AdapterPlan:
             rank_pattern=pattern(self.rank_pattern),
             alpha_pattern=pattern(self.alpha_pattern),
         )
+
+
+def _in_hybrid_layers(pattern: dict[str, V]) -> dict[str, V]:
+    """The same pattern for a base whose layers 0 and 2 have no attention."""
+    named = {
+        name.replace("self_attn.q_proj", "linear_attn.in_proj_qkv")
+        if name.startswith(("layers.0.", "layers.2."))
+        else name: value
+        for name, value in pattern.items()
+    }
+    return dict(sorted(named.items()))
 
 
 def _renamed_pattern(pattern: dict[str, V], renamed: dict[str, str]) -> dict[str, V]:

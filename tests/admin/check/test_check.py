@@ -93,6 +93,16 @@ def test_dtype_changes_the_size_of_a_page() -> None:
     assert check(DEMO_BASE, "--dtype", "int8").exit_code == 2
 
 
+def test_pages_of_a_sequences_state_are_reported(tmp_path: Path) -> None:
+    assert checked(DEMO_BASE)["facts"]["state_pages"] == 0
+    hybrid = {**json.loads((DEMO_BASE / "config.json").read_text()), "architectures": ["Qwen3_5ForCausalLM"]}
+    hybrid |= {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 256}
+    (tmp_path / "config.json").write_text(json.dumps(hybrid))
+    facts = checked(tmp_path)["facts"]
+    elements = 3 * (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128)
+    assert (facts["page_bytes"], facts["state_pages"]) == (4 * 32768, -(-elements * 4 // (4 * 32768)))
+
+
 def without_tensor(base: Path) -> None:
     tensors = load_file(base / "model.safetensors")
     save_file({name: tensors[name] for name in tensors if name != "model.norm.weight"}, base / "model.safetensors")

@@ -54,6 +54,16 @@ MIXTURE = {
     **SIZES,
 }
 
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    **SIZES,
+}
+
 DEVICES = itertools.count(1000)
 """Unused device numbers. No number is reused, because kernels cache their compiled programs by device."""
 

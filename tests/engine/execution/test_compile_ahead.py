@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from loramux.engine.device.accelerator import HostAccelerator
-from tests.engine.device.fake_gpu import GEMMA, LLAMA, MIXTURE, UnlaunchedProgram, cache_key, fake_driver, start_engine
+from tests.engine.device.fake_gpu import (
+    GEMMA,
+    HYBRID,
+    LLAMA,
+    MIXTURE,
+    UnlaunchedProgram,
+    cache_key,
+    fake_driver,
+    start_engine,
+)
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 
@@ -21,14 +30,14 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime import JITFunction
 from loramux.kernels.gpu.ahead import compile_ahead
-from tests.engine.device.fake_gpu import GEMMA, LLAMA, MIXTURE, fake_driver, start_engine
+from tests.engine.device.fake_gpu import GEMMA, HYBRID, LLAMA, MIXTURE, fake_driver, start_engine
 
 run = JITFunction.run
 JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
 found = []
 knobs.compilation.listener = lambda **said: found.append(said["cache_hit"])
 model, capability, directory = sys.argv[1:]
-models = {"llama": LLAMA, "gemma": GEMMA, "mixture": MIXTURE}
+models = {"llama": LLAMA, "gemma": GEMMA, "mixture": MIXTURE, "hybrid": HYBRID}
 for _ in range(2):
     with fake_driver(int(capability)):
         start_engine(Path(directory), models[model], compile_ahead).adapters.close()
@@ -39,7 +48,7 @@ print(len(found))
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-@pytest.mark.parametrize("model", ["llama", "gemma", "mixture"])
+@pytest.mark.parametrize("model", ["llama", "gemma", "mixture", "hybrid"])
 def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capability: int, tmp_path: Path) -> None:
     """The first start compiles ahead and then loads every program. The second start compiles nothing."""
     environment = {
@@ -62,7 +71,13 @@ def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capabil
 
 
 @pytest.mark.parametrize(
-    ("model", "num_kernels"), [(LLAMA, 12), (GEMMA, 12), (MIXTURE, 17)], ids=["llama", "gemma", "mixture"]
+    ("model", "num_kernels"),
+    [
+        pytest.param(LLAMA, 12, id="llama"),
+        pytest.param(GEMMA, 12, id="gemma"),
+        pytest.param(MIXTURE, 17, id="mixture"),
+        pytest.param(HYBRID, 14, id="hybrid", marks=pytest.mark.campaign),
+    ],
 )
 def test_recorded_programs_match_the_warm_up(
     model: dict[str, Any], num_kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ LLAMA: dict[str, Any] = {
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+QWEN35 = {"architectures": ["Qwen3_5ForCausalLM"]}
 LONGROPE = {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
     "original_max_position_embeddings": 64,
@@ -104,6 +105,46 @@ def test_phi_3_has_fused_linears(tmp_path: Path) -> None:
     ]
     assert config.module_groups == ((0,), (1,), (2,), (3,), ())
     assert (config.layer_windows, config.activation) == ((32,) * 4, SILU)
+
+
+def test_qwen_3_5_has_attention_in_every_fourth_layer(tmp_path: Path) -> None:
+    config = load(tmp_path, {**QWEN35, "num_hidden_layers": 8})
+    assert config.delta is not None
+    assert (config.delta.layers, config.delta.attention_layers) == ((0, 1, 2, 4, 5, 6), (3, 7))
+    assert (config.head_dim, config.norm_offset, config.qk_norm, config.gates_attention) == (256, 1.0, HEAD_WIDE, True)
+    assert config.layer_ropes[0].rotary_fraction == 0.25
+    assert [(module.name, module.out_features, module.layers) for module in config.modules] == [
+        ("self_attn.q_proj", 2 * 4 * 256, (3, 7)),
+        ("self_attn.k_proj", 512, (3, 7)),
+        ("self_attn.v_proj", 512, (3, 7)),
+        ("self_attn.o_proj", 64, (3, 7)),
+        ("mlp.gate_proj", 96, None),
+        ("mlp.up_proj", 96, None),
+        ("mlp.down_proj", 64, None),
+        ("linear_attn.in_proj_qkv", 2 * 16 * 128 + 32 * 128, config.delta.layers),
+        ("linear_attn.in_proj_z", 32 * 128, config.delta.layers),
+        ("linear_attn.in_proj_b", 32, config.delta.layers),
+        ("linear_attn.in_proj_a", 32, config.delta.layers),
+        ("linear_attn.out_proj", 64, config.delta.layers),
+    ]
+    assert config.module_groups == ((0, 1, 2, 7, 8, 9, 10), (3, 11), (4, 5), (6,), ())
+    assert config.layer_groups(0) == ((7, 8, 9, 10), (11,), (4, 5), (6,), ())
+    assert config.layer_groups(3) == ((0, 1, 2), (3,), (4, 5), (6,), ())
+
+
+def test_the_state_of_qwen_3_5_takes_pages_of_the_pool(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 24, "num_attention_heads": 8, "linear_num_value_heads": 16}
+    config = load(tmp_path, {**QWEN35, **sizes})
+    geometry = config.geometry(2, 2)
+    elements = 18 * (16 * 128 * 128 + 3 * (2 * 16 * 128 + 16 * 128))
+    assert config.num_state_pages(geometry) == -(-elements * 4 // geometry.total_page_bytes) == 26
+
+
+def test_qwen_3_5_without_layers_that_keep_a_state_is_served(tmp_path: Path) -> None:
+    config = load(tmp_path, {**QWEN35, "layer_types": ["full_attention"] * 4})
+    assert config.delta is None
+    assert config.num_state_pages(config.geometry(2, 2)) == 0
+    assert all(module.layers is None for module in config.modules)
 
 
 def test_granite_multiplies_its_activations(tmp_path: Path) -> None:
@@ -377,6 +418,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 0}, "num_attention_heads is 0"),
     ({"num_key_value_heads": 3}, "cannot be divided"),
     ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer_types names 'linear_attention'; full_attention and sliding_"),
+    ({**QWEN35, "layer_types": ["sliding_attention"] * 4}, "'sliding_attention'; full_attention and linear_attention"),
+    ({**QWEN35, "layer_types": ["linear_attention"] * 4}, "no layer of config.json is a 'full_attention' layer"),
+    ({**QWEN35, "full_attention_interval": 0}, "full_attention_interval is 0"),
+    ({**QWEN35, "full_attention_interval": 5}, "no layer of config.json is a 'full_attention' layer"),
+    ({**QWEN35, "attn_output_gate": False}, "attn_output_gate = False"),
+    ({**QWEN35, "attn_output_gate": "yes"}, "attn_output_gate = 'yes'"),
+    ({**QWEN35, "hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh'"),
+    ({**QWEN35, "linear_num_key_heads": 5}, "32 value heads cannot be divided among 5 key heads"),
+    ({**QWEN35, "linear_num_value_heads": 10**12}, r"linear_num_value_heads 1000000000000 in config.json is not in"),
+    ({**QWEN35, "linear_key_head_dim": 0}, "linear_key_head_dim is 0, not a positive integer"),
+    ({**QWEN35, "linear_key_head_dim": 257}, r"linear_key_head_dim 257 in config.json is not in \[1, 256\]"),
+    ({**QWEN35, "linear_value_head_dim": 1.5}, "linear_value_head_dim is 1.5, not a positive integer"),
+    ({**QWEN35, "linear_conv_kernel_dim": 1}, r"linear_conv_kernel_dim 1 in config.json is not in \[2, 16\]"),
+    ({**QWEN35, "linear_conv_kernel_dim": 10**6}, r"linear_conv_kernel_dim 1000000 in config.json is not in"),
+    (
+        {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {"model_type": "qwen3_5_moe_text"}},
+        "the text decoder 'qwen3_5_moe_text' of Qwen3_5ForConditionalGeneration is not supported",
+    ),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
     ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
     ({"dtype": "float8_e4m3fn"}, "dtype"),

@@ -41,6 +41,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     **{architecture: {"architectures": [architecture]} for architecture in FAMILIES},
+    "Qwen3_5ForCausalLM": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "full_attention_interval": 2,
+        "attention_bias": True,
+    },
     **{
         architecture: {"architectures": [architecture], "num_experts": 8, "mlp_only_layers": [1], **EXPERT_SIZES}
         for architecture in MIXTURE_FAMILIES
