@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.added_vocabulary import AddedToken, AddedVocabulary
 from loramux.platform.errors import Unavailable
-from loramux.platform.tokenizer.detokenizer import Detokenizer
+from loramux.platform.tokenizer.detokenizer import new_detokenizer
 from loramux.platform.tokenizer.extended_tokenizer import extended_tokenizer, next_token_id
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.version_tokenizers import MAX_KEPT, VersionTokenizers
@@ -74,7 +74,7 @@ def test_only_the_versions_tokenizer_knows_the_tokens() -> None:
     assert base.marker_token_id("<call>") is None
     assert extended.token_bytes(FIRST + 2) == "Київ".encode()
     assert (extended.text_bytes(FIRST), base.token_bytes(FIRST)) == (b"", b"")
-    detokenizer = Detokenizer(extended, ())
+    detokenizer = new_detokenizer(extended, (), skip_special_tokens=True)
     assert "".join([*map(detokenizer.feed, ids), detokenizer.finish()]) == "x<call>Київ"
 
 
