@@ -276,7 +276,7 @@ def load_decoder(
         if weights is not None:
             return Decoder(model, weights, dtype, max_model_len, backend)
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
-        with open_weights(Path(config.model_dir), quantized_dir) as opened:
+        with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
             return Decoder(model, opened, dtype, max_model_len, backend)
     except torch.OutOfMemoryError as error:
         if memory is None:

@@ -117,11 +117,11 @@ class Kernels(LoraKernels, Protocol):
         """`gelu(gate) * up`, with gelu in its tanh form. Each row contains gate, then up."""
         ...
 
-    def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
-        """Choose each token's experts from its logits `[T, num_experts]`: the `top_k` highest, or the first of equal
-        ones.
+    def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
+        """Choose each token's experts from its logits `[T, num_experts]`, of equal experts the first.
 
-        If a token's logits contain NaN or positive infinity, it gets the first experts with NaN weights.
+        `bias` is float32 `[num_experts]` and finite. A token whose logits contain NaN or positive infinity gets the
+        first experts, with weights NaN.
         """
         ...
 
@@ -145,8 +145,8 @@ class Kernels(LoraKernels, Protocol):
     ) -> torch.Tensor:
         """`sum over j of weights[t, j] * y[t * top_k + j]`, plus `sigmoid(shared_gate[t]) * shared[t]` if given.
 
-        `y` is contiguous, `[T * top_k, n]`; `shared` `[T, n]` is the output of the shared expert, and `shared_gate`
-        `[T, 1]`.
+        `y` is contiguous, `[T * top_k, n]`; `shared` `[T, n]` is the output of the shared expert. `shared_gate` is
+        `[T, 1]`, or None for a factor of 1.
         """
         ...
 

@@ -7,11 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """How a router chooses experts: the `top_k` highest of `num_experts` logits, weighted by the softmax of all logits.
+    """How a router chooses `top_k` of `num_experts` experts for a token, and their weights.
 
-    With `normalizes`, a token's weights are divided by their sum.
+    An expert's score is its share of the softmax of the token's logits or, with `has_sigmoid`, the sigmoid of its
+    logit. The experts with the highest scores are chosen. A router with a bias chooses those with the highest sums of
+    score and bias instead. Its choice can be limited to the `top_groups` best of `num_groups` groups of consecutive
+    experts. The two highest sums of a group determine its place.
+
+    The weights are the scores of the chosen experts times `scale`. With `normalizes`, they are first divided by their
+    sum, or by `min_total` if that is larger.
     """
 
     num_experts: int
     top_k: int
     normalizes: bool
+    has_sigmoid: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    min_total: float = 1e-20

@@ -31,6 +31,7 @@ DECISIVE: dict[str, tuple[Any, ...]] = {
             "qk_norm",
             "rope_interleave",
             "rope_interleaved",
+            "use_bias",
             "use_bidirectional_attention",
             "use_mrope",
             "use_parallel_residual",
@@ -65,6 +66,7 @@ DECISIVE: dict[str, tuple[Any, ...]] = {
             "hidden_size_per_layer_input",
             "kv_lora_rank",
             "llama_4_scaling",
+            "moe_num_experts",
             "n_routed_experts",
             "n_shared_experts",
             "no_rope_layers",
@@ -98,6 +100,14 @@ def positive(raw: Mapping[str, Any], name: str) -> int:
     value = raw[name]
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is {shown(value)}, not a positive integer")
+    return value
+
+
+def not_negative(raw: Mapping[str, Any], name: str) -> int:
+    """The field `name`. Raises KeyError if it is missing, or ValueError if it is not an integer of at least 0."""
+    value = raw[name]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is {shown(value)}, not an integer of at least 0")
     return value
 
 

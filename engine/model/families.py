@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from loramux.engine.model.feed_forward import FUSED_GATE, GATED, WITHOUT_GATE, FeedForward
 from loramux.engine.model.layer_kinds import (
     LayerKinds,
     RotatedLayers,
@@ -44,35 +45,20 @@ OUTPUT_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforwa
 PARALLEL_NORMS = NormNames("input_layernorm", None, None, None)
 
 
-@dataclass(frozen=True, slots=True)
-class FeedForward:
-    """The names of the linears of a feed-forward block: those that read its input, and the one that writes its output.
-
-    With a gate, half of the inner features multiply the other half.
-    """
-
-    inputs: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    output: str = "mlp.down_proj"
-    has_gate: bool = True
-
-
-FUSED_GATE = FeedForward(("mlp.gate_up_proj",))
-SHARED_EXPERT = FeedForward(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj")
-WITHOUT_GATE = FeedForward(("mlp.up_proj",), has_gate=False)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The traits of one architecture.
 
     `assumed` contains the defaults in transformers that differ from those of other architectures. `reads` names the
     fields of `config_fields.DECISIVE` that this architecture supports. `layer_kinds` applies if `config.json` has no
-    `layer_types`. With `has_layer_types`, the two may differ. A bias is present if the named field says so, or always,
-    or never. With `window_theta_field`, windowed layers have their own rotary embedding without scaling, with its theta
-    in that field. With `interleaved_rotary`, neighbouring channels are rotated together, not those of two halves. With
+    `layer_types`. With `has_layer_types`, the two may differ. q and k are normed if the field `qk_norm_field` says so,
+    or always if there is none. A bias is present if the named field says so, or always, or never. With
+    `window_theta_field`, windowed layers have their own rotary embedding without scaling, with its theta in that field.
+    With `interleaved_rotary`, neighbouring channels are rotated together, not those of two halves. With
     `parallel_blocks`, attention and feed-forward read the same normed residual. With `gates_attention`, the query
     projection also yields a gate for each output of attention. With `has_delta_layers`, `layer_types` may name layers
-    with a gated delta rule.
+    with a gated delta rule. Names of tensors that predict further tokens begin with one of `draft_tensors`; the decoder
+    does not read them.
     """
 
     layer_kinds: LayerKinds
@@ -86,11 +72,12 @@ class Family:
     has_layer_norms: bool = False
     has_norm_biases: bool = False
     qk_norm: str | None = None
+    qk_norm_field: str | None = None
     qkv_bias: str | bool = "attention_bias"
     o_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = "mlp_bias"
     fused_qkv: bool = False
-    feed_forward: FeedForward = FeedForward()
+    feed_forward: FeedForward = GATED
     parallel_blocks: bool = False
     interleaved_rotary: bool = False
     activation_field: str = "hidden_act"
@@ -104,6 +91,7 @@ class Family:
     mixture: MixtureTraits | None = None
     gates_attention: bool = False
     has_delta_layers: bool = False
+    draft_tensors: tuple[str, ...] = ()
 
 
 _QWEN_ASSUMED: dict[str, Any] = {
@@ -338,6 +326,7 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 500000.0,
             "tie_word_embeddings": True,
         },
+        reads=("use_bias",),
         qkv_bias="use_bias",
         o_bias="use_bias",
         mlp_bias="use_bias",
@@ -405,6 +394,7 @@ FAMILIES: dict[str, Family] = {
             "use_bias": True,
             "tie_word_embeddings": True,
         },
+        reads=("use_bias",),
         norm_eps_field="norm_epsilon",
         has_layer_norms=True,
         has_norm_biases=True,

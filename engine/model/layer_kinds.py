@@ -25,11 +25,16 @@ def all_windowed(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     return [FULL if raw.get("sliding_window") is None else SLIDING] * num_layers
 
 
-def windowed_above(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Windows from layer `max_window_layers` on, if they are in use."""
-    if raw["sliding_window"] is None or not raw["use_sliding_window"]:
+def windowed_from(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Windows from layer `max_window_layers` on."""
+    if raw["sliding_window"] is None:
         return [FULL] * num_layers
     return [SLIDING if layer >= int(raw["max_window_layers"]) else FULL for layer in range(num_layers)]
+
+
+def windowed_above(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """`windowed_from`, if windows are in use."""
+    return windowed_from(raw, num_layers) if raw["use_sliding_window"] else [FULL] * num_layers
 
 
 def all_windowed_if_used(raw: Mapping[str, Any], num_layers: int) -> list[str]:

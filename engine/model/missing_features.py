@@ -5,15 +5,13 @@ from __future__ import annotations
 _BY_FEATURE: dict[str, str] = {
     "its kind of router, shared experts or expert layout": """
         AfmoeForCausalLM AriaForConditionalGeneration AriaTextForCausalLM BeamForCausalLM Cohere2MoeForCausalLM
-        DbrxForCausalLM DeepseekOcr2ForConditionalGeneration Dots1ForCausalLM Ernie4_5_MoeForCausalLM
-        Ernie4_5_VLMoeForConditionalGeneration ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM
-        Glm4MoeForCausalLM Glm4vMoeForConditionalGeneration
-        GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM HYV3ForCausalLM HunYuanMoEV1ForCausalLM JetMoeForCausalLM
-        Kolibri1ForCausalLM LagunaForCausalLM Llama4ForCausalLM Llama4ForConditionalGeneration MellumForCausalLM
-        MiMoV2FlashForCausalLM MiniMaxM2ForCausalLM MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM
-        MuseSparkForConditionalGeneration PhimoeForCausalLM
-        Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLMoeForConditionalGeneration
-        SolarOpenForCausalLM Step3p7ForConditionalGeneration UnlimitedOcrForConditionalGeneration
+        DbrxForCausalLM DeepseekOcr2ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
+        FlintForCausalLM Glm4vMoeForConditionalGeneration GraniteMoeSWAForCausalLM HYV3ForCausalLM
+        HunYuanMoEV1ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM Llama4ForCausalLM
+        Llama4ForConditionalGeneration MellumForCausalLM MiMoV2FlashForCausalLM
+        MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM MuseSparkForConditionalGeneration
+        PhimoeForCausalLM Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLMoeForConditionalGeneration
+        Step3p7ForConditionalGeneration UnlimitedOcrForConditionalGeneration
     """,
     "latent attention (MLA)": """
         AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV32ForCausalLM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,8 +34,16 @@ class Mixture:
         self.groups = (groups.router, groups.gate_up, groups.down)
         self._routing = config.routing
         num_experts = config.routing.num_experts
+        self._choice_bias: torch.Tensor | None = None
+        in_router = place
+        if config.names.choice_bias is not None:
+            bias = place.finite(f"{prefix}.{config.names.choice_bias}", config.choice_bias_shape)
+            self._choice_bias = bias.flatten()
+            # Such routers compute their logits in float32: their scores may differ less than a bfloat16 can express.
+            in_router = replace(place, dtype=torch.float32)
         # One product computes the logits of the experts and of the shared expert's gate.
-        self._router = place.linear(prefix, config.router_linears(hidden_size), has_bias=False)
+        self._router = in_router.linear(prefix, config.router_linears(hidden_size), has_bias=False)
+        self._has_gate = config.shared is not None and config.shared.gate is not None
         make = place.backend.make_experts
         self._gate_up = make(num_experts, _gate_up_weights(config, hidden_size, place, prefix))
         self._down = make(num_experts, _down_weights(config, hidden_size, place, prefix))
@@ -50,15 +58,16 @@ class Mixture:
     ) -> torch.Tensor:
         """The layer's output for `x` `[num_tokens, hidden_size]`; `shared` is the output of the shared expert."""
         router_group, gate_up_group, down_group = self.groups
-        logits = adapters.add(x, self._router(x), LayerGroups.ROUTER, router_group)
+        logits = self._router(x if self._choice_bias is None else x.float())
+        logits = adapters.add(x, logits, LayerGroups.ROUTER, router_group)
         num_experts = self._routing.num_experts
-        routing = kernels.route(logits[:, :num_experts], self._routing)
+        routing = kernels.route(logits[:, :num_experts], self._routing, self._choice_bias)
         pairs = adapters.pairs(routing)
         gate_up = kernels.multiply_experts(x, self._gate_up, routing)
         inner = gate_and_mul(adapters.add(x, gate_up, LayerGroups.EXPERTS_GATE_UP, gate_up_group, pairs))
         y = kernels.multiply_experts(inner, self._down, routing)
         y = adapters.add(inner, y, LayerGroups.EXPERTS_DOWN, down_group, pairs)
-        return kernels.sum_experts(y, routing, shared, None if shared is None else logits[:, num_experts:])
+        return kernels.sum_experts(y, routing, shared, logits[:, num_experts:] if self._has_gate else None)
 
 
 def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup, first_expert: int) -> MixtureGroups:

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.config_fields import positive, refuse_field, shown
+from loramux.engine.model.config_fields import not_negative, positive, positive_float, shown
+from loramux.engine.model.expert_layers import ExpertLayers, by_step, every_layer
+from loramux.engine.model.feed_forward import FeedForward, SharedExpert
 from loramux.kernels.layout import ExpertLinear, LinearShape
 from loramux.kernels.routing_spec import RoutingSpec
 
 MAX_EXPERTS = 1024
 """Maximum number of experts in a layer."""
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts. transformers 5 renames the field of some architectures when it saves them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,9 @@ class ExpertNames:
     Experts have a tensor each, `{experts}.{number}.{gate}.weight` and so on. If `up` is None, the tensors of all
     experts are stacked, with gate and up in one: `{gate}.weight` and `{down}.weight`. `stacked_router` and `stack` are
     the router and the stacked experts in transformers 5, and in the files of adapters that were trained with it.
+
+    `choice_bias` is the bias that a router adds to its scores, only to choose experts; with `choice_bias_in_row`, it is
+    stored as a matrix of one row.
     """
 
     router: str
@@ -33,44 +39,69 @@ class ExpertNames:
     down: str
     stacked_router: str
     stack: str
+    choice_bias: str | None = None
+    choice_bias_in_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
+class SharedTraits:
+    """The shared expert of an architecture.
+
+    Its inner size is in `size_field`, times the number of shared experts in `count_field`: a block does the work of
+    several. `gate` is the linear that weighs its output, or None.
+    """
+
+    block: FeedForward
+    size_field: str
+    count_field: str | None = None
+    gate: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureTraits:
     """Traits of an architecture that are not in its `config.json`.
 
-    `assumed_experts` is the number of experts if the file does not say it. `size_field` and `shared_size_field` name
-    the fields with the inner sizes of an expert and of the shared expert. With `has_dense_layers`,
-    `decoder_sparse_step` and `mlp_only_layers` choose the layers with experts.
+    `assumed_experts` is the number of experts if the file does not say it. The inner size of an expert is in
+    `size_field`. With `has_groups`, `n_group` and `topk_group` limit the choice, and `routed_scaling_factor` scales
+    the weights.
     """
 
     names: ExpertNames
     assumed_experts: int
+    layers: ExpertLayers = every_layer
     size_field: str = "intermediate_size"
-    shared_size_field: str | None = None
+    top_k_field: str = "num_experts_per_tok"
+    shared: SharedTraits | None = None
     always_normalizes: bool = False
-    has_dense_layers: bool = False
+    has_sigmoid: bool = False
+    has_groups: bool = False
+    min_total_field: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureConfig:
     """The layers in which a router chooses experts for each token.
 
-    `layers` are these layers in ascending order; other layers have one feed-forward block. `shared_size` is the inner
-    size of the expert that all tokens use in addition, or None. `names` are those of the tensors in a file.
+    `layers` are these layers in ascending order; other layers have one feed-forward block. `expert_size` is the inner
+    size of an expert. `names` are those of the tensors in a file.
     """
 
     layers: tuple[int, ...]
     routing: RoutingSpec
     expert_size: int
-    shared_size: int | None
+    shared: SharedExpert | None
     names: ExpertNames
 
+    @property
+    def choice_bias_shape(self) -> tuple[int, ...]:
+        num_experts = self.routing.num_experts
+        return (1, num_experts) if self.names.choice_bias_in_row else (num_experts,)
+
     def router_linears(self, hidden_size: int) -> list[LinearShape]:
-        """The router and, if there is a shared expert, its gate."""
+        """The router and, if the shared expert has one, its gate."""
         linears = [LinearShape(self.names.router, hidden_size, self.routing.num_experts)]
-        if self.shared_size is not None:
-            linears.append(LinearShape("mlp.shared_expert_gate", hidden_size, 1))
+        if self.shared is not None and self.shared.gate is not None:
+            linears.append(LinearShape(self.shared.gate, hidden_size, 1))
         return linears
 
     def expert_linears(self, hidden_size: int) -> tuple[ExpertLinear, ...]:
@@ -88,9 +119,11 @@ class MixtureConfig:
 
     def weight_shapes(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The name, below the layer, and the shape of each tensor of one layer's mixture."""
+        names, size, num_experts = self.names, self.expert_size, self.routing.num_experts
+        if names.choice_bias is not None:
+            yield names.choice_bias, self.choice_bias_shape
         for linear in self.router_linears(hidden_size):
             yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
-        names, size, num_experts = self.names, self.expert_size, self.routing.num_experts
         if names.up is None:
             yield f"{names.experts}.{names.gate}.weight", (num_experts, 2 * size, hidden_size)
             yield f"{names.experts}.{names.down}.weight", (num_experts, hidden_size, size)
@@ -104,31 +137,22 @@ class MixtureConfig:
 def parse_mixture(raw: Mapping[str, Any], traits: MixtureTraits, num_layers: int) -> MixtureConfig | None:
     """The mixture of a model, or None if no layer has one. Raises ModelNotSupported."""
     num_experts = _parse_num_experts(raw, traits)
-    layers = tuple(range(num_layers))
-    if traits.has_dense_layers:
-        step = positive({"decoder_sparse_step": 1, **raw}, "decoder_sparse_step")
-        dense = _parse_dense_layers(raw, num_layers)
-        layers = tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0 and num_experts)
-    if not layers:
+    layers = tuple(layer for layer, has_experts in enumerate(traits.layers(raw, num_layers)) if has_experts)
+    if not layers or (num_experts == 0 and traits.layers is by_step):
         return None
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ModelNotSupported(f"{num_experts} experts in config.json are not in [1, {MAX_EXPERTS}]")
-    top_k = positive(raw, "num_experts_per_tok")
-    if top_k > num_experts:
-        raise ModelNotSupported(f"num_experts_per_tok is {top_k} in config.json, but a layer has {num_experts} experts")
-    normalizes = traits.always_normalizes or bool(raw.get("norm_topk_prob", False))
     return MixtureConfig(
         layers=layers,
-        routing=RoutingSpec(num_experts, top_k, normalizes),
+        routing=_parse_routing(raw, traits, num_experts),
         expert_size=positive(raw, traits.size_field),
-        shared_size=None if traits.shared_size_field is None else positive(raw, traits.shared_size_field),
+        shared=None if traits.shared is None else _parse_shared(raw, traits.shared),
         names=traits.names,
     )
 
 
 def _parse_num_experts(raw: Mapping[str, Any], traits: MixtureTraits) -> int:
-    """The number of experts. transformers 5 saves it under another name for some architectures."""
-    given = {name: raw[name] for name in _NUM_EXPERTS if raw.get(name) is not None}
+    given = {name: raw[name] for name in NUM_EXPERTS if raw.get(name) is not None}
     values = list(given.values())
     if any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"the number of experts is {shown(values[0])}, not an integer of at least 0")
@@ -137,8 +161,48 @@ def _parse_num_experts(raw: Mapping[str, Any], traits: MixtureTraits) -> int:
     return values[0] if values else traits.assumed_experts
 
 
-def _parse_dense_layers(raw: Mapping[str, Any], num_layers: int) -> set[int]:
-    layers = raw.get("mlp_only_layers") or []
-    if any(type(layer) is not int or not 0 <= layer < num_layers for layer in layers):
-        refuse_field("mlp_only_layers", layers, "a model with " + str(num_layers) + " layers")
-    return set(layers)
+def _parse_routing(raw: Mapping[str, Any], traits: MixtureTraits, num_experts: int) -> RoutingSpec:
+    top_k = positive(raw, traits.top_k_field)
+    if top_k > num_experts:
+        raise ModelNotSupported(
+            f"{traits.top_k_field} is {top_k} in config.json, but a layer has {num_experts} experts"
+        )
+    num_groups, top_groups = _parse_groups(raw, num_experts, top_k) if traits.has_groups else (1, 1)
+    return RoutingSpec(
+        num_experts,
+        top_k,
+        normalizes=traits.always_normalizes or bool(raw.get("norm_topk_prob", False)),
+        has_sigmoid=traits.has_sigmoid,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=positive_float({"routed_scaling_factor": 1.0, **raw}, "routed_scaling_factor")
+        if traits.has_groups
+        else 1.0,
+        min_total=1e-20 if traits.min_total_field is None else positive_float(raw, traits.min_total_field),
+    )
+
+
+def _parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple[int, int]:
+    """The number of groups, and of those in which experts are chosen; one group if that is all of them."""
+    raw = {"n_group": 1, "topk_group": 1, **raw}
+    num_groups, top_groups = positive(raw, "n_group"), positive(raw, "topk_group")
+    size, rest = divmod(num_experts, num_groups)
+    # A group is judged by its two best experts.
+    if rest or (size < 2 and num_groups > 1):
+        raise ModelNotSupported(
+            f"{num_experts} experts cannot form n_group = {num_groups} groups of two or more experts"
+        )
+    if top_groups > num_groups or top_groups * size < top_k:
+        raise ModelNotSupported(
+            f"topk_group is {top_groups} in config.json: {num_groups} groups of {size} experts, and {top_k} to choose"
+        )
+    return (1, 1) if top_groups == num_groups else (num_groups, top_groups)
+
+
+def _parse_shared(raw: Mapping[str, Any], traits: SharedTraits) -> SharedExpert | None:
+    """The shared expert, or None where a model of the architecture has none."""
+    if traits.gate is not None:
+        return SharedExpert(traits.block, positive(raw, traits.size_field), traits.gate)
+    count = 1 if traits.count_field is None else not_negative(raw, traits.count_field)
+    size = count * not_negative(raw, traits.size_field)
+    return SharedExpert(traits.block, size, None) if size else None

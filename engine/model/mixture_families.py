@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from loramux.engine.model.families import HEAD_WIDE, MULTIPLIERS, PROJECTION_WIDE, QK_NORM, Family
-from loramux.engine.model.layer_kinds import all_windowed, all_windowed_if_used, windowed_in_turn, without_windows
-from loramux.engine.model.mixture_config import ExpertNames, MixtureTraits
+from loramux.engine.model.expert_layers import (
+    after_dense,
+    by_interval,
+    by_step,
+    every_layer,
+    listed_or_after_dense,
+)
+from loramux.engine.model.families import HEAD_WIDE, MULTIPLIERS, OUTPUT_NORMS, PROJECTION_WIDE, QK_NORM, Family
+from loramux.engine.model.feed_forward import FeedForward
+from loramux.engine.model.layer_kinds import (
+    all_windowed,
+    all_windowed_if_used,
+    full_by_pattern,
+    rotated_if_windowed,
+    windowed_from,
+    windowed_in_turn,
+    without_windows,
+)
+from loramux.engine.model.mixture_config import NUM_EXPERTS, ExpertNames, MixtureTraits, SharedTraits
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts")
 _QWEN_ASSUMED: dict[str, Any] = {"sliding_window": 4096, "use_sliding_window": False}
 _QWEN_NAMES = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "mlp.gate", "mlp.experts")
 _MIXTRAL_NAMES = ExpertNames(
@@ -22,6 +38,25 @@ _GRANITE_NAMES = ExpertNames(
     "output_linear",
     "block_sparse_moe.router",
     "block_sparse_moe.experts",
+)
+_GLM_NAMES = replace(_QWEN_NAMES, choice_bias="mlp.gate.e_score_correction_bias")
+
+_SHARED_EXPERT = FeedForward(
+    ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
+)
+_SHARED_EXPERTS = FeedForward(
+    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
+)
+_SHARED_MLP = FeedForward(("shared_mlp.input_linear",), "shared_mlp.output_linear")
+
+_GLM_MIXTURE = MixtureTraits(
+    names=_GLM_NAMES,
+    assumed_experts=128,
+    layers=after_dense,
+    size_field="moe_intermediate_size",
+    shared=SharedTraits(_SHARED_EXPERTS, "moe_intermediate_size", "n_shared_experts"),
+    has_sigmoid=True,
+    has_groups=True,
 )
 
 MIXTURE_FAMILIES: dict[str, Family] = {
@@ -37,15 +72,15 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        reads=_NUM_EXPERTS,
+        reads=NUM_EXPERTS,
         qkv_bias="qkv_bias",
         o_bias=False,
         mixture=MixtureTraits(
-            _QWEN_NAMES,
+            names=_QWEN_NAMES,
             assumed_experts=60,
+            layers=by_step,
             size_field="moe_intermediate_size",
-            shared_size_field="shared_expert_intermediate_size",
-            has_dense_layers=True,
+            shared=SharedTraits(_SHARED_EXPERT, "shared_expert_intermediate_size", gate="mlp.shared_expert_gate"),
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
@@ -56,30 +91,167 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
-        reads=("attention_bias", *QK_NORM, *_NUM_EXPERTS),
+        reads=("attention_bias", *QK_NORM, *NUM_EXPERTS),
         qk_norm=HEAD_WIDE,
         mixture=MixtureTraits(
-            _QWEN_NAMES, assumed_experts=128, size_field="moe_intermediate_size", has_dense_layers=True
+            names=_QWEN_NAMES, assumed_experts=128, layers=by_step, size_field="moe_intermediate_size"
         ),
     ),
     "MixtralForCausalLM": Family(
         layer_kinds=all_windowed,
         assumed={"num_key_value_heads": 8, "rope_theta": 1e6, "num_experts_per_tok": 2},
-        reads=_NUM_EXPERTS,
-        mixture=MixtureTraits(_MIXTRAL_NAMES, assumed_experts=8, always_normalizes=True),
+        reads=NUM_EXPERTS,
+        mixture=MixtureTraits(names=_MIXTRAL_NAMES, assumed_experts=8, always_normalizes=True),
     ),
     "OlmoeForCausalLM": Family(
         layer_kinds=without_windows,
         assumed={"num_experts_per_tok": 8},
-        reads=("attention_bias", *_NUM_EXPERTS),
+        reads=("attention_bias", *NUM_EXPERTS),
         qk_norm=PROJECTION_WIDE,
-        mixture=MixtureTraits(_QWEN_NAMES, assumed_experts=64),
+        mixture=MixtureTraits(names=_QWEN_NAMES, assumed_experts=64),
+    ),
+    "FlexOlmoForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"rope_theta": 500000.0, "num_experts_per_tok": 5},
+        reads=("attention_bias", *NUM_EXPERTS),
+        norms=OUTPUT_NORMS,
+        qk_norm=PROJECTION_WIDE,
+        mixture=MixtureTraits(names=_QWEN_NAMES, assumed_experts=7),
     ),
     "GraniteMoeForCausalLM": Family(
         layer_kinds=without_windows,
         assumed={"attention_multiplier": 1.0, "num_experts_per_tok": 2},
-        reads=("attention_bias", *MULTIPLIERS, *_NUM_EXPERTS),
+        reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
         logit_divisor_field="logits_scaling",
-        mixture=MixtureTraits(_GRANITE_NAMES, assumed_experts=8, always_normalizes=True),
+        mixture=MixtureTraits(names=_GRANITE_NAMES, assumed_experts=8, always_normalizes=True),
+    ),
+    "GraniteMoeSharedForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"attention_multiplier": 1.0, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+        reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
+        logit_divisor_field="logits_scaling",
+        mixture=MixtureTraits(
+            names=_GRANITE_NAMES,
+            assumed_experts=8,
+            shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size"),
+            always_normalizes=True,
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+        },
+        reads=("attention_bias", "partial_rotary_factor", "n_shared_experts", *QK_NORM, *NUM_EXPERTS),
+        qk_norm=HEAD_WIDE,
+        qk_norm_field="use_qk_norm",
+        o_bias=False,
+        mixture=_GLM_MIXTURE,
+    ),
+    "SolarOpenForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 1e6,
+            # No layer is dense.
+            "intermediate_size": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1280,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+        },
+        reads=("attention_bias", "partial_rotary_factor", "n_shared_experts", *NUM_EXPERTS),
+        o_bias=False,
+        mixture=replace(_GLM_MIXTURE, layers=every_layer),
+    ),
+    "Dots1ForCausalLM": Family(
+        layer_kinds=windowed_from,
+        has_layer_types=True,
+        assumed={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 0,
+        },
+        reads=("attention_bias", "n_shared_experts", *QK_NORM, *NUM_EXPERTS),
+        qk_norm=HEAD_WIDE,
+        mixture=_GLM_MIXTURE,
+    ),
+    "ExaoneMoeForCausalLM": Family(
+        layer_kinds=full_by_pattern,
+        has_layer_types=True,
+        rotated_layers=rotated_if_windowed,
+        assumed={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1024,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        reads=NUM_EXPERTS,
+        qk_norm=HEAD_WIDE,
+        mixture=replace(
+            _GLM_MIXTURE,
+            names=replace(_QWEN_NAMES, choice_bias="mlp.e_score_correction_bias"),
+            assumed_experts=64,
+            layers=listed_or_after_dense,
+            shared=SharedTraits(_SHARED_EXPERTS, "moe_intermediate_size", "num_shared_experts"),
+        ),
+        draft_tensors=("mtp.",),
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={
+            "num_key_value_heads": 4,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "moe_intermediate_size": 1536,
+            "moe_k": 6,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_norm_min": 1e-12,
+        },
+        # With use_bias, which is refused, the head has a bias too.
+        reads=NUM_EXPERTS,
+        interleaved_rotary=True,
+        mixture=MixtureTraits(
+            names=replace(_QWEN_NAMES, choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_in_row=True),
+            assumed_experts=64,
+            layers=by_interval,
+            size_field="moe_intermediate_size",
+            top_k_field="moe_k",
+            shared=SharedTraits(_SHARED_EXPERTS, "moe_intermediate_size", "moe_num_shared_experts"),
+            always_normalizes=True,
+            min_total_field="moe_norm_min",
+        ),
+        draft_tensors=("model.mtp_", "mtp_"),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6, "num_experts_per_tok": 8},
+        reads=("partial_rotary_factor", "rotary_dim", *QK_NORM, *NUM_EXPERTS),
+        qk_norm=PROJECTION_WIDE,
+        mixture=MixtureTraits(
+            names=replace(_MIXTRAL_NAMES, choice_bias="block_sparse_moe.e_score_correction_bias"),
+            assumed_experts=256,
+            always_normalizes=True,
+            has_sigmoid=True,
+        ),
+        draft_tensors=("model.mtp_",),
     ),
 }

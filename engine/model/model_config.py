@@ -15,6 +15,7 @@ from loramux.adapter_store.formats.quantization.weight_format import WeightForma
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import (
     factor,
+    not_negative,
     positive,
     positive_float,
     refuse_field,
@@ -24,11 +25,10 @@ from loramux.engine.model.delta_config import DeltaConfig, parse_delta
 from loramux.engine.model.families import (
     HEAD_WIDE,
     PROJECTION_WIDE,
-    SHARED_EXPERT,
     Family,
-    FeedForward,
     NormNames,
 )
+from loramux.engine.model.feed_forward import FeedForward
 from loramux.engine.model.layer_kinds import FULL, LINEAR, SLIDING
 from loramux.engine.model.missing_features import MISSING_FEATURES
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
@@ -61,7 +61,8 @@ class ModelConfig:
     None if there are none, have experts instead of a feed-forward of `intermediate_size`. The layers of `delta`, which
     is None if there are none, have a gated delta rule instead of attention. With `gates_attention`, the query
     projection yields q, then a gate, for each head. `quantization` is the format of the stored weights, or None if they
-    are floats.
+    are floats. Tensors whose names begin with one of `draft_tensors` belong to layers that predict further tokens,
+    which are not computed.
     """
 
     architecture: str
@@ -104,6 +105,7 @@ class ModelConfig:
     quantization: WeightFormat | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    draft_tensors: tuple[str, ...]
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
@@ -157,8 +159,8 @@ class ModelConfig:
         found: list[tuple[FeedForward, int, tuple[int, ...] | None]] = []
         if dense:
             found.append((self.feed_forward, self.intermediate_size, dense))
-        if mixture.shared_size is not None:
-            found.append((SHARED_EXPERT, mixture.shared_size, self._mixture_layers))
+        if mixture.shared is not None:
+            found.append((mixture.shared.block, mixture.shared.size, self._mixture_layers))
         return found
 
     @property
@@ -306,7 +308,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         norm_offset=family.norm_offset,
         has_layer_norms=family.has_layer_norms,
         has_norm_biases=family.has_norm_biases,
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm if _has_qk_norm(raw, family) else None,
         qkv_bias=_has_bias(raw, family.qkv_bias),
         o_bias=_has_bias(raw, family.o_bias),
         mlp_bias=_has_bias(raw, family.mlp_bias),
@@ -331,11 +333,22 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         quantization=quantization,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id"))),
+        draft_tensors=(*family.draft_tensors, *_draft_layers(raw, num_layers)),
     )
 
 
 def _has_bias(raw: Mapping[str, Any], bias: str | bool) -> bool:
     return bias if isinstance(bias, bool) else bool(raw.get(bias, False))
+
+
+def _has_qk_norm(raw: Mapping[str, Any], family: Family) -> bool:
+    return family.qk_norm_field is None or bool(raw[family.qk_norm_field])
+
+
+def _draft_layers(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """The names of the layers that follow the last one and predict further tokens, as their tensors' names begin."""
+    count = not_negative({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers")
+    return [f"model.layers.{num_layers + layer}." for layer in range(min(count, MAX_LAYERS))]
 
 
 def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:

@@ -9,6 +9,7 @@ import torch
 
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.engine.device.backend import Backend, Linear
+from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.norms import LayerNorm, Norm, RmsNorm
 from loramux.engine.model.weights import WeightSource
@@ -50,6 +51,13 @@ class Placement:
         dtype = self.backend.activation_dtype or self.dtype
         bias = self.tensor(f"{name}.bias", (size,), dtype) if config.has_norm_biases else None
         return LayerNorm(weight.to(dtype), bias, config.norm_eps)
+
+    def finite(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor in float32. Raises ModelNotSupported if an element is NaN or infinite."""
+        tensor = self.tensor(name, shape, torch.float32)
+        if not tensor.isfinite().all():
+            raise ModelNotSupported(f"the tensor {name} contains NaN or infinity")
+        return tensor
 
     def linear(self, prefix: str, shapes: Iterable[LinearShape], has_bias: bool) -> Linear:
         """Fuse linears that share an input into one linear that concatenates their outputs."""

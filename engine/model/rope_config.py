@@ -116,7 +116,7 @@ def _parse_rope(
         if name not in known and value is not None:
             refuse_field(f"{name} of the rotary embedding {kind!r}", value, architecture)
     theta = positive_float(given, "rope_theta")
-    fraction = _rotary_fraction(given, raw, architecture, family)
+    fraction = _rotary_fraction(given, raw, architecture, family, head_dim)
     if kind == "default":
         return RopeConfig(theta=theta, rotary_fraction=fraction)
     if kind == "linear":
@@ -182,8 +182,12 @@ def _parse_yarn(given: Mapping[str, Any], raw: Mapping[str, Any], theta: float, 
     )
 
 
-def _rotary_fraction(given: Mapping[str, Any], raw: Mapping[str, Any], architecture: str, family: Family) -> float:
+def _rotary_fraction(
+    given: Mapping[str, Any], raw: Mapping[str, Any], architecture: str, family: Family, head_dim: int
+) -> float:
     found = [one["partial_rotary_factor"] for one in (given, raw) if one.get("partial_rotary_factor") is not None]
+    if not found and raw.get("rotary_dim") is not None and "rotary_dim" in family.reads:
+        found = [positive(raw, "rotary_dim") / head_dim]
     fraction = positive_float({"partial_rotary_factor": found[0] if found else 1.0}, "partial_rotary_factor")
     if fraction > 1 or (fraction != 1 and "partial_rotary_factor" not in family.reads):
         refuse_field("partial_rotary_factor", fraction, architecture)

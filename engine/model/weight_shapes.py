@@ -67,14 +67,14 @@ def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Non
             raise unexplained(name, stored[name].dtype)
         if stored[name].shape != shape:
             raise misshapen(name, stored[name].shape, shape)
-    unused = unused_tensors(stored.keys() - wanted.keys())
+    unused = unused_tensors(stored.keys() - wanted.keys(), config.draft_tensors)
     if unused and unused != [HEAD]:
         raise unread(unused)
 
 
-def unused_tensors(names: Collection[str]) -> list[str]:
+def unused_tensors(names: Collection[str], draft_tensors: tuple[str, ...]) -> list[str]:
     """Return the names that the decoder should have read, sorted."""
-    return sorted(name for name in names if not name.endswith(DERIVED))
+    return sorted(name for name in names if not name.endswith(DERIVED) and not name.startswith(draft_tensors))
 
 
 def missing(name: str) -> ModelNotSupported:

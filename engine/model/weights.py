@@ -29,10 +29,16 @@ class WeightSource(Protocol):
 class Weights:
     """The tensors of one model directory, read one at a time so that only one copy is in memory."""
 
-    def __init__(self, places: Mapping[str, tuple[safe_open, str]], coded: Mapping[str, CodedTensor]) -> None:
+    def __init__(
+        self,
+        places: Mapping[str, tuple[safe_open, str]],
+        coded: Mapping[str, CodedTensor],
+        draft_tensors: tuple[str, ...],
+    ) -> None:
         """`places` contains, by name, the file of each tensor and its name in the file; `coded`, quantised weights."""
         self._places = places
         self._coded = coded
+        self._draft_tensors = draft_tensors
         self._unread = {*places, *coded}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | CodedWeight:
@@ -52,7 +58,7 @@ class Weights:
 
     def check_all_read(self) -> None:
         """Raise ModelNotSupported if any tensor is unread, because the model then needs an unsupported computation."""
-        unused = unused_tensors(self._unread)
+        unused = unused_tensors(self._unread, self._draft_tensors)
         # A head tied to the embedding may be stored separately if the two are equal.
         if unused == [HEAD] and HEAD in self._places and EMBEDDING in self._places:
             if not torch.equal(self._read(HEAD), self._read(EMBEDDING)):
@@ -77,12 +83,14 @@ def _decode(coded: CodedTensor) -> CodedWeight:
 
 
 @contextmanager
-def open_weights(model_dir: Path, quantized_dir: Path | None = None) -> Iterator[Weights]:
+def open_weights(
+    model_dir: Path, quantized_dir: Path | None = None, draft_tensors: tuple[str, ...] = ()
+) -> Iterator[Weights]:
     """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
     The weights of `quantized_dir` replace those of the same names.
 
-    On exit, raises ModelNotSupported if a tensor was not read.
+    On exit, raises ModelNotSupported if a tensor was not read, unless its name begins with one of `draft_tensors`.
     """
     with ExitStack() as stack:
         places: dict[str, tuple[safe_open, str]] = {}
@@ -93,6 +101,6 @@ def open_weights(model_dir: Path, quantized_dir: Path | None = None) -> Iterator
                 raise unreadable(path, error) from error
             places.update((name, (file, stored)) for name, stored in text_tensors(file.keys(), places))
         checkpoint = checkpoint_of(model_dir, quantized_dir)
-        weights = Weights({name: places[name] for name in checkpoint.plain}, checkpoint.coded)
+        weights = Weights({name: places[name] for name in checkpoint.plain}, checkpoint.coded, draft_tensors)
         yield weights
         weights.check_all_read()

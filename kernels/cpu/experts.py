@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CPU: routing, the products of the experts, and the sum of their outputs."""
+"""Mixtures of experts on a CPU: the products of the experts, and the sum of their outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from numba import prange
 
 from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.linear import PackedLinear
-from loramux.kernels.cpu.vectors import exponential, floats_at, integers_at
+from loramux.kernels.cpu.vectors import exponential, floats_at
 from loramux.kernels.routing import Routing
-
-SERIAL_LOGITS = 10_000
-"""With fewer logits, waking other threads costs more than it saves."""
 
 SERIAL_WORK = 30_000
 """With fewer elements to sum, waking other threads costs more than it saves."""
@@ -44,66 +41,6 @@ class PackedExperts:
 
 
 @helper
-def _route_row(
-    logits_address: int, experts_address: int, weights_address: int, num_experts: int, top_k: int, normalizes: bool
-) -> None:
-    logits, experts, weights = floats_at(logits_address), integers_at(experts_address), floats_at(weights_address)
-    highest = logits[0]
-    for e in range(1, num_experts):
-        highest = max(highest, logits[e])
-    total = np.float32(0)
-    for e in range(num_experts):
-        # The difference is NaN if a logit is NaN or if the highest is infinite.
-        total += exponential(logits[e] - highest)
-    if not np.isfinite(total):
-        for j in range(top_k):
-            experts[j], weights[j] = j, np.float32(np.nan)
-        return
-    chosen = np.float32(0)
-    last, last_logit = -1, np.float32(np.inf)
-    for j in range(top_k):
-        # Find the next expert in descending order of logits. Equal logits are in order of index.
-        best, best_logit = -1, np.float32(0)
-        for e in range(num_experts):
-            is_next = logits[e] < last_logit or (logits[e] == last_logit and e > last)
-            if is_next and (best < 0 or logits[e] > best_logit):
-                best, best_logit = e, logits[e]
-        last, last_logit = best, best_logit
-        experts[j], weights[j] = best, exponential(best_logit - highest)
-        chosen += weights[j]
-    if normalizes:
-        total = chosen
-    for j in range(top_k):
-        weights[j] /= total
-
-
-@kernel
-def route(
-    logits_address: int,
-    logits_stride: int,
-    experts_address: int,
-    weights_address: int,
-    num_rows: int,
-    num_experts: int,
-    top_k: int,
-    normalizes: bool,
-) -> None:
-    """`experts` int32 and `weights` float32 `[num_rows, top_k]` of `reference.experts.route`, both contiguous."""
-    if num_rows * num_experts < SERIAL_LOGITS:
-        for t in range(num_rows):
-            _route_row(
-                logits_address + 4 * t * logits_stride, experts_address + 4 * t * top_k,
-                weights_address + 4 * t * top_k, num_experts, top_k, normalizes,
-            )  # fmt: skip
-    else:
-        for t in prange(num_rows):
-            _route_row(
-                logits_address + 4 * t * logits_stride, experts_address + 4 * t * top_k,
-                weights_address + 4 * t * top_k, num_experts, top_k, normalizes,
-            )  # fmt: skip
-
-
-@helper
 def _sum_row(
     t: int, y_address: int, weights_address: int, top_k: int, shared: Any, gate: Any, out_address: int, size: int
 ) -> None:
@@ -115,8 +52,9 @@ def _sum_row(
         for i in range(size):
             out[i] += weight * y[i]
     if shared[0] != 0:
-        shared_row, gate_row = floats_at(shared[0] + 4 * t * shared[1]), floats_at(gate[0] + 4 * t * gate[1])
-        factor = np.float32(1) / (np.float32(1) + exponential(-gate_row[0]))
+        shared_row, factor = floats_at(shared[0] + 4 * t * shared[1]), np.float32(1)
+        if gate[0] != 0:
+            factor /= np.float32(1) + exponential(-floats_at(gate[0] + 4 * t * gate[1])[0])
         for i in range(size):
             out[i] += factor * shared_row[i]
 
@@ -134,7 +72,7 @@ def sum_experts(
 ) -> None:
     """`out` of `reference.experts.sum_experts`; `y`, `weights` and `out` are contiguous.
 
-    `shared` and `gate` are an address and a row stride each; address 0 means that there is no shared expert.
+    `shared` and `gate` are an address and a row stride each; address 0 means that there is no shared expert or no gate.
     """
     if num_rows * top_k * size < SERIAL_WORK:
         for t in range(num_rows):

@@ -9,6 +9,7 @@ from loramux.kernels.cpu import delta as cpu_delta
 from loramux.kernels.cpu import experts as cpu_experts
 from loramux.kernels.cpu import fused as cpu_fused
 from loramux.kernels.cpu import kv as cpu_kv
+from loramux.kernels.cpu import routing as cpu_routing
 from loramux.kernels.cpu.adapters import CpuLora
 from loramux.kernels.cpu.arrays import array, rows_of
 from loramux.kernels.cpu.experts import PackedExperts
@@ -115,13 +116,19 @@ class CpuKernels(CpuLora):
         cpu_fused.gelu_and_mul(*rows_of(gate_up), out.data_ptr(), num_rows, size)
         return out
 
-    def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
+    def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
         num_rows = logits.shape[0]
         experts = torch.empty(num_rows, spec.top_k, dtype=torch.int32)
         weights = torch.empty(num_rows, spec.top_k)
-        cpu_experts.route(
-            *rows_of(logits), experts.data_ptr(), weights.data_ptr(), num_rows, spec.num_experts, spec.top_k,
-            spec.normalizes,
+        keys = None
+        if bias is not None:
+            assert bias.dtype is torch.float32
+            assert bias.is_contiguous()
+            keys = torch.empty(num_rows, spec.num_experts + spec.num_groups)
+        cpu_routing.route(
+            *rows_of(logits), *(0 if one is None else one.data_ptr() for one in (bias, keys)), experts.data_ptr(),
+            weights.data_ptr(), num_rows, spec.num_experts, spec.top_k, spec.normalizes, spec.has_sigmoid,
+            spec.num_groups, spec.top_groups, float(spec.scale), float(spec.min_total),
         )  # fmt: skip
         return Routing(experts, weights, *group_pairs(experts, spec.num_experts))
 

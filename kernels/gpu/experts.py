@@ -12,11 +12,8 @@ import triton.language as tl
 
 from loramux.kernels.gpu.addresses import IS_COMPILED
 from loramux.kernels.gpu.fused import LOG2_E
+from loramux.kernels.gpu.routing import sigmoid
 from loramux.kernels.routing import Routing
-from loramux.kernels.routing_spec import RoutingSpec
-
-PAIR_BLOCK = 1024
-"""Number of pairs that a program of `_group` reads at a time."""
 
 SMALL_ROWS, LARGE_ROWS = 16, 64
 """Rows per tile of a product: the minimum for tensor cores, and the number for steps with many tokens."""
@@ -29,92 +26,6 @@ BLOCK_COLUMNS = 64
 
 SUM_BLOCK = 1024
 """Number of columns that a program of `_sum` adds."""
-
-
-def route(logits: torch.Tensor, spec: RoutingSpec) -> Routing:
-    """Choose the experts of each token, as `reference.experts.route` does.
-
-    `logits` `[T, num_experts]`; its rows may be views into wider rows.
-    """
-    assert logits.stride(1) == 1
-    num_tokens, device = logits.shape[0], logits.device
-    experts = torch.empty(num_tokens, spec.top_k, dtype=torch.int32, device=device)
-    weights = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=device)
-    pairs = torch.empty(num_tokens * spec.top_k, dtype=torch.int32, device=device)
-    starts = torch.empty(spec.num_experts + 1, dtype=torch.int32, device=device)
-    if num_tokens:
-        _route[(num_tokens,)](
-            logits, logits.stride(0), experts, weights,
-            NUM_EXPERTS=spec.num_experts, BLOCK=triton.next_power_of_2(spec.num_experts), TOP_K=spec.top_k,
-            SLOTS=triton.next_power_of_2(spec.top_k), NORMALIZES=spec.normalizes, LOG2_E=LOG2_E, num_warps=1,
-        )  # fmt: skip
-    _group[(spec.num_experts,)](experts, pairs, starts, experts.numel(), BLOCK=PAIR_BLOCK, num_warps=4)
-    return Routing(experts, weights, pairs, starts)
-
-
-@triton.jit
-def _route(
-    logits_ptr: tl.tensor,
-    stride: tl.tensor,
-    experts_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    NORMALIZES: tl.constexpr,
-    LOG2_E: tl.constexpr,
-) -> None:
-    """Choose the experts of one token. Of equal logits, the first is chosen first."""
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
-    slot = tl.arange(0, SLOTS)
-    is_expert = expert < NUM_EXPERTS
-    logit = tl.load(logits_ptr + row * stride + expert, mask=is_expert, other=float("-inf")).to(tl.float32)
-    highest = tl.max(logit, 0)
-    share = tl.where(is_expert, tl.exp2((logit - highest) * LOG2_E), 0.0)
-    total = tl.sum(share, 0)
-    # This is also false if the total is NaN because a logit is NaN or the highest is infinite.
-    is_usable = total < float("inf")
-    chosen = slot
-    weights = tl.zeros((SLOTS,), tl.float32)
-    last = -1
-    last_logit = highest
-    for j in tl.static_range(TOP_K):
-        is_next = is_expert & ((logit < last_logit) | ((logit == last_logit) & (expert > last)))
-        best_logit = tl.max(tl.where(is_next, logit, float("-inf")), 0)
-        best = tl.min(tl.where(is_next & (logit == best_logit), expert, BLOCK), 0)
-        chosen = tl.where(slot == j, best, chosen)
-        weights = tl.where(slot == j, tl.exp2((best_logit - highest) * LOG2_E), weights)
-        last = best
-        last_logit = best_logit
-    if NORMALIZES:
-        total = tl.sum(tl.where(slot < TOP_K, weights, 0.0), 0)
-    weights = tl.where(is_usable, weights / total, float("nan"))
-    place = row * TOP_K + slot
-    tl.store(experts_ptr + place, tl.where(is_usable, chosen, slot), mask=slot < TOP_K)
-    tl.store(weights_ptr + place, weights, mask=slot < TOP_K)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _group(
-    experts_ptr: tl.tensor, pairs_ptr: tl.tensor, starts_ptr: tl.tensor, num_pairs: tl.tensor, BLOCK: tl.constexpr
-) -> None:
-    """List the pairs of one expert, after those of all experts before it."""
-    expert = tl.program_id(0)
-    place = tl.arange(0, BLOCK)
-    start = 0
-    for begin in range(0, num_pairs, BLOCK):
-        of_pair = tl.load(experts_ptr + begin + place, mask=begin + place < num_pairs, other=1 << 30)
-        start += tl.sum((of_pair < expert).to(tl.int32), 0)
-    tl.store(starts_ptr + expert, start)
-    for begin in range(0, num_pairs, BLOCK):
-        of_pair = tl.load(experts_ptr + begin + place, mask=begin + place < num_pairs, other=1 << 30)
-        is_own = (of_pair == expert).to(tl.int32)
-        tl.store(pairs_ptr + start + tl.cumsum(is_own, 0) - 1, begin + place, mask=is_own == 1)
-        start += tl.sum(is_own, 0)
-    # The next expert writes the same number, and after the last expert there is none.
-    tl.store(starts_ptr + expert + 1, start)
 
 
 def multiply_experts(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -189,20 +100,21 @@ def sum_experts(
     """`out[t] = sum over j of weights[t, j] * y[t * top_k + j], plus sigmoid(shared_gate[t]) * shared[t]`.
 
     `y` `[T * top_k, n]` is contiguous. `shared` `[T, n]` and `shared_gate` `[T, 1]` may be views into wider rows, or
-    are both None.
+    None.
     """
     assert y.is_contiguous()
     num_tokens, top_k = routing.weights.shape
     size = y.shape[1]
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(size))
-    has_shared = shared is not None
-    # Without a shared expert, the kernel reads neither.
+    has_shared, has_gate = shared is not None, shared_gate is not None
+    # The kernel reads neither that is absent.
     shared, shared_gate = (y if one is None else one for one in (shared, shared_gate))
     if num_tokens:
         _sum[(num_tokens, triton.cdiv(size, block))](
             y, routing.weights, shared, shared_gate, out, shared.stride(0), shared_gate.stride(0),
-            TOP_K=top_k, SIZE=size, BLOCK=block, HAS_SHARED=has_shared, LOG2_E=LOG2_E, num_warps=4,
+            TOP_K=top_k, SIZE=size, BLOCK=block, HAS_SHARED=has_shared, HAS_GATE=has_gate, LOG2_E=LOG2_E,
+            num_warps=4,
         )  # fmt: skip
     return out
 
@@ -220,6 +132,7 @@ def _sum(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
     """Compute BLOCK columns of one token; grid `(T, blocks)`."""
@@ -232,8 +145,7 @@ def _sum(
         total += tl.load(weights_ptr + row * TOP_K + j) * y
     if HAS_SHARED:
         shared = tl.load(shared_ptr + row * shared_stride + column, mask=is_stored, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + row * gate_stride).to(tl.float32)
-        # The exponential of a negative number cannot overflow.
-        decay = tl.exp2(tl.abs(gate) * -LOG2_E)
-        total += tl.where(gate < 0, decay, 1.0) / (1 + decay) * shared
+        if HAS_GATE:
+            shared *= sigmoid(tl.load(gate_ptr + row * gate_stride).to(tl.float32), LOG2_E)
+        total += shared
     tl.store(out_ptr + row * SIZE + column, total, mask=is_stored)

@@ -13,11 +13,12 @@ from loramux.kernels.gpu.addresses import check_geometry
 from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_attention, paged_attention
 from loramux.kernels.gpu.delta import check_delta, convolve, delta_rule
 from loramux.kernels.gpu.expand import lora_expand
-from loramux.kernels.gpu.experts import multiply_experts, route, sum_experts
+from loramux.kernels.gpu.experts import multiply_experts, sum_experts
 from loramux.kernels.gpu.fused import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
 from loramux.kernels.gpu.gather import lora_gather
 from loramux.kernels.gpu.launches import TILE_ROWS, supports_pdl
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
+from loramux.kernels.gpu.routing import route
 from loramux.kernels.gpu.shrink import lora_shrink, num_splits
 from loramux.kernels.gpu.trained_rows import replace_columns, replace_rows
 from loramux.kernels.routing import ExpertWeights, Routing
@@ -138,8 +139,8 @@ class GpuKernels(GpuLora):
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return gelu_and_mul(gate_up)
 
-    def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
-        return route(logits, spec)
+    def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
+        return route(logits, spec, bias)
 
     def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
         return adapter_pairs(routing, slots, segments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from loramux.kernels.delta_spec import DeltaSpec
-from loramux.kernels.reference import attention, delta, experts, fused
+from loramux.kernels.reference import attention, delta, experts, fused, routing
 from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.routing import ExpertWeights, Routing
 from loramux.kernels.routing_spec import RoutingSpec
@@ -57,8 +57,8 @@ class ReferenceKernels(ReferenceLora):
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return fused.gelu_and_mul(gate_up)
 
-    def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
-        return experts.route(logits, spec)
+    def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
+        return routing.route(logits, spec, bias)
 
     def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
         return build_pair_segments(routing, slots, self.segment_rows, segments.max_rank)

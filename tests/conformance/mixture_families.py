@@ -18,6 +18,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.conformance.corrected_families import CORRECTED_FAMILIES
 from tests.conformance.further_families import MakeModel
 
 
@@ -80,7 +81,9 @@ MIXTURE_FAMILIES: dict[str, MakeModel] = {
     "qwen3-moe": _qwen3_moe,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
+    **CORRECTED_FAMILIES,
 }
 
-FREQUENT_MIXTURES = ("qwen2-moe", "granite-moe")
-"""Families for every test run: one with a dense layer and shared experts, and one with stacked tensors."""
+FREQUENT_MIXTURES = ("qwen2-moe", "granite-moe", "glm4-moe")
+"""Families that every test run compares: one with a dense layer and shared experts, one with stacked tensors, and one
+whose router corrects its scores and chooses among groups."""

@@ -38,6 +38,8 @@ CONTRADICTIONS: list[tuple[str, dict[str, object], str]] = [
     ("qwen2-moe", {"shared_expert_intermediate_size": 80}, r"shared_expert\.gate_proj\.weight has shape \[88, 128\]"),
     ("granite-moe", {"intermediate_size": 64}, r"input_linear\.weight has shape \[5, 416, 128\]"),
     ("olmoe", {"intermediate_size": 96}, r"experts\.0\.gate_proj\.weight has shape \[208, 128\]"),
+    ("glm4-moe", {"n_routed_experts": 12}, r"correction_bias has shape \[8\], config.json says \[12\]"),
+    ("glm4-moe", {"n_shared_experts": 2}, r"shared_experts\.gate_proj\.weight has shape \[56, 128\]"),
 ]
 
 
@@ -60,6 +62,28 @@ def test_a_missing_expert_and_a_superfluous_one_are_refused(tmp_path: Path) -> N
     del tensors[name.format(2)]
     save_file(tensors, path)
     with pytest.raises(ModelNotSupported, match=r"no tensor .*experts\.2\.w3\.weight"):
+        Subject(tmp_path, None, {}, {}, {}).assemble()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_correction_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> None:
+    path, name = base("glm4-moe", tmp_path) / "model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = load_file(path)
+    tensors[name][3] = value
+    save_file(tensors, path)
+    with pytest.raises(ModelNotSupported, match=f"the tensor {name} contains NaN or infinity"):
+        Subject(tmp_path, None, {}, {}, {}).assemble()
+
+
+def test_tensors_of_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    """Released GLM-4.5 checkpoints have one such layer, after the last."""
+    path = base("glm4-moe", tmp_path) / "model.safetensors"
+    further = {"model.layers.2.eh_proj.weight": torch.zeros(4, 8), "model.layers.2.mlp.gate.weight": torch.zeros(8, 4)}
+    save_file({**load_file(path), **further}, path)
+    change(tmp_path, num_nextn_predict_layers=1)
+    Subject(tmp_path, None, {}, {}, {}).assemble().adapters.close()
+    change(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(ModelNotSupported, match=r"2 tensors that its architecture does not use"):
         Subject(tmp_path, None, {}, {}, {}).assemble()
 
 

@@ -207,6 +207,13 @@ ADDED_MODULES = {
 """The linears that take the place of Llama's in layers without attention, by the family's name up to a hyphen."""
 
 
+SHARED_BLOCKS = ("shared_expert", "shared_experts")
+_GRANITE_SHARED = {
+    **dict.fromkeys(("gate_proj", "up_proj"), "shared_mlp.input_linear"),
+    "down_proj": "shared_mlp.output_linear",
+}
+
+
 def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, window: int = WINDOW) -> PreTrainedModel:
     torch.manual_seed(sum(family.encode()))
     model = FAMILIES[family](shape, window)
@@ -215,6 +222,9 @@ def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, windo
             # Biases and norms are initialized to constants, which would hide a mix-up.
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.3))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("correction_bias"):
+                tensor.copy_(torch.randn_like(tensor) * 0.2)
     model = model.float().eval()
     model.save_pretrained(directory)
     return model
@@ -265,7 +275,9 @@ class AdapterPlan:
 
         def names(name: str) -> list[str]:
             above, dot, last = name.rpartition(".")
-            in_blocks = [f"{above or 'mlp'}.{last}", f"{above}{dot}shared_expert.{last}"]
+            in_blocks = [f"{above or 'mlp'}.{last}", *(f"{above}{dot}{block}.{last}" for block in SHARED_BLOCKS)]
+            if last in _GRANITE_SHARED:
+                in_blocks.append(f"{above.removesuffix('mlp')}{_GRANITE_SHARED[last]}")
             candidates = in_blocks if last in FEED_FORWARD else [name]
             return [one for one in candidates if any(f".{linear}".endswith(f".{one}") for linear in linears)]
 

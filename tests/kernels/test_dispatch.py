@@ -23,6 +23,7 @@ from loramux.kernels.cpu import gather as cpu_gather
 from loramux.kernels.cpu import kv as cpu_kv
 from loramux.kernels.cpu import linear as cpu_linear
 from loramux.kernels.cpu import low_rank as cpu_low_rank
+from loramux.kernels.cpu import routing as cpu_routing
 from loramux.kernels.cpu import trained_rows as cpu_trained_rows
 from loramux.kernels.cpu.compiled import cache_directory
 from loramux.kernels.cpu.kernels import CpuKernels
@@ -46,7 +47,7 @@ COMPILED = (
     cpu_linear.multiply_panels, avx512_bf16.round_rows, avx512_bf16.multiply_pair_panels, amx.multiply_tile_panels,
     quantized_linear.multiply_codes, quantized_amx.multiply_code_tiles, rounded_rows.round_blocks,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
-    cpu_experts.route, cpu_experts.sum_experts, cpu_delta.convolve, cpu_delta.delta_rule,
+    cpu_routing.route, cpu_experts.sum_experts, cpu_delta.convolve, cpu_delta.delta_rule,
 )  # fmt: skip
 
 
@@ -270,7 +271,9 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     kernels.silu_and_mul(qkv[:, :64])
     kernels.gelu_and_mul(qkv[:, :64])
     routing = kernels.route(qkv[:, :5], RoutingSpec(5, 3, False))
+    kernels.route(qkv[:, :4], RoutingSpec(4, 2, True, has_sigmoid=True, num_groups=2, scale=2), torch.zeros(4))
     kernels.sum_experts(torch.zeros(9, 64), routing, None, None)
+    kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], None)
     kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], qkv[:, 5:6])
     for codebook in (INT8, UINT4, NF4):
         linear = make_quantized_linear(random_weight(codebook, codebook is UINT4, 70, 64, 32), None)

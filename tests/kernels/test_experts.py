@@ -1,4 +1,4 @@
-"""Routing, expert products and the sum of their outputs, compared with loops over tokens and experts."""
+"""The products of experts and the sum of their outputs, compared with plain loops over tokens and experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.layout import PageGeometry
-from loramux.kernels.routing import Routing
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import PoolViews
 
@@ -24,76 +23,6 @@ def kernels(make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., 
 def in_layout(kernels: Any, weight: torch.Tensor) -> Any:
     """The weights of all experts in the layout of the kernels' device."""
     return PackedExperts(weight) if isinstance(kernels, CpuKernels) else weight
-
-
-ROUTINGS = {
-    "one-of-one": (5, RoutingSpec(1, 1, True)),
-    "one-of-three": (1, RoutingSpec(3, 1, False)),
-    "two-of-eight": (19, RoutingSpec(8, 2, True)),
-    "three-of-five": (40, RoutingSpec(5, 3, False)),
-    "all": (7, RoutingSpec(6, 6, False)),
-    "no-tokens": (0, RoutingSpec(4, 2, True)),
-    "on-all-threads": (150, RoutingSpec(70, 8, True)),
-}
-
-
-def assert_grouped(routing: Routing, spec: RoutingSpec) -> None:
-    """Each pair is listed once, by ascending expert and then in ascending order."""
-    experts = routing.experts.flatten().tolist()
-    assert routing.pairs.tolist() == sorted(range(len(experts)), key=lambda pair: (experts[pair], pair))
-    assert routing.starts.tolist() == [sum(one < e for one in experts) for e in range(spec.num_experts + 1)]
-
-
-@pytest.mark.parametrize(("num_rows", "spec"), ROUTINGS.values(), ids=ROUTINGS)
-def test_the_highest_logits_are_chosen(kernels: Any, num_rows: int, spec: RoutingSpec) -> None:
-    # As in the router of a layer with a shared expert, the rows are views.
-    logits = (torch.randn(num_rows, spec.num_experts + 1) * 4)[:, : spec.num_experts]
-    routing = kernels.route(logits, spec)
-    for t in range(num_rows):
-        order = sorted(range(spec.num_experts), key=lambda e, t=t: -logits[t, e].item())[: spec.top_k]
-        assert routing.experts[t].tolist() == order
-        expected = logits[t].double().softmax(0)[order]
-        expected = expected / expected.sum() if spec.normalizes else expected
-        torch.testing.assert_close(routing.weights[t].double(), expected, rtol=1e-5, atol=1e-7)
-    assert_grouped(routing, spec)
-
-
-def test_distant_and_infinitely_low_logits_are_routed(kernels: Any) -> None:
-    low = -torch.inf
-    logits = torch.tensor([[200.0, -300.0, low, 0.0], [low, low, low, -7.0], [1e30, -1e30, 0.0, 1.0]])
-    routing = kernels.route(logits, RoutingSpec(4, 2, True))
-    assert routing.experts[0].tolist() == [0, 3]
-    assert routing.experts[1, 0] == 3
-    assert routing.experts[2].tolist() == [0, 3]
-    torch.testing.assert_close(routing.weights, torch.tensor([[1.0, 0.0]] * 3))
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize(
-    "row",
-    [[1.0, torch.nan, 2.0, 3.0], [torch.inf, 0.0, 1.0, 2.0], [-torch.inf] * 4],
-    ids=["nan", "infinity", "only-minus-infinity"],
-)
-def test_a_row_without_a_softmax_gets_weights_nan_and_affects_no_other(kernels: Any, row: list[float]) -> None:
-    logits = torch.randn(5, 4)
-    spec = RoutingSpec(4, 2, True)
-    usable = kernels.route(logits, spec)
-    logits[2] = torch.tensor(row)
-    routing = kernels.route(logits, spec)
-    assert routing.experts[2].tolist() == [0, 1]
-    assert routing.weights[2].isnan().all()
-    others = [0, 1, 3, 4]
-    assert torch.equal(routing.experts[others], usable.experts[others])
-    assert torch.equal(routing.weights[others], usable.weights[others])
-    assert_grouped(routing, spec)
-
-    weight, x = torch.randn(4, 24, 16), torch.randn(5, 16)
-    outs = [
-        kernels.sum_experts(kernels.multiply_experts(x, in_layout(kernels, weight), one), one, None, None)
-        for one in (usable, routing)
-    ]
-    assert outs[1][2].isnan().all()
-    torch.testing.assert_close(outs[1][others], outs[0][others])
 
 
 @pytest.mark.parametrize(
@@ -134,16 +63,17 @@ def test_products_in_half_precision(kernels: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=2e-1)
 
 
-@pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "shared"])
+@pytest.mark.parametrize(("has_shared", "has_gate"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("num_rows", "size"), [(0, 16), (1, 33), (6, 1027), (90, 200)])
-def test_outputs_are_summed_by_weight(kernels: Any, num_rows: int, size: int, has_shared: bool) -> None:
+def test_outputs_are_summed_by_weight(kernels: Any, num_rows: int, size: int, has_shared: bool, has_gate: bool) -> None:
     routing = kernels.route(torch.randn(num_rows, 5), RoutingSpec(5, 3, False))
     y = torch.randn(num_rows * 3, size)
     shared = gate = None
     expected = (y.double().view(num_rows, 3, size) * routing.weights.double()[..., None]).sum(1)
     if has_shared:
-        shared, gate = torch.randn(num_rows, size + 8)[:, 4 : size + 4], (torch.randn(num_rows, 6) * 30)[:, 5:]
-        expected += gate.double().sigmoid() * shared.double()
+        shared = torch.randn(num_rows, size + 8)[:, 4 : size + 4]
+        gate = (torch.randn(num_rows, 6) * 30)[:, 5:] if has_gate else None
+        expected += shared.double() * (1 if gate is None else gate.double().sigmoid())
     out = kernels.sum_experts(y, routing, shared, gate)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 

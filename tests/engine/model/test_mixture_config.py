@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 OLMOE = {"architectures": ["OlmoeForCausalLM"]}
 GRANITE = {"architectures": ["GraniteMoeForCausalLM"]}
+GRANITE_SHARED = {"architectures": ["GraniteMoeSharedForCausalLM"]}
+GLM4_MOE = {"architectures": ["Glm4MoeForCausalLM"]}
+SOLAR = {"architectures": ["SolarOpenForCausalLM"]}
+DOTS1 = {"architectures": ["Dots1ForCausalLM"], "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 2}
+EXAONE_MOE = {"architectures": ["ExaoneMoeForCausalLM"]}
+ERNIE_MOE = {"architectures": ["Ernie4_5_MoeForCausalLM"]}
+MINIMAX_M2 = {"architectures": ["MiniMaxM2ForCausalLM"]}
+FLEX_OLMO = {"architectures": ["FlexOlmoForCausalLM"]}
 
 
 def load(tmp_path: Path, changes: dict[str, Any]) -> ModelConfig:
@@ -42,6 +51,10 @@ DEFAULTS = {
     "mixtral": (MIXTRAL, RoutingSpec(8, 2, normalizes=True), 96, None),
     "olmoe": (OLMOE, RoutingSpec(64, 8, normalizes=False), 96, None),
     "granite-moe": (GRANITE, RoutingSpec(8, 2, normalizes=True), 96, None),
+    "granite-moe-shared": (GRANITE_SHARED, RoutingSpec(8, 2, normalizes=True), 96, None),
+    "solar-open": (SOLAR, RoutingSpec(128, 8, normalizes=True, has_sigmoid=True), 1280, 1280),
+    "minimax-m2": (MINIMAX_M2, RoutingSpec(256, 8, normalizes=True, has_sigmoid=True), 96, None),
+    "flex-olmo": (FLEX_OLMO, RoutingSpec(7, 5, normalizes=False), 96, None),
 }
 
 
@@ -52,7 +65,8 @@ def test_absent_fields_have_the_defaults_of_transformers(
     mixture = load(tmp_path, changes).mixture
     assert mixture is not None
     assert (mixture.layers, mixture.routing) == ((0, 1, 2, 3), routing)
-    assert (mixture.expert_size, mixture.shared_size) == (expert_size, shared_size)
+    assert mixture.expert_size == expert_size
+    assert (None if mixture.shared is None else mixture.shared.size) == shared_size
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts"])
@@ -61,6 +75,75 @@ def test_both_names_of_the_number_of_experts_are_read(tmp_path: Path, family: di
     mixture = load(tmp_path, {**family, field: 12, "norm_topk_prob": True}).mixture
     assert mixture is not None
     assert (mixture.routing.num_experts, mixture.routing.normalizes) == (12, True)
+
+
+WITH_DENSE_LAYERS = {
+    "glm4-moe": (GLM4_MOE, (1, 2, 3), RoutingSpec(128, 8, normalizes=True, has_sigmoid=True), 1408),
+    "dots1": (DOTS1, (0, 1, 2, 3), RoutingSpec(16, 4, normalizes=False, has_sigmoid=True), 2816),
+    "exaone-moe": (EXAONE_MOE, (1, 2, 3), RoutingSpec(64, 8, normalizes=True, has_sigmoid=True, scale=2.5), 1024),
+    "ernie4_5-moe": (ERNIE_MOE, (1, 2, 3), RoutingSpec(64, 6, normalizes=True, min_total=1e-12), 3072),
+}
+
+
+@pytest.mark.parametrize(("changes", "layers", "routing", "shared"), WITH_DENSE_LAYERS.values(), ids=WITH_DENSE_LAYERS)
+def test_first_layers_may_be_dense_by_default(
+    tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...], routing: RoutingSpec, shared: int
+) -> None:
+    mixture = load(tmp_path, changes).mixture
+    assert mixture is not None
+    assert (mixture.layers, mixture.routing) == (layers, routing)
+    assert mixture.shared is not None
+    assert (mixture.shared.size, mixture.shared.gate) == (shared, None)
+
+
+EXPERT_LAYERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({**GLM4_MOE, "first_k_dense_replace": 3}, (3,)),
+    ({**GLM4_MOE, "first_k_dense_replace": 0}, (0, 1, 2, 3)),
+    ({**EXAONE_MOE, "mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}, (0, 3)),
+    ({**ERNIE_MOE, "moe_layer_interval": 2, "moe_layer_start_index": 0}, (1, 3)),
+    ({**ERNIE_MOE, "moe_layer_start_index": 0, "moe_layer_end_index": 1}, (0, 1)),
+]
+
+
+@pytest.mark.parametrize(("changes", "layers"), EXPERT_LAYERS)
+def test_fields_choose_the_layers_with_experts(
+    tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    mixture = load(tmp_path, changes).mixture
+    assert mixture is not None
+    assert mixture.layers == layers
+
+
+def test_experts_are_chosen_among_groups(tmp_path: Path) -> None:
+    def routing(num_groups: int, top_groups: int) -> RoutingSpec:
+        fields = {"n_routed_experts": 24, "n_group": num_groups, "topk_group": top_groups, "norm_topk_prob": False}
+        mixture = load(tmp_path, {**GLM4_MOE, **fields, "routed_scaling_factor": 2}).mixture
+        assert mixture is not None
+        return mixture.routing
+
+    grouped = RoutingSpec(24, 8, normalizes=False, has_sigmoid=True, num_groups=4, top_groups=2, scale=2.0)
+    assert routing(4, 2) == grouped
+    # If all groups are chosen, they change nothing.
+    assert routing(4, 4) == replace(grouped, num_groups=1, top_groups=1)
+
+
+def test_glm_norms_q_and_k_if_its_configuration_says_so(tmp_path: Path) -> None:
+    assert load(tmp_path, GLM4_MOE).qk_norm is None
+    config = load(tmp_path, {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True})
+    assert (config.qk_norm, config.qkv_bias, config.o_bias) == (HEAD_WIDE, True, False)
+    assert config.layer_ropes[0].rotary_fraction == 0.5
+
+
+def test_minimax_gives_the_number_of_rotated_channels(tmp_path: Path) -> None:
+    config = load(tmp_path, {**MINIMAX_M2, "head_dim": 32, "rotary_dim": 8})
+    assert (config.layer_ropes[0].rotary_fraction, config.layer_ropes[0].theta) == (0.25, 5e6)
+    assert config.qk_norm == PROJECTION_WIDE
+
+
+def test_layers_that_predict_further_tokens_are_known(tmp_path: Path) -> None:
+    config = load(tmp_path, {**GLM4_MOE, "num_nextn_predict_layers": 2})
+    assert config.draft_tensors == ("model.layers.4.", "model.layers.5.")
+    assert load(tmp_path, EXAONE_MOE).draft_tensors == ("mtp.",)
 
 
 def names_in(config: ModelConfig, layer: int) -> list[str]:
@@ -148,6 +231,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ({**OLMOE, "residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
     ({**GRANITE, "logits_scaling": 0}, "logits_scaling is 0"),
+    ({**GLM4_MOE, "n_group": 3}, "128 experts cannot form n_group = 3 groups"),
+    ({**GLM4_MOE, "n_group": 128}, "128 experts cannot form n_group = 128 groups of two or more experts"),
+    ({**GLM4_MOE, "n_group": 4, "topk_group": 5}, "topk_group is 5 in config.json: 4 groups"),
+    ({**GLM4_MOE, "n_group": 32, "topk_group": 1}, "32 groups of 4 experts, and 8 to choose"),
+    ({**GLM4_MOE, "n_group": 0}, "n_group is 0"),
+    ({**GLM4_MOE, "n_shared_experts": -1}, "n_shared_experts is -1"),
+    ({**GLM4_MOE, "first_k_dense_replace": None}, "first_k_dense_replace is None"),
+    ({**GLM4_MOE, "routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan"),
+    ({**GLM4_MOE, "num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
+    ({**GLM4_MOE, "kv_lora_rank": 512}, "kv_lora_rank = 512"),
+    ({**GRANITE_SHARED, "shared_intermediate_size": -8}, "shared_intermediate_size is -8"),
+    ({**EXAONE_MOE, "mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types"),
+    ({**EXAONE_MOE, "mlp_layer_types": ["sparse", "dense", "moe", "dense"]}, "mlp_layer_types"),
+    ({**ERNIE_MOE, "moe_layer_interval": 0}, "moe_layer_interval is 0"),
+    ({**ERNIE_MOE, "moe_layer_end_index": -2}, "moe_layer_end_index is -2"),
+    ({**ERNIE_MOE, "moe_k": 65}, "moe_k is 65 in config.json, but a layer has 64 experts"),
+    ({**ERNIE_MOE, "use_bias": True}, "use_bias = True"),
+    ({**MINIMAX_M2, "rotary_dim": 400}, "partial_rotary_factor"),
 ]
 
 

@@ -31,7 +31,13 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
 }
-EXPERT_SIZES = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 56}
+EXPERT_SIZES = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 56, "shared_intermediate_size": 40}
+EXPERT_FIELDS: dict[str, dict[str, Any]] = {
+    "Qwen2MoeForCausalLM": {"mlp_only_layers": [1]},
+    "Qwen3MoeForCausalLM": {"mlp_only_layers": [1]},
+    "Dots1ForCausalLM": {"num_experts_per_tok": 2, "n_shared_experts": 2},
+    "Glm4MoeForCausalLM": {"use_qk_norm": True},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "llama-tied-biased": {
@@ -47,7 +53,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     **{
-        architecture: {"architectures": [architecture], "num_experts": 8, "mlp_only_layers": [1], **EXPERT_SIZES}
+        architecture: {
+            "architectures": [architecture],
+            "num_experts": 8,
+            **EXPERT_SIZES,
+            **EXPERT_FIELDS.get(architecture, {}),
+        }
         for architecture in MIXTURE_FAMILIES
     },
 }

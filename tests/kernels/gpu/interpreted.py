@@ -29,6 +29,7 @@ TRITON_MODULES = (
     "kernels",
     "launches",
     "rotate_and_store",
+    "routing",
     "sampling",
     "shrink",
     "trained_rows",

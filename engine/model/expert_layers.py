@@ -1,0 +1,55 @@
+"""Which layers of a decoder have experts; other layers have one feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.config_fields import not_negative, positive, shown
+
+ExpertLayers = Callable[[Mapping[str, Any], int], list[bool]]
+"""Whether each layer has experts, from `config.json` and the number of layers."""
+
+DENSE, SPARSE = "dense", "sparse"
+"""Kinds of layers in `mlp_layer_types`."""
+
+
+def every_layer(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    return [True] * num_layers
+
+
+def by_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """One layer in `decoder_sparse_step`, except `mlp_only_layers`."""
+    step = positive({"decoder_sparse_step": 1, **raw}, "decoder_sparse_step")
+    dense = raw.get("mlp_only_layers") or []
+    if any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):
+        raise ModelNotSupported(
+            f"mlp_only_layers = {shown(dense)} in config.json is not supported for a model with {num_layers} layers"
+        )
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+
+
+def after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """All layers but the first `first_k_dense_replace`."""
+    num_dense = not_negative(raw, "first_k_dense_replace")
+    return [layer >= num_dense for layer in range(num_layers)]
+
+
+def listed_or_after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """The sparse layers of `mlp_layer_types`; without this field, `after_dense`."""
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return after_dense(raw, num_layers)
+    if len(kinds) != num_layers or any(kind not in (DENSE, SPARSE) for kind in kinds):
+        raise ModelNotSupported(
+            f"mlp_layer_types in config.json does not list {DENSE} or {SPARSE} for {num_layers} layers"
+        )
+    return [kind == SPARSE for kind in kinds]
+
+
+def by_interval(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """One layer in `moe_layer_interval`, from `moe_layer_start_index` to `moe_layer_end_index`; -1 is the last layer."""
+    interval, start = positive(raw, "moe_layer_interval"), not_negative(raw, "moe_layer_start_index")
+    end = num_layers - 1 if raw["moe_layer_end_index"] == -1 else not_negative(raw, "moe_layer_end_index")
+    return [start <= layer <= end and (layer + 1) % interval == 0 for layer in range(num_layers)]

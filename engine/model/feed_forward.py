@@ -1,0 +1,34 @@
+"""The linears of the feed-forward blocks that all tokens use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """The names of the linears of a feed-forward block: those that read its input, and the one that writes its output.
+
+    With a gate, half of the inner features multiply the other half.
+    """
+
+    inputs: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    output: str = "mlp.down_proj"
+    has_gate: bool = True
+
+
+GATED = FeedForward()
+FUSED_GATE = FeedForward(("mlp.gate_up_proj",))
+WITHOUT_GATE = FeedForward(("mlp.up_proj",), has_gate=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The feed-forward block that all tokens use beside the experts that a router chooses.
+
+    `gate` is the name of a linear whose sigmoid weighs the block's output for each token, or None.
+    """
+
+    block: FeedForward
+    size: int
+    gate: str | None
