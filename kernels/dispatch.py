@@ -96,9 +96,18 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def paged_attention(
-        self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """`out = softmax(soft_cap(q kᵀ * scale) + mask) v` over the pages of each sequence."""
+        """`out = softmax(soft_cap(q kᵀ * scale) + mask) v` over the pages of each sequence.
+
+        `sinks` float32 `[num_heads]` are the scores of one further key of each head, which has no value.
+        """
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -115,6 +124,13 @@ class Kernels(LoraKernels, Protocol):
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`gelu(gate) * up`, with gelu in its tanh form. Each row contains gate, then up."""
+        ...
+
+    def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        """`gate * sigmoid(alpha * gate) * (up + 1)`, gate clamped to at most `limit`, and up to `[-limit, limit]`.
+
+        Each row contains gate, then up.
+        """
         ...
 
     def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
@@ -134,7 +150,7 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
-        """`y[p] = x[row of p] @ weight[expert of p]ᵀ` `[T * top_k, out_features]`, for each pair `p` of the routing.
+        """`y[p] = x[row of p] @ weight[e]ᵀ + bias[e]` `[T * top_k, out_features]`, `e` the expert of pair `p`.
 
         `x` has a row for each token or for each pair. The weights of each expert are read once for all of its pairs.
         """

@@ -9,7 +9,19 @@ import torch
 
 
 class ExpertWeights(Protocol):
-    """One linear layer of all experts: a tensor `[num_experts, out_features, in_features]`, or a CPU's own layout."""
+    """One linear layer of all experts: a `StackedExperts`, or a CPU's own layout."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedExperts:
+    """One linear layer of all experts.
+
+    `weight` is `[num_experts, out_features, in_features]`, and `bias` is `[num_experts, out_features]` or None. Both
+    are contiguous.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.engine.errors import DeviceNotUsable
 from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
 from loramux.kernels.quantized import QuantizedWeight
-from loramux.kernels.routing import ExpertWeights
+from loramux.kernels.routing import ExpertWeights, StackedExperts
 from loramux.kernels.tables import PoolViews
 
 SWITCH_INTERVAL_S = 0.0005
@@ -52,19 +52,24 @@ class MakeQuantizedLinear(Protocol):
 
 
 class MakeExperts(Protocol):
-    """Lays out one linear layer of all experts. Takes the experts' weights `[out_features, in_features]` in order."""
+    """Lays out one linear layer of all experts. Takes the experts' weights `[out_features, in_features]` in order.
 
-    def __call__(self, num_experts: int, weights: Iterator[torch.Tensor]) -> ExpertWeights: ...
+    `bias` is `[num_experts, out_features]` or None.
+    """
+
+    def __call__(
+        self, num_experts: int, weights: Iterator[torch.Tensor], bias: torch.Tensor | None
+    ) -> ExpertWeights: ...
 
 
-def stack_experts(num_experts: int, weights: Iterator[torch.Tensor]) -> torch.Tensor:
+def stack_experts(num_experts: int, weights: Iterator[torch.Tensor], bias: torch.Tensor | None) -> StackedExperts:
     """Stack the weights as `[num_experts, out_features, in_features]`, with at most one expert in memory twice."""
     first = next(weights)
     stacked = first.new_empty(num_experts, *first.shape)
     stacked[0] = first
     for expert, weight in enumerate(weights, 1):
         stacked[expert] = weight
-    return stacked
+    return StackedExperts(stacked, bias)
 
 
 class SampleTokens(Protocol):
@@ -135,7 +140,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
             make_linear=PackedLinear,
             activation_dtype=torch.float32,
             make_quantized_linear=make_quantized_linear,
-            make_experts=lambda num_experts, weights: PackedExperts(weights),
+            make_experts=lambda num_experts, weights, bias: PackedExperts(weights, bias),
             set_num_threads=set_num_threads,
         )
     missing = missing_for_cuda()

@@ -18,7 +18,7 @@ from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
 from loramux.engine.model.delta_net import DeltaNet
 from loramux.engine.model.layer_adapters import LayerAdapters
 from loramux.engine.model.mixture import Mixture, mixture_groups
-from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
+from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, SINKS, ModelConfig
 from loramux.engine.model.norms import NoNorm, Norm
 from loramux.engine.model.placement import Placement
 from loramux.engine.model.rope_config import NO_ROPE
@@ -53,6 +53,7 @@ class DecoderLayer:
     delta: DeltaNet | None
     cache_group: int
     cache_layer: int
+    sinks: torch.Tensor | None
     o: Linear
     o_group: ModuleGroup
     attention_output_norm: Norm | None
@@ -222,7 +223,7 @@ class Decoder:
                 q, k = in_halves(q, num_pairs), in_halves(k, num_pairs)
             batch = inputs.attention[layer.cache_group]
             kernels.rotate_and_store(q, k, v, *angles[layer.rotary], layer.cache_layer, batch)
-            kernels.paged_attention(q, layer.cache_layer, batch, layer.attention, attended)
+            kernels.paged_attention(q, layer.cache_layer, batch, layer.attention, attended, layer.sinks)
             if gate is None:
                 return attended.view(num_tokens, q_out)
             return (attended * gate.sigmoid()).view(num_tokens, q_out)
@@ -301,6 +302,9 @@ class Decoder:
 
 
 def _activation(config: ModelConfig, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
+    clamped = config.clamped_gate
+    if clamped is not None:
+        return lambda x: kernels.clamped_silu_and_mul(x, clamped.alpha, clamped.limit)
     if config.feed_forward.has_gate:
         return kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
     if config.activation == GELU_TANH:
@@ -390,6 +394,7 @@ def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int, 
         delta=delta,
         cache_group=cache_group,
         cache_layer=cache_layer,
+        sinks=place.finite(f"{prefix}.self_attn.{SINKS}", (config.num_heads,)) if config.has_sinks else None,
         o=linear(o, config.o_bias and has_attention),
         o_group=_group(modules, o),
         attention_output_norm=norm(config.norms.after_attention),

@@ -49,7 +49,7 @@ def listed_or_after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]
 
 
 def by_interval(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """One layer in `moe_layer_interval`, from `moe_layer_start_index` to `moe_layer_end_index`; -1 is the last layer."""
+    """One layer in `moe_layer_interval`, from `moe_layer_start_index` to `moe_layer_end_index` (-1: the last)."""
     interval, start = positive(raw, "moe_layer_interval"), not_negative(raw, "moe_layer_start_index")
     end = num_layers - 1 if raw["moe_layer_end_index"] == -1 else not_negative(raw, "moe_layer_end_index")
     return [start <= layer <= end and (layer + 1) % interval == 0 for layer in range(num_layers)]

@@ -92,6 +92,8 @@ class Family:
     gates_attention: bool = False
     has_delta_layers: bool = False
     draft_tensors: tuple[str, ...] = ()
+    has_sinks: bool = False
+    clamps_gate: bool = False
 
 
 _QWEN_ASSUMED: dict[str, Any] = {

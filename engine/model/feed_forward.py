@@ -23,6 +23,14 @@ WITHOUT_GATE = FeedForward(("mlp.up_proj",), has_gate=False)
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """The gate of `Kernels.clamped_silu_and_mul`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class SharedExpert:
     """The feed-forward block that all tokens use beside the experts that a router chooses.
 

@@ -69,7 +69,7 @@ _BY_FEATURE: dict[str, str] = {
         Gemma4UnifiedForConditionalGeneration
     """,
     "block diffusion": "DiffusionGemmaForBlockDiffusion",
-    "attention sinks": "GptOssForCausalLM GraniteSWAForCausalLM",
+    "attention sinks": "GraniteSWAForCausalLM",
     "differential attention": "DiffLlamaForCausalLM",
     "dynamic attention masks": "DogeForCausalLM",
     "layers that run several times": "HrmTextForCausalLM",

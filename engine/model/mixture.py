@@ -42,11 +42,12 @@ class Mixture:
             # Such routers compute their logits in float32: their scores may differ less than a bfloat16 can express.
             in_router = replace(place, dtype=torch.float32)
         # One product computes the logits of the experts and of the shared expert's gate.
-        self._router = in_router.linear(prefix, config.router_linears(hidden_size), has_bias=False)
+        self._router = in_router.linear(prefix, config.router_linears(hidden_size), config.names.has_biases)
         self._has_gate = config.shared is not None and config.shared.gate is not None
         make = place.backend.make_experts
-        self._gate_up = make(num_experts, _gate_up_weights(config, hidden_size, place, prefix))
-        self._down = make(num_experts, _down_weights(config, hidden_size, place, prefix))
+        gate_up_bias, down_bias = _biases(config, hidden_size, place, prefix)
+        self._gate_up = make(num_experts, _gate_up_weights(config, hidden_size, place, prefix), gate_up_bias)
+        self._down = make(num_experts, _down_weights(config, hidden_size, place, prefix), down_bias)
 
     def __call__(
         self,
@@ -97,6 +98,10 @@ def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup,
 def _gate_up_weights(config: MixtureConfig, hidden_size: int, place: Placement, prefix: str) -> Iterator[torch.Tensor]:
     """Each expert's gate and up weights, `[2 * expert_size, hidden_size]`."""
     names, size, num_experts = config.names, config.expert_size, config.routing.num_experts
+    if names.has_biases:
+        for one in place.tensor(f"{prefix}.{names.experts}.{names.gate}", (num_experts, hidden_size, 2 * size)):
+            yield _in_halves(one.T)
+        return
     if names.up is None:
         yield from place.tensor(f"{prefix}.{names.experts}.{names.gate}.weight", (num_experts, 2 * size, hidden_size))
         return
@@ -108,8 +113,29 @@ def _gate_up_weights(config: MixtureConfig, hidden_size: int, place: Placement, 
 def _down_weights(config: MixtureConfig, hidden_size: int, place: Placement, prefix: str) -> Iterator[torch.Tensor]:
     """Each expert's down weight, `[hidden_size, expert_size]`."""
     names, size, num_experts = config.names, config.expert_size, config.routing.num_experts
+    if names.has_biases:
+        for one in place.tensor(f"{prefix}.{names.experts}.{names.down}", (num_experts, size, hidden_size)):
+            yield one.T.contiguous()
+        return
     if names.up is None:
         yield from place.tensor(f"{prefix}.{names.experts}.{names.down}.weight", (num_experts, hidden_size, size))
         return
     for expert in range(num_experts):
         yield place.tensor(f"{prefix}.{names.experts}.{expert}.{names.down}.weight", (hidden_size, size))
+
+
+def _biases(
+    config: MixtureConfig, hidden_size: int, place: Placement, prefix: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The biases of gate and up `[num_experts, 2 * expert_size]` and of down `[num_experts, hidden_size]`, if any."""
+    names, size, num_experts = config.names, config.expert_size, config.routing.num_experts
+    if not names.has_biases:
+        return None, None
+    gate_up = place.tensor(f"{prefix}.{names.experts}.{names.gate}_bias", (num_experts, 2 * size))
+    down = place.tensor(f"{prefix}.{names.experts}.{names.down}_bias", (num_experts, hidden_size))
+    return _in_halves(gate_up.T).T.contiguous(), down
+
+
+def _in_halves(gate_up: torch.Tensor) -> torch.Tensor:
+    """Move the features of the gate, every second row, before those of up."""
+    return torch.cat((gate_up[::2], gate_up[1::2]))

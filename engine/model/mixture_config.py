@@ -30,6 +30,9 @@ class ExpertNames:
 
     `choice_bias` is the bias that a router adds to its scores, only to choose experts; with `choice_bias_in_row`, it is
     stored as a matrix of one row.
+
+    With `has_biases`, the router and the experts have biases, and the stacked tensors `{gate}` and `{down}` have the
+    axes `[experts, in_features, out_features]`. The features of gate and up alternate.
     """
 
     router: str
@@ -41,6 +44,7 @@ class ExpertNames:
     stack: str
     choice_bias: str | None = None
     choice_bias_in_row: bool = False
+    has_biases: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,13 @@ class MixtureConfig:
             yield names.choice_bias, self.choice_bias_shape
         for linear in self.router_linears(hidden_size):
             yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
+        if names.has_biases:
+            yield f"{names.router}.bias", (num_experts,)
+            yield f"{names.experts}.{names.gate}", (num_experts, hidden_size, 2 * size)
+            yield f"{names.experts}.{names.gate}_bias", (num_experts, 2 * size)
+            yield f"{names.experts}.{names.down}", (num_experts, size, hidden_size)
+            yield f"{names.experts}.{names.down}_bias", (num_experts, hidden_size)
+            return
         if names.up is None:
             yield f"{names.experts}.{names.gate}.weight", (num_experts, 2 * size, hidden_size)
             yield f"{names.experts}.{names.down}.weight", (num_experts, hidden_size, size)

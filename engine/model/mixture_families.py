@@ -18,6 +18,7 @@ from loramux.engine.model.layer_kinds import (
     all_windowed,
     all_windowed_if_used,
     full_by_pattern,
+    full_every,
     rotated_if_windowed,
     windowed_from,
     windowed_in_turn,
@@ -40,6 +41,10 @@ _GRANITE_NAMES = ExpertNames(
     "block_sparse_moe.experts",
 )
 _GLM_NAMES = replace(_QWEN_NAMES, choice_bias="mlp.gate.e_score_correction_bias")
+
+_GPT_OSS_NAMES = ExpertNames(
+    "mlp.router", "mlp.experts", "gate_up_proj", None, "down_proj", "mlp.router", "mlp.experts", has_biases=True
+)
 
 _SHARED_EXPERT = FeedForward(
     ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
@@ -253,5 +258,32 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             has_sigmoid=True,
         ),
         draft_tensors=("model.mtp_",),
+    ),
+    "GptOssForCausalLM": Family(
+        layer_kinds=full_every(2),
+        has_layer_types=True,
+        assumed={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        reads=("attention_bias", *NUM_EXPERTS),
+        mixture=MixtureTraits(names=_GPT_OSS_NAMES, assumed_experts=128, always_normalizes=True),
+        has_sinks=True,
+        clamps_gate=True,
     ),
 }

@@ -28,7 +28,7 @@ from loramux.engine.model.families import (
     Family,
     NormNames,
 )
-from loramux.engine.model.feed_forward import FeedForward
+from loramux.engine.model.feed_forward import ClampedGate, FeedForward
 from loramux.engine.model.layer_kinds import FULL, LINEAR, SLIDING
 from loramux.engine.model.missing_features import MISSING_FEATURES
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
@@ -42,6 +42,9 @@ MAX_LAYERS = 1024
 """Largest number of layers. No model has a third of it, and the lists of layers stay small."""
 
 SILU, GELU_TANH, RELU_SQUARED = "silu", "gelu_tanh", "relu_squared"
+SINKS = "sinks"
+"""The tensor of a layer's attention sinks: a score for each head."""
+
 EMBEDDING, HEAD = 0, 1
 """Indices of `ModelConfig.outer_modules`."""
 
@@ -57,12 +60,12 @@ class ModelConfig:
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
     are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form
-    a single linear. Adapters see the same linears. A soft cap of None means no cap. The layers of `mixture`, which is
-    None if there are none, have experts instead of a feed-forward of `intermediate_size`. The layers of `delta`, which
-    is None if there are none, have a gated delta rule instead of attention. With `gates_attention`, the query
-    projection yields q, then a gate, for each head. `quantization` is the format of the stored weights, or None if they
-    are floats. Tensors whose names begin with one of `draft_tensors` belong to layers that predict further tokens,
-    which are not computed.
+    a single linear. Adapters see the same linears. A soft cap of None means no cap. With `has_sinks`, each head's
+    softmax has a further key without a value. The layers of `mixture`, which is None if there are none, have experts
+    instead of a feed-forward of `intermediate_size`. The layers of `delta`, which is None if there are none, have a
+    gated delta rule instead of attention. With `gates_attention`, the query projection yields q, then a gate, for each
+    head. `quantization` is the format of the stored weights, or None if they are floats. Tensors whose names begin with
+    one of `draft_tensors` belong to layers that predict further tokens, which are not computed.
     """
 
     architecture: str
@@ -92,11 +95,13 @@ class ModelConfig:
     parallel_blocks: bool
     interleaved_rotary: bool
     activation: str
+    clamped_gate: ClampedGate | None
     embedding_scale: float
     attention_scale: float
     residual_scale: float
     logit_scale: float
     attention_soft_cap: float | None
+    has_sinks: bool
     logit_soft_cap: float | None
     tied_embeddings: bool
     layer_windows: tuple[int | None, ...]
@@ -136,8 +141,9 @@ class ModelConfig:
 
     @property
     def experts(self) -> ExpertModules | None:
-        """The linears of experts that adapters can target."""
-        if self.mixture is None:
+        """The linears of experts that adapters can target, or None."""
+        # Adapters of transposed experts, whose features of gate and up alternate, are not supported.
+        if self.mixture is None or self.mixture.names.has_biases:
             return None
         linears = self.mixture.expert_linears(self.hidden_size)
         names, num_experts = self.mixture.names, self.mixture.routing.num_experts
@@ -320,11 +326,13 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         parallel_blocks=family.parallel_blocks,
         interleaved_rotary=family.interleaved_rotary,
         activation=_parse_activation(raw, family),
+        clamped_gate=_parse_clamped_gate(raw) if family.clamps_gate else None,
         embedding_scale=hidden_size**0.5 if family.scales_embedding else factor(raw, "embedding_multiplier"),
         attention_scale=_attention_scale(raw, family, head_dim),
         residual_scale=factor(raw, "residual_multiplier"),
         logit_scale=factor(raw, family.logit_scale_field) / factor(raw, family.logit_divisor_field),
         attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping"),
+        has_sinks=family.has_sinks,
         logit_soft_cap=_soft_cap(raw, "final_logit_softcapping"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         layer_windows=windows,
@@ -369,6 +377,10 @@ def _parse_activation(raw: Mapping[str, Any], family: Family) -> str:
             f"the activation {activation!r} ({name} in config.json) is not supported; supported: {', '.join(supported)}"
         )
     return supported[activation]
+
+
+def _parse_clamped_gate(raw: Mapping[str, Any]) -> ClampedGate:
+    return ClampedGate(alpha=positive_float(raw, "swiglu_alpha"), limit=positive_float(raw, "swiglu_limit"))
 
 
 def _parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_layers: int) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import astuple
 
 from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.model_config import SINKS, ModelConfig
 from loramux.engine.model.weight_files import DERIVED, EMBEDDING, HEAD, StoredTensor
 
 
@@ -46,6 +46,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         yield f"self_attn.{norm}.weight", (size,)
     if config.delta is not None and not has_attention:
         yield from config.delta.weight_shapes()
+    if config.has_sinks:
+        yield f"self_attn.{SINKS}", (config.num_heads,)
     if config.mixture is not None and layer in config.mixture.layers:
         yield from config.mixture.weight_shapes(config.hidden_size)
 

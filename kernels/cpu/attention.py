@@ -17,6 +17,7 @@ from loramux.kernels.cpu.compiled import exact, helper, kernel
 from loramux.kernels.cpu.kv import PAGE_TOKENS, page_start
 from loramux.kernels.cpu.vectors import (
     PANEL,
+    exponential,
     exponentials,
     floats_at,
     larger,
@@ -52,10 +53,11 @@ def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None
 
 
 @exact
-def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any) -> Any:
+def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any, sink_address: int) -> Any:
     """Turn scores `[begin, end)` into unnormalised weights and all others into 0. Return the sum of the weights.
 
-    `num_scores` is a multiple of the panel size. A score's lane is always its token's position in the page.
+    `num_scores` is a multiple of the panel size. A score's lane is always its token's position in the page. The sum
+    includes the weight of the score at `sink_address`, unless that is 0.
     """
     if soft_cap > 0:
         _cap_scores(scores, num_scores, scale, soft_cap)
@@ -68,6 +70,10 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
     for s in range(0, num_scores, PANEL):
         most = larger(load(scores, s), most)
     top = largest(most)
+    if sink_address != 0:
+        # If the sink is the largest, no weight exceeds 1 either.
+        sink = floats_at(sink_address)[0]
+        top = max(top, sink / scale)
     weights = splat(np.float32(0))
     for s in range(0, num_scores, PANEL):
         lanes = exponentials(times(minus(load(scores, s), top), scale))
@@ -78,6 +84,8 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
         scores[s] = np.float32(0)
     for s in range(end, num_scores):
         scores[s] = np.float32(0)
+    if sink_address != 0:
+        return total(weights) + exponential(sink - top * scale)
     return total(weights)
 
 
@@ -108,6 +116,7 @@ def _attend_tile(
     head_dim: int,
     scale: Any,
     soft_cap: Any,
+    sinks: int,
     q_tile: int,
     out_tile: int,
     scores: int,
@@ -147,9 +156,11 @@ def _attend_tile(
         begin, end = max(0, position + 1 - window) - start, position + 1 - start
         for g in range(group_size):
             r = t * group_size + g
+            sink = sinks + 4 * (head * group_size + g) if sinks != 0 else 0
             weights[r] = _softmax(
-                floats_at(scores + 4 * r * row_len), begin, end, num_scores, np.float32(scale), np.float32(soft_cap)
-            )
+                floats_at(scores + 4 * r * row_len), begin, end, num_scores, np.float32(scale), np.float32(soft_cap),
+                sink,
+            )  # fmt: skip
 
     by_panel = head_dim - head_dim % PANEL
     for p in range(first_page, last_page):
@@ -207,6 +218,7 @@ def _attend_share(
     scale: Any,
     window: int,
     soft_cap: Any,
+    sinks: int,
     row_len: int,
 ) -> None:
     """Compute the tiles whose cumulative cost begins in `[low, high)`."""
@@ -228,7 +240,7 @@ def _attend_share(
                         q_address + 4 * (row * q_stride + column), q_stride,
                         out_address + 4 * (row * out_stride + column), out_stride, num_tokens,
                         pool, layer, pages, np.int64(page_starts[n]), length, window,
-                        head, group_size, num_kv_heads, head_dim, scale, soft_cap,
+                        head, group_size, num_kv_heads, head_dim, scale, soft_cap, sinks,
                         q_tile.ctypes.data, out_tile.ctypes.data, scores.ctypes.data, row_len, weights,
                     )  # fmt: skip
                 cursor += cost
@@ -253,12 +265,13 @@ def attend(
     scale: Any,
     window: int,
     soft_cap: Any,
+    sinks: int,
 ) -> None:
     """Attention of all sequences. See `ReferenceKernels.paged_attention`.
 
     The tiles are divided into `num_threads` shares of equal cost. `cu_q`, `seq_lens`, `pages` and `page_starts` are
     int32. `window` is the number of keys that a query sees. Without a window, it is larger than any context. `soft_cap`
-    0 means no cap.
+    0 means no cap. `sinks` is the address of a float32 per head, or 0.
     """
     work: Any = 0
     row_len: Any = 0
@@ -275,12 +288,12 @@ def attend(
     if work * group_size * head_dim * 2 < SERIAL_WORK:
         _attend_share(
             0, work, q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
-            page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, row_len,
+            page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, sinks, row_len,
         )  # fmt: skip
     else:
         for part in prange(num_threads):
             _attend_share(
                 work * part // num_threads, work * (part + 1) // num_threads,
                 q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
-                page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, row_len,
+                page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, sinks, row_len,
             )  # fmt: skip

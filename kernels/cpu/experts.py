@@ -25,8 +25,11 @@ class PackedExperts:
     bitwise independent of the other rows, except with oneDNN.
     """
 
-    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        self._experts = [PackedLinear(weight) for weight in weights]
+    def __init__(self, weights: Iterable[torch.Tensor], bias: torch.Tensor | None = None) -> None:
+        """Lay out the weight of each expert, `[out_features, in_features]`; `bias` `[num_experts, out_features]`."""
+        self._experts = [
+            PackedLinear(weight, None if bias is None else bias[expert]) for expert, weight in enumerate(weights)
+        ]
 
     def multiply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Compute `reference.experts.multiply_experts`."""

@@ -129,6 +129,21 @@ def _gelu_row(row_address: int, out_address: int, size: int) -> None:
         out[i] = gate[i] * up[i] / (np.float32(1) + exponential(np.float32(-1.5957691216057308) * cubic))
 
 
+@helper
+def _clamped_silu_row(row_address: int, out_address: int, size: int, alpha: Any, limit: Any) -> None:
+    gates, ups, out = floats_at(row_address), floats_at(row_address + 4 * size), floats_at(out_address)
+    for i in range(size):
+        gate, up = gates[i], ups[i]
+        # Comparisons leave NaN as it is.
+        if gate > limit:
+            gate = limit
+        if up > limit:
+            up = limit
+        if up < -limit:
+            up = -limit
+        out[i] = gate * (up + np.float32(1)) / (np.float32(1) + exponential(-alpha * gate))
+
+
 @kernel
 def silu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int, size: int) -> None:
     """`out[t] = silu(x[t, :size]) * x[t, size:]`. `out` is contiguous `[num_rows, size]`."""
@@ -149,3 +164,17 @@ def gelu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int,
     else:
         for t in prange(num_rows):
             _gelu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
+
+
+@kernel
+def clamped_silu_and_mul(
+    x_address: int, x_stride: int, out_address: int, num_rows: int, size: int, alpha: Any, limit: Any
+) -> None:
+    """`out` of `reference.fused.clamped_silu_and_mul` for `x` `[num_rows, 2 * size]`; contiguous `[num_rows, size]`."""
+    factor, most = np.float32(alpha), np.float32(limit)
+    if num_rows * size < SERIAL_WORK:
+        for t in range(num_rows):
+            _clamped_silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size, factor, most)
+    else:
+        for t in prange(num_rows):
+            _clamped_silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size, factor, most)

@@ -52,15 +52,24 @@ class CpuKernels(CpuLora):
         cpu_kv.write(*rows_of(k), *rows_of(v), self._kv, layer, self._kv_slots, num_kv_heads, head_dim)
 
     def paged_attention(
-        self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self._read_batch(batch)
+        if sinks is not None:
+            assert sinks.dtype is torch.float32
+            assert sinks.is_contiguous()
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         cpu_attention.attend(
             torch.get_num_threads(), *rows_of(q), *rows_of(out), self._kv, layer,
             self._cu_q, self._seq_lens, self._kv_pages, self._page_starts,
             spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim,
-            float(spec.scale), window, float(spec.soft_cap or 0.0),
+            float(spec.scale), window, float(spec.soft_cap or 0.0), 0 if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -114,6 +123,12 @@ class CpuKernels(CpuLora):
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(num_rows, size)
         cpu_fused.gelu_and_mul(*rows_of(gate_up), out.data_ptr(), num_rows, size)
+        return out
+
+    def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(num_rows, size)
+        cpu_fused.clamped_silu_and_mul(*rows_of(gate_up), out.data_ptr(), num_rows, size, float(alpha), float(limit))
         return out
 
     def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:

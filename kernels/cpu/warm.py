@@ -67,6 +67,7 @@ def warm(dtype: torch.dtype) -> None:
     kernels.rotary(heads, heads.clone(), torch.ones(3, HEAD_DIM // 2), torch.zeros(3, HEAD_DIM // 2))
     kernels.silu_and_mul(x)
     kernels.gelu_and_mul(x)
+    kernels.clamped_silu_and_mul(x, 1.0, 1.0)
     PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
     # Integers of 8 bits, 4-bit codes of small integers, and 4-bit codes of large ones.
     for codebook in (INT8, INT4, 1000 * INT4):

@@ -172,12 +172,14 @@ def paged_attention(
     plan: AttentionPlan,
     workspace: torch.Tensor,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
 
     `q` and `out` are `[T, num_heads, head_dim]` of float32, float16 or bfloat16, and `pool.kv` has one of these dtypes
     too. Sums are float32. Rows may be views into wider rows. Head `h` reads KV head `h // (num_heads // num_kv_heads)`.
-    The query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`.
+    The query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. `sinks`
+    float32 `[num_heads]` are the scores of a further key of each head, which has no value.
 
     `workspace` is float32 with at least `plan.workspace_elements(...)` elements. Its contents do not matter before or
     after the call. The batch is read on the device, so a captured graph can be replayed after its tensors are
@@ -189,6 +191,7 @@ def paged_attention(
     num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
     assert q.stride()[1:] == out.stride()[1:] == (spec.head_dim, 1)
     assert workspace.dtype is torch.float32
+    assert sinks is None or (sinks.dtype is torch.float32 and sinks.is_contiguous())
     assert workspace.numel() >= plan.workspace_elements(num_tokens, num_sequences, spec)
     for tiling in (plan.short, plan.long):
         if tiling is None or num_sequences == 0:
@@ -203,13 +206,16 @@ def paged_attention(
             "BLOCK_Q": block_q, "TILE_N": tiling.tile_n, "MIN_ROWS": tiling.min_rows, "MAX_ROWS": tiling.max_rows,
             "WINDOW": spec.sliding_window or 0, "PARTIAL_PAD": PARTIAL_PAD,
         }  # fmt: skip
+        # Without sinks, neither kernel reads them.
+        sinks_or_any = workspace if sinks is None else sinks
         _attend[(num_tiles, spec.num_kv_heads, tiling.num_splits)](
-            q, pool.kv, out, workspace, batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts,
+            q, pool.kv, out, workspace, sinks_or_any, batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts,
             q.stride(0), out.stride(0), num_sequences, layer,
             spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * math.log2(math.e),
             **shared,
             NUM_LAYERS=pool.kv.shape[1], NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
             BLOCK_M=tiling.block_m, SOFT_CAP=(spec.soft_cap or 0.0) * math.log2(math.e), IS_SPLIT=is_split,
+            ENDS_WITH_SINK=sinks is not None and not is_split,
             DOT_TYPE=tl.float32 if IS_INTERPRETED and q.dtype is torch.bfloat16 else _DOT_TYPES[q.dtype],
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
@@ -217,8 +223,9 @@ def paged_attention(
             # Decode has few pairs and is latency-bound. For prefill, most tiles of the upper bound are empty.
             pairs = 1 if num_tiles == num_sequences else 8
             _combine[(num_tiles, spec.num_kv_heads, triton.cdiv(block_q * group_size, pairs))](
-                workspace, out, batch.cu_q, batch.seq_lens, out.stride(0), num_sequences, tiling.num_splits,
-                **shared, BLOCK_SPLITS=triton.next_power_of_2(tiling.num_splits), PAIRS=pairs, num_warps=4,
+                workspace, out, sinks_or_any, batch.cu_q, batch.seq_lens, out.stride(0), num_sequences,
+                tiling.num_splits, **shared, BLOCK_SPLITS=triton.next_power_of_2(tiling.num_splits), PAIRS=pairs,
+                HAS_SINKS=sinks is not None, num_warps=4,
             )  # fmt: skip
 
 
@@ -348,6 +355,7 @@ def _attend(
     kv_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     cu_q_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     pages_ptr: tl.tensor,
@@ -372,6 +380,7 @@ def _attend(
     BLOCK_M: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    ENDS_WITH_SINK: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ) -> None:
     """Process one tile of one KV head's query rows against one split of the keys.
@@ -424,6 +433,11 @@ def _attend(
         True, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
     )  # fmt: skip
 
+    if ENDS_WITH_SINK:
+        sink = tl.load(sinks_ptr + kv_head * GROUP + pair % GROUP) * 1.4426950408889634
+        decline = tl.exp2(largest - tl.maximum(largest, sink))
+        total = total * decline + tl.exp2(sink - tl.maximum(largest, sink))
+        acc *= decline[:, None]
     # The sum is 0 only for a row without keys in this split. NaN is not equal to 0, so it is kept.
     safe_total = tl.where(total == 0, 1.0, total)
     value = acc / safe_total[:, None]
@@ -441,6 +455,7 @@ def _attend(
 def _combine(
     partial_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     cu_q_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     out_stride: tl.tensor,
@@ -455,6 +470,7 @@ def _combine(
     MAX_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     PARTIAL_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
@@ -484,6 +500,12 @@ def _combine(
         place = partial_ptr + slot * (HEAD_DIM + PARTIAL_PAD)
         size = tl.load(place + HEAD_DIM, mask=is_used, other=float("-inf"))
         value = tl.load(place[:, None] + d[None, :], mask=is_used[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-        weight = tl.exp2(size - tl.max(size, 0))
-        value = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)
+        largest = tl.max(size, 0)
+        total = 0.0
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head) * 1.4426950408889634
+            largest = tl.maximum(largest, sink)
+            total = tl.exp2(sink - largest)
+        weight = tl.exp2(size - largest)
+        value = tl.sum(value * weight[:, None], 0) / (total + tl.sum(weight, 0))
         tl.store(out_ptr + token * out_stride + head * HEAD_DIM + d, value, mask=d < HEAD_DIM)

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.addresses import IS_COMPILED
-from loramux.kernels.gpu.fused import LOG2_E
-from loramux.kernels.gpu.routing import sigmoid
-from loramux.kernels.routing import Routing
+from loramux.kernels.gpu.sigmoid import sigmoid
+from loramux.kernels.routing import Routing, StackedExperts
 
 SMALL_ROWS, LARGE_ROWS = 16, 64
 """Rows per tile of a product: the minimum for tensor cores, and the number for steps with many tokens."""
@@ -28,14 +27,16 @@ SUM_BLOCK = 1024
 """Number of columns that a program of `_sum` adds."""
 
 
-def multiply_experts(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """`y[p] = x[p // pairs_per_row] @ weight[e]ᵀ` for each pair `p`, where `e` is the pair's expert.
+def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing) -> torch.Tensor:
+    """`y[p] = x[p // pairs_per_row] @ weight[e]ᵀ + bias[e]` for each pair `p`, where `e` is the pair's expert.
 
-    `x` `[T, in_features]` or `[T * top_k, in_features]`, and `weight` `[num_experts, out_features, in_features]` of the
-    same dtype, contiguous. Products are summed in float32.
+    `x` `[T, in_features]` or `[T * top_k, in_features]` and the experts' tensors have the same dtype. These tensors are
+    contiguous. Sums are float32.
     """
+    weight, bias = experts.weight, experts.bias
     assert x.stride(1) == 1
     assert weight.is_contiguous()
+    assert bias is None or bias.is_contiguous()
     num_experts, out_features, in_features = weight.shape
     y = torch.empty(routing.num_pairs, out_features, dtype=x.dtype, device=x.device)
     num_tokens = routing.experts.shape[0]
@@ -43,9 +44,10 @@ def multiply_experts(x: torch.Tensor, weight: torch.Tensor, routing: Routing) ->
     if num_tokens:
         # A token has an expert at most once, so no expert has more pairs than there are tokens.
         _multiply[triton.cdiv(out_features, BLOCK_COLUMNS), triton.cdiv(num_tokens, rows), num_experts](
-            x, weight, y, routing.pairs, routing.starts, x.stride(0),
-            PAIRS_PER_ROW=routing.pairs_per_row(x), IN=in_features, OUT=out_features, ROWS=rows,
-            BLOCK_N=BLOCK_COLUMNS, BLOCK_K=BLOCK_COLUMNS, DOT_DTYPE=_dot_dtype(x.dtype), num_warps=4, num_stages=4,
+            x, weight, weight if bias is None else bias, y, routing.pairs, routing.starts, x.stride(0),
+            HAS_BIAS=bias is not None, PAIRS_PER_ROW=routing.pairs_per_row(x), IN=in_features, OUT=out_features,
+            ROWS=rows, BLOCK_N=BLOCK_COLUMNS, BLOCK_K=BLOCK_COLUMNS, DOT_DTYPE=_dot_dtype(x.dtype),
+            num_warps=4, num_stages=4,
         )  # fmt: skip
     return y
 
@@ -61,10 +63,12 @@ def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
 def _multiply(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     x_stride: tl.tensor,
+    HAS_BIAS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
@@ -91,6 +95,8 @@ def _multiply(
         x = tl.load(x_row + (k + inner)[None, :], mask=is_row & is_inner, other=0.0)
         weight = tl.load(weight_row + (k + inner)[None, :], mask=(column < OUT)[:, None] & is_inner, other=0.0)
         y = tl.dot(x.to(DOT_DTYPE), tl.trans(weight.to(DOT_DTYPE)), y, input_precision="tf32x3")
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + expert * OUT + column, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + pair[:, None] * OUT + column[None, :], y, mask=is_row & (column < OUT)[None, :])
 
 
@@ -113,8 +119,7 @@ def sum_experts(
     if num_tokens:
         _sum[(num_tokens, triton.cdiv(size, block))](
             y, routing.weights, shared, shared_gate, out, shared.stride(0), shared_gate.stride(0),
-            TOP_K=top_k, SIZE=size, BLOCK=block, HAS_SHARED=has_shared, HAS_GATE=has_gate, LOG2_E=LOG2_E,
-            num_warps=4,
+            TOP_K=top_k, SIZE=size, BLOCK=block, HAS_SHARED=has_shared, HAS_GATE=has_gate, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -133,7 +138,6 @@ def _sum(
     BLOCK: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    LOG2_E: tl.constexpr,
 ) -> None:
     """Compute BLOCK columns of one token; grid `(T, blocks)`."""
     row = tl.program_id(0).to(tl.int64)
@@ -146,6 +150,6 @@ def _sum(
     if HAS_SHARED:
         shared = tl.load(shared_ptr + row * shared_stride + column, mask=is_stored, other=0.0).to(tl.float32)
         if HAS_GATE:
-            shared *= sigmoid(tl.load(gate_ptr + row * gate_stride).to(tl.float32), LOG2_E)
+            shared *= sigmoid(tl.load(gate_ptr + row * gate_stride).to(tl.float32))
         total += shared
     tl.store(out_ptr + row * SIZE + column, total, mask=is_stored)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2_E = 1.4426950408889634
+from loramux.kernels.gpu.sigmoid import sigmoid
 
 _PROGRAM_ELEMENTS = 1024
 """Maximum number of elements per program, if several short rows share a program."""
@@ -110,7 +110,20 @@ def gelu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torc
     return _launch_gate(gate_up, out, is_gelu=True)
 
 
-def _launch_gate(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -> torch.Tensor:
+def clamped_silu_and_mul(
+    gate_up: torch.Tensor, alpha: float, limit: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`gate * sigmoid(alpha * gate) * (up + 1)` `[T, n]`, as in gpt-oss, from `gate_up` `[T, 2 * n]`.
+
+    Before that, `gate` is clamped to at most `limit`, and `up` to `[-limit, limit]`.
+    """
+    return _launch_gate(gate_up, out, is_gelu=False, alpha=alpha, limit=limit)
+
+
+def _launch_gate(
+    gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool, alpha: float = 1.0, limit: float = 0.0
+) -> torch.Tensor:
+    """Launch a gate; `limit` 0 means that nothing is clamped and nothing added to `up`."""
     assert gate_up.stride(-1) == 1
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
@@ -118,8 +131,9 @@ def _launch_gate(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bo
     block = min(_PROGRAM_ELEMENTS, triton.next_power_of_2(size))
     if num_rows:
         _gate[(num_rows, triton.cdiv(size, block))](
-            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, IS_GELU=is_gelu, LOG2_E=LOG2_E, num_warps=4
-        )
+            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, IS_GELU=is_gelu, ALPHA=alpha, LIMIT=limit,
+            num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -131,21 +145,23 @@ def _gate(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_GELU: tl.constexpr,
-    LOG2_E: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> None:
     """Compute `BLOCK` columns of one row; grid `(T, blocks)`.
 
-    Both gates are `gate * sigmoid(z) * up`, because `(1 + tanh(y)) / 2 = sigmoid(2 * y)`.
+    All gates are `gate * sigmoid(z) * up`, because `(1 + tanh(y)) / 2 = sigmoid(2 * y)`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_stored = column < SIZE
     gate = tl.load(gate_up_ptr + row * stride + column, mask=is_stored, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + SIZE + column, mask=is_stored, other=0.0).to(tl.float32)
-    z = gate
+    if LIMIT > 0:
+        # Comparisons leave NaN as it is, unlike a minimum.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
+    z = gate * ALPHA
     if IS_GELU:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    # The exponential of a negative number cannot overflow.
-    decay = tl.exp2(tl.abs(z) * -LOG2_E)
-    sigmoid = tl.where(z < 0, decay, 1.0) / (1 + decay)
-    tl.store(out_ptr + row * SIZE + column, gate * sigmoid * up, mask=is_stored)
+    tl.store(out_ptr + row * SIZE + column, gate * sigmoid(z) * up, mask=is_stored)

@@ -14,14 +14,14 @@ from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_a
 from loramux.kernels.gpu.delta import check_delta, convolve, delta_rule
 from loramux.kernels.gpu.expand import lora_expand
 from loramux.kernels.gpu.experts import multiply_experts, sum_experts
-from loramux.kernels.gpu.fused import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
+from loramux.kernels.gpu.fused import add_rms_norm, clamped_silu_and_mul, gelu_and_mul, rms_norm, silu_and_mul
 from loramux.kernels.gpu.gather import lora_gather
 from loramux.kernels.gpu.launches import TILE_ROWS, supports_pdl
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
 from loramux.kernels.gpu.routing import route
 from loramux.kernels.gpu.shrink import lora_shrink, num_splits
 from loramux.kernels.gpu.trained_rows import replace_columns, replace_rows
-from loramux.kernels.routing import ExpertWeights, Routing
+from loramux.kernels.routing import ExpertWeights, Routing, StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews, Segments
 
@@ -119,13 +119,19 @@ class GpuKernels(GpuLora):
         rotate_and_store(q, k, v, cos, sin, self._pool, layer, batch)
 
     def paged_attention(
-        self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         plan, elements = _planned(
             q.shape[0], batch.seq_lens.shape[0], spec, q.dtype.itemsize, batch.max_q <= 1, self._num_processors
         )
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, out)
+        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, out, sinks)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
@@ -139,6 +145,9 @@ class GpuKernels(GpuLora):
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return gelu_and_mul(gate_up)
 
+    def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        return clamped_silu_and_mul(gate_up, alpha, limit)
+
     def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
         return route(logits, spec, bias)
 
@@ -146,7 +155,7 @@ class GpuKernels(GpuLora):
         return adapter_pairs(routing, slots, segments)
 
     def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
-        assert isinstance(experts, torch.Tensor)
+        assert isinstance(experts, StackedExperts)
         return multiply_experts(x, experts, routing)
 
     def sum_experts(

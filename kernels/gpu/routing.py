@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.fused import LOG2_E
+from loramux.kernels.gpu.sigmoid import sigmoid
 from loramux.kernels.routing import Routing
 from loramux.kernels.routing_spec import RoutingSpec
+
+LOG2_E = 1.4426950408889634
 
 PAIR_BLOCK = 1024
 """Number of pairs that a program of `_group` reads at a time."""
@@ -38,13 +40,6 @@ def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = N
         )  # fmt: skip
     _group[(spec.num_experts,)](experts, pairs, starts, experts.numel(), BLOCK=PAIR_BLOCK, num_warps=4)
     return Routing(experts, weights, pairs, starts)
-
-
-@triton.jit
-def sigmoid(x: tl.tensor, LOG2_E: tl.constexpr) -> tl.tensor:
-    # The exponential of a negative number cannot overflow.
-    decay = tl.exp2(tl.abs(x) * -LOG2_E)
-    return tl.where(x < 0, decay, 1.0) / (1 + decay)
 
 
 @triton.jit
@@ -92,7 +87,7 @@ def _route(
     is_usable = total < float("inf")
     score = share / total
     if HAS_SIGMOID:
-        score = sigmoid(logit, LOG2_E)
+        score = sigmoid(logit)
     key = logit
     if HAS_BIAS:
         key = tl.where(is_expert, score + tl.load(bias_ptr + expert, mask=is_expert, other=0.0), float("-inf"))

@@ -22,14 +22,22 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batc
 
 
 def paged_attention(
-    q: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
+    q: torch.Tensor,
+    pool: PoolViews,
+    layer: int,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
 
     `q` and `out` float32 `[T, num_heads, head_dim]`; head `h` reads KV head `h // (num_heads // num_kv_heads)`. The
-    query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`.
-    Sequences without query rows are skipped, and so are rows that belong to no sequence.
-    `soft_cap(s) = cap * tanh(s / cap)`. Pool elements outside the contexts are never used, not even multiplied by zero.
+    query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. Sequences
+    without query rows are skipped, and so are rows that belong to no sequence. `soft_cap(s) = cap * tanh(s / cap)`.
+    `sinks` float32 `[num_heads]` are the scores of a further key of each head, which takes part in the softmax but
+    has no value (Xiao et al., 2023). Pool elements outside the contexts are never used, not even multiplied by
+    zero.
     """
     page_tokens = pool.geometry.page_tokens
     keys, values = _kv_pages(pool)
@@ -54,7 +62,10 @@ def paged_attention(
         is_hidden = key > position
         if spec.sliding_window is not None:
             is_hidden |= key <= position - spec.sliding_window
-        weights = torch.softmax(scores.masked_fill(is_hidden, -torch.inf), -1)
+        scores = scores.masked_fill(is_hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
+        weights = torch.softmax(scores, -1)[..., : k.shape[1]]
         out[begin:end] = torch.einsum("hts,hsd->thd", weights, v.repeat_interleave(group_size, 0))
 
 

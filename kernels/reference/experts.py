@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels.routing import Routing
+from loramux.kernels.routing import Routing, StackedExperts
 
 
-def multiply_experts(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """`y[p] = x[p // pairs_per_row] @ weight[e]ᵀ` for each pair `p`, where `e` is the pair's expert.
+def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing) -> torch.Tensor:
+    """`y[p] = x[p // pairs_per_row] @ weight[e]ᵀ + bias[e]` for each pair `p`, where `e` is the pair's expert.
 
-    `x` float32 `[T, in_features]` or `[T * top_k, in_features]`; `weight` `[num_experts, out_features, in_features]`.
+    `x` float32 `[T, in_features]` or `[T * top_k, in_features]`. Without a bias, nothing is added.
     """
-    rows = x.repeat_interleave(routing.pairs_per_row(x), 0)
-    return torch.einsum("pi,poi->po", rows, weight.float()[routing.experts.flatten().long()])
+    rows, of_pair = x.repeat_interleave(routing.pairs_per_row(x), 0), routing.experts.flatten().long()
+    y = torch.einsum("pi,poi->po", rows, experts.weight.float()[of_pair])
+    return y if experts.bias is None else y + experts.bias.float()[of_pair]
 
 
 def sum_experts(

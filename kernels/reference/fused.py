@@ -36,6 +36,16 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
+def clamped_silu_and_mul(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """`gate * sigmoid(alpha * gate) * (up + 1)` `[T, n]`; float32 `gate_up` `[T, 2 * n]` contains gate, then up.
+
+    Before that, `gate` is clamped to at most `limit`, and `up` to `[-limit, limit]`.
+    """
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` `[T, n]`, gelu in its tanh form; float32 `gate_up` `[T, 2 * n]` contains gate, then up."""
     gate, up = gate_up.chunk(2, -1)

@@ -7,7 +7,7 @@ import torch
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.reference import attention, delta, experts, fused, routing
 from loramux.kernels.reference.lora import ReferenceLora
-from loramux.kernels.routing import ExpertWeights, Routing
+from loramux.kernels.routing import ExpertWeights, Routing, StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_pair_segments
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, Segments
@@ -24,9 +24,15 @@ class ReferenceKernels(ReferenceLora):
         attention.kv_write(k, v, self._pool, layer, batch)
 
     def paged_attention(
-        self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        attention.paged_attention(q, self._pool, layer, batch, spec, out)
+        attention.paged_attention(q, self._pool, layer, batch, spec, out, sinks)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return fused.rms_norm(x, weight, eps)
@@ -57,15 +63,18 @@ class ReferenceKernels(ReferenceLora):
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return fused.gelu_and_mul(gate_up)
 
+    def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        return fused.clamped_silu_and_mul(gate_up, alpha, limit)
+
     def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
         return routing.route(logits, spec, bias)
 
     def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
         return build_pair_segments(routing, slots, self.segment_rows, segments.max_rank)
 
-    def multiply_experts(self, x: torch.Tensor, weight: ExpertWeights, routing: Routing) -> torch.Tensor:
-        assert isinstance(weight, torch.Tensor)
-        return experts.multiply_experts(x, weight, routing)
+    def multiply_experts(self, x: torch.Tensor, weights: ExpertWeights, routing: Routing) -> torch.Tensor:
+        assert isinstance(weights, StackedExperts)
+        return experts.multiply_experts(x, weights, routing)
 
     def sum_experts(
         self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None

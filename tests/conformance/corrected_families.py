@@ -15,6 +15,8 @@ from transformers import (
     FlexOlmoForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
     MiniMaxM2Config,
@@ -102,8 +104,23 @@ def _granite_moe_shared(shape: dict[str, Any], _: int) -> PreTrainedModel:
     return GraniteMoeSharedForCausalLM(config)
 
 
+def _gpt_oss(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    """A gpt-oss with a limit so low that it clamps many features."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False}
+    config = GptOssConfig(
+        **shape,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=window,
+        swiglu_limit=1.5,
+        rope_parameters={**rope, "original_max_position_embeddings": 256},
+    )
+    return GptOssForCausalLM(config)
+
+
 CORRECTED_FAMILIES: dict[str, MakeModel] = {
-    "glm4-moe": _glm4_moe,
+    "glm4_moe": _glm4_moe,
     "solar-open": _solar_open,
     "dots1": _dots1,
     "exaone-moe": _exaone_moe,
@@ -111,4 +128,5 @@ CORRECTED_FAMILIES: dict[str, MakeModel] = {
     "minimax-m2": _minimax_m2,
     "flex-olmo": _flex_olmo,
     "granite-moe-shared": _granite_moe_shared,
+    "gpt-oss": _gpt_oss,
 }

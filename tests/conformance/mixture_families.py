@@ -84,6 +84,6 @@ MIXTURE_FAMILIES: dict[str, MakeModel] = {
     **CORRECTED_FAMILIES,
 }
 
-FREQUENT_MIXTURES = ("qwen2-moe", "granite-moe", "glm4-moe")
-"""Families that every test run compares: one with a dense layer and shared experts, one with stacked tensors, and one
-whose router corrects its scores and chooses among groups."""
+FREQUENT_MIXTURES = ("qwen2-moe", "glm4_moe", "gpt-oss")
+"""Families that every test run compares: one with a weighted shared expert, one whose router corrects its scores and
+chooses among groups, and one with stacked tensors, biases of experts and attention sinks."""

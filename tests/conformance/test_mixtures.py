@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.messages import Add, Finished, SamplingParams
-from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
+from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject, run
 from tests.conformance.tiny_models import SMALL_SHAPE, AdapterPlan, make_base
+from tests.quantized_layouts import bytes_of, mx_scales
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 POISON = 2
@@ -38,8 +41,9 @@ CONTRADICTIONS: list[tuple[str, dict[str, object], str]] = [
     ("qwen2-moe", {"shared_expert_intermediate_size": 80}, r"shared_expert\.gate_proj\.weight has shape \[88, 128\]"),
     ("granite-moe", {"intermediate_size": 64}, r"input_linear\.weight has shape \[5, 416, 128\]"),
     ("olmoe", {"intermediate_size": 96}, r"experts\.0\.gate_proj\.weight has shape \[208, 128\]"),
-    ("glm4-moe", {"n_routed_experts": 12}, r"correction_bias has shape \[8\], config.json says \[12\]"),
-    ("glm4-moe", {"n_shared_experts": 2}, r"shared_experts\.gate_proj\.weight has shape \[56, 128\]"),
+    ("glm4_moe", {"n_routed_experts": 12}, r"correction_bias has shape \[8\], config.json says \[12\]"),
+    ("gpt-oss", {"intermediate_size": 96}, r"gate_up_proj_bias has shape \[6, 416\], config.json says \[6, 192\]"),
+    ("glm4_moe", {"n_shared_experts": 2}, r"shared_experts\.gate_proj\.weight has shape \[56, 128\]"),
 ]
 
 
@@ -50,6 +54,42 @@ def test_files_that_contradict_the_configuration_are_refused(
     change(base(family, tmp_path), **fields)
     with pytest.raises(ModelNotSupported, match=message):
         Subject(tmp_path, None, {}, {}, {}).assemble()
+
+
+def test_gpt_oss_is_served_from_its_released_mxfp4_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits equal those of transformers over the weights that the codes mean."""
+    model = make_base("gpt-oss", tmp_path, {**SMALL_SHAPE, "intermediate_size": 96})
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            codes, exponents, values = mx_scales(parameter.detach().transpose(1, 2).contiguous())
+            parameter.data = values.transpose(1, 2).contiguous()
+            del tensors[name]
+            tensors |= {f"{name}_blocks": bytes_of(codes).unflatten(-1, (-1, 16)), f"{name}_scales": exponents}
+    save_file(tensors, path)
+    change(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    subject = Subject(tmp_path, _WithoutAdapters(model), {}, {}, {})
+    assembled = subject.assemble()
+    recorder = Recorder(assembled.engine, monkeypatch)
+    add = Add(sequence_id="one", prompt=tuple(range(3, 40)), max_tokens=4, sampling=GREEDY)
+    assembled.engine.add(b"", add)
+    run(assembled.engine)
+    assert_parity(subject, None, add, recorder.by_sequence["one"])
+    assembled.adapters.close()
+
+
+class _WithoutAdapters:
+    """A model with the part of a PeftModel that a `Subject` needs."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def disable_adapter(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._model(**inputs)
 
 
 def test_a_missing_expert_and_a_superfluous_one_are_refused(tmp_path: Path) -> None:
@@ -65,9 +105,18 @@ def test_a_missing_expert_and_a_superfluous_one_are_refused(tmp_path: Path) -> N
         Subject(tmp_path, None, {}, {}, {}).assemble()
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_correction_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> None:
-    path, name = base("glm4-moe", tmp_path) / "model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("glm4_moe", "mlp.gate.e_score_correction_bias", torch.nan),
+        ("glm4_moe", "mlp.gate.e_score_correction_bias", torch.inf),
+        ("gpt-oss", "self_attn.sinks", torch.nan),
+    ],
+)
+def test_a_correction_or_a_sink_that_is_not_finite_is_refused(
+    tmp_path: Path, family: str, name: str, value: float
+) -> None:
+    path, name = base(family, tmp_path) / "model.safetensors", f"model.layers.1.{name}"
     tensors = load_file(path)
     tensors[name][3] = value
     save_file(tensors, path)
@@ -77,7 +126,7 @@ def test_a_correction_that_is_not_finite_is_refused(tmp_path: Path, value: float
 
 def test_tensors_of_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
     """Released GLM-4.5 checkpoints have one such layer, after the last."""
-    path = base("glm4-moe", tmp_path) / "model.safetensors"
+    path = base("glm4_moe", tmp_path) / "model.safetensors"
     further = {"model.layers.2.eh_proj.weight": torch.zeros(4, 8), "model.layers.2.mlp.gate.weight": torch.zeros(8, 4)}
     save_file({**load_file(path), **further}, path)
     change(tmp_path, num_nextn_predict_layers=1)

@@ -223,7 +223,7 @@ def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, windo
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.3))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("correction_bias"):
+            if name.endswith("_bias"):
                 tensor.copy_(torch.randn_like(tensor) * 0.2)
     model = model.float().eval()
     model.save_pretrained(directory)

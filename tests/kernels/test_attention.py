@@ -13,7 +13,9 @@ from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, sto
 NUM_LAYERS = 2
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=torch.float64)
     first = k.shape[0] - q.shape[0]
     for t in range(q.shape[0]):
@@ -23,7 +25,10 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Att
             scores = k[begin : first + t + 1, kv_head].double() @ q[t, head].double() * spec.scale
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            out[t, head] = torch.softmax(scores, 0) @ v[begin : first + t + 1, kv_head].double()
+            num_keys = scores.shape[0]
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            out[t, head] = torch.softmax(scores, 0)[:num_keys] @ v[begin : first + t + 1, kv_head].double()
     return out
 
 
@@ -99,6 +104,31 @@ def test_long_contexts_equal_a_plain_softmax(
     check_attention(contexts, num_queries, spec, dtype, make_kernels, make_poisoned_pool)
 
 
+SINKS = {
+    "decode": (BATCHES["decode"], (8, 2, 16), None, None),
+    "windowed-decode": (BATCHES["decode"], (6, 1, 8), 7, None),
+    "mixed": (BATCHES["mixed"], (6, 1, 24), None, None),
+    "windowed-prefill": (BATCHES["prefill"], (4, 2, 16), 20, None),
+    "soft-cap": (BATCHES["chunked-prefill"], (4, 2, 16), None, 2.0),
+}
+
+
+@pytest.mark.parametrize(("batch", "heads", "sliding_window", "soft_cap"), SINKS.values(), ids=SINKS)
+def test_a_sink_takes_its_share_of_the_softmax(
+    batch: tuple[list[int], list[int]],
+    heads: tuple[int, int, int],
+    sliding_window: int | None,
+    soft_cap: float | None,
+    make_cpu_kernels: Callable[..., Any],
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    """Among the sinks are some above and some far below all other scores. `gpu/test_attention.py` tests the GPU's."""
+    spec = AttentionSpec(*heads, 0.3, sliding_window, soft_cap)
+    sinks = torch.randn(spec.num_heads) * 2
+    sinks[:3] = torch.tensor([40.0, -200.0, 300.0])
+    check_attention(*batch, spec, torch.float32, make_cpu_kernels, make_poisoned_pool, sinks=sinks)
+
+
 def test_pages_can_be_listed_in_any_order(
     dtype: torch.dtype, make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
@@ -125,12 +155,13 @@ def test_row_is_bitwise_independent_of_other_rows(
     pages, poison = torch.randperm(3, dtype=torch.int32), 3
     k, v = torch.randn(2, length, num_kv_heads, head_dim)
     kernels.kv_write(k, v, LAYER, batch_of([length], [length], pages, poison))
-    q = torch.randn(length, num_heads, head_dim)
+    q, sinks = torch.randn(length, num_heads, head_dim), torch.randn(num_heads)
 
     def attend(begin: int, end: int) -> torch.Tensor:
         """Attention for query rows `[begin, end)`, in a step without other rows."""
         out = torch.empty(end - begin, num_heads, head_dim)
-        kernels.paged_attention(q[begin:end], LAYER, batch_of([end], [end - begin], pages, poison), spec, out)
+        batch = batch_of([end], [end - begin], pages, poison)
+        kernels.paged_attention(q[begin:end], LAYER, batch, spec, out, sinks)
         return out
 
     whole = attend(0, length)
@@ -147,6 +178,7 @@ def check_attention(
     make_poisoned_pool: Callable[..., PoolViews],
     *,
     listed_backwards: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     geometry = PageGeometry(NUM_LAYERS, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dtype.itemsize)
     num_pages = sum(-(-length // 16) for length in contexts) + 3
@@ -168,12 +200,12 @@ def check_attention(
 
     q = torch.randn(sum(num_queries), spec.num_heads, spec.head_dim) * 2
     out = torch.full_like(q, torch.nan)
-    kernels.paged_attention(q, LAYER, batch, spec, out)
+    kernels.paged_attention(q, LAYER, batch, spec, out, sinks)
 
     row, context = 0, 0
     for length, rows in zip(contexts, num_queries, strict=True):
         span = slice(context, context + length)
-        expected = plain_attention(q[row : row + rows], k[span], v[span], spec)
+        expected = plain_attention(q[row : row + rows], k[span], v[span], spec, sinks)
         torch.testing.assert_close(out[row : row + rows].double(), expected, rtol=1e-4, atol=2e-5)
         row, context = row + rows, context + length
 

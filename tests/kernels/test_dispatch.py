@@ -47,7 +47,8 @@ COMPILED = (
     cpu_linear.multiply_panels, avx512_bf16.round_rows, avx512_bf16.multiply_pair_panels, amx.multiply_tile_panels,
     quantized_linear.multiply_codes, quantized_amx.multiply_code_tiles, rounded_rows.round_blocks,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
-    cpu_routing.route, cpu_experts.sum_experts, cpu_delta.convolve, cpu_delta.delta_rule,
+    cpu_fused.clamped_silu_and_mul, cpu_routing.route, cpu_experts.sum_experts, cpu_delta.convolve,
+    cpu_delta.delta_rule,
 )  # fmt: skip
 
 
@@ -265,11 +266,13 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     )
     kernels.kv_write(k, v, 1, batch)
     for spec in (AttentionSpec(4, 2, 16, 1), AttentionSpec(4, 2, 16, 0.5, sliding_window=4, soft_cap=30)):
-        kernels.paged_attention(q, 1, batch, spec, torch.zeros(3, 4, 16))
+        for sinks in (None, torch.zeros(4)):
+            kernels.paged_attention(q, 1, batch, spec, torch.zeros(3, 4, 16), sinks)
     kernels.rms_norm(q, torch.ones(16), 1)
     kernels.add_rms_norm(qkv[:, :64], torch.zeros(3, 70)[:, :64], torch.ones(64), 1)
     kernels.silu_and_mul(qkv[:, :64])
     kernels.gelu_and_mul(qkv[:, :64])
+    kernels.clamped_silu_and_mul(qkv[:, :64], 2, 7)
     routing = kernels.route(qkv[:, :5], RoutingSpec(5, 3, False))
     kernels.route(qkv[:, :4], RoutingSpec(4, 2, True, has_sigmoid=True, num_groups=2, scale=2), torch.zeros(4))
     kernels.sum_experts(torch.zeros(9, 64), routing, None, None)

@@ -11,6 +11,7 @@ import torch
 from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.layout import PageGeometry
+from loramux.kernels.routing import StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import PoolViews
 
@@ -20,9 +21,9 @@ def kernels(make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., 
     return make_kernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
 
 
-def in_layout(kernels: Any, weight: torch.Tensor) -> Any:
+def in_layout(kernels: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     """The weights of all experts in the layout of the kernels' device."""
-    return PackedExperts(weight) if isinstance(kernels, CpuKernels) else weight
+    return PackedExperts(weight, bias) if isinstance(kernels, CpuKernels) else StackedExperts(weight, bias)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +96,11 @@ def test_a_row_does_not_depend_on_the_other_rows(make_poisoned_pool: Callable[..
     whole = run(slice(0, 60))
     for row in range(60):
         assert torch.equal(run(slice(row, row + 1))[0], whole[row])
+
+
+def test_each_pair_gets_the_bias_of_its_expert(kernels: Any) -> None:
+    weight, bias, x = torch.randn(5, 70, 24), torch.randn(5, 70), torch.randn(9, 24)
+    routing = kernels.route(torch.randn(9, 5), RoutingSpec(5, 2, True))
+    plain = kernels.multiply_experts(x, in_layout(kernels, weight), routing)
+    y = kernels.multiply_experts(x, in_layout(kernels, weight, bias), routing)
+    torch.testing.assert_close(y, plain + bias[routing.experts.flatten().long()], rtol=1e-5, atol=1e-5)

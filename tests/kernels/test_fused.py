@@ -64,6 +64,23 @@ def test_gated_activations_equal_torch(
     torch.testing.assert_close(getattr(kernels, name)(gate_up).double(), expected, rtol=1e-5, atol=4e-6)
 
 
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES.values(), ids=SHAPES.keys())
+def test_a_clamped_gate_equals_torch(kernels: Any, num_rows: int, size: int) -> None:
+    gate_up = torch.randn(num_rows, 2 * size + 3)[:, : 2 * size] * 6
+    gate, up = gate_up.double().chunk(2, -1)
+    gate, up = gate.clamp(max=4.0), up.clamp(-4.0, 4.0)
+    expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    found = kernels.clamped_silu_and_mul(gate_up, 1.702, 4.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=4e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_clamp_keeps_nan(kernels: Any) -> None:
+    gate_up = torch.ones(1, 16)
+    gate_up[0, [2, 13]] = torch.nan
+    assert kernels.clamped_silu_and_mul(gate_up, 1.0, 7.0).isnan().nonzero()[:, 1].tolist() == [2, 5]
+
+
 @pytest.mark.parametrize("rotated", [32, 12], ids=["whole-head", "part-of-head"])
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 500], ids=lambda n: f"{n}-rows")
 def test_rotary_rotates_each_pair_in_place(

@@ -12,7 +12,7 @@ from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.reference.kernels import ReferenceKernels
-from loramux.kernels.routing import Routing
+from loramux.kernels.routing import Routing, StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import PoolViews
 
@@ -150,7 +150,7 @@ def test_a_row_without_a_softmax_gets_weights_nan_and_affects_no_other(
     assert_grouped(routing, spec)
 
     weight, x = torch.randn(4, 24, 16), torch.randn(5, 16)
-    packed: Any = PackedExperts(weight) if isinstance(kernels, CpuKernels) else weight
+    packed: Any = PackedExperts(weight) if isinstance(kernels, CpuKernels) else StackedExperts(weight)
     outs = [kernels.sum_experts(kernels.multiply_experts(x, packed, one), one, None, None) for one in (usable, routing)]
     assert outs[1][2].isnan().all()
     torch.testing.assert_close(outs[1][others], outs[0][others])

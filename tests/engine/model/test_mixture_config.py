@@ -11,6 +11,7 @@ import pytest
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.families import HEAD_WIDE, PROJECTION_WIDE
+from loramux.engine.model.feed_forward import ClampedGate
 from loramux.engine.model.mixture_config import MAX_EXPERTS
 from loramux.engine.model.model_config import ModelConfig
 from loramux.kernels.routing_spec import RoutingSpec
@@ -38,6 +39,7 @@ EXAONE_MOE = {"architectures": ["ExaoneMoeForCausalLM"]}
 ERNIE_MOE = {"architectures": ["Ernie4_5_MoeForCausalLM"]}
 MINIMAX_M2 = {"architectures": ["MiniMaxM2ForCausalLM"]}
 FLEX_OLMO = {"architectures": ["FlexOlmoForCausalLM"]}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
 
 
 def load(tmp_path: Path, changes: dict[str, Any]) -> ModelConfig:
@@ -55,6 +57,7 @@ DEFAULTS = {
     "solar-open": (SOLAR, RoutingSpec(128, 8, normalizes=True, has_sigmoid=True), 1280, 1280),
     "minimax-m2": (MINIMAX_M2, RoutingSpec(256, 8, normalizes=True, has_sigmoid=True), 96, None),
     "flex-olmo": (FLEX_OLMO, RoutingSpec(7, 5, normalizes=False), 96, None),
+    "gpt-oss": (GPT_OSS, RoutingSpec(128, 4, normalizes=True), 96, None),
 }
 
 
@@ -125,6 +128,24 @@ def test_experts_are_chosen_among_groups(tmp_path: Path) -> None:
     assert routing(4, 2) == grouped
     # If all groups are chosen, they change nothing.
     assert routing(4, 4) == replace(grouped, num_groups=1, top_groups=1)
+
+
+def test_gpt_oss_has_sinks_clamps_and_alternate_windows(tmp_path: Path) -> None:
+    config = load(tmp_path, GPT_OSS)
+    assert config.has_sinks
+    assert config.clamped_gate == ClampedGate(alpha=1.702, limit=7.0)
+    assert (config.head_dim, config.qkv_bias, config.o_bias) == (64, True, True)
+    assert config.layer_windows == (128, None, 128, None)
+    rope = config.layer_ropes[0]
+    assert (rope.kind, rope.theta, rope.factor, rope.original_max_len, rope.truncates) == (
+        "yarn", 150000.0, 32.0, 4096, False,
+    )  # fmt: skip
+    assert load(tmp_path, {**GPT_OSS, "swiglu_limit": 5, "swiglu_alpha": 2}).clamped_gate == ClampedGate(2.0, 5.0)
+    # As in released checkpoints.
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}
+    rope = load(tmp_path, {**GPT_OSS, "rope_theta": 10000, "rope_scaling": scaling}).layer_ropes[0]
+    assert (rope.theta, rope.factor) == (10000.0, 8.0)
+    assert not load(tmp_path, MIXTRAL).has_sinks
 
 
 def test_glm_norms_q_and_k_if_its_configuration_says_so(tmp_path: Path) -> None:
@@ -242,6 +263,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GLM4_MOE, "num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
     ({**GLM4_MOE, "kv_lora_rank": 512}, "kv_lora_rank = 512"),
     ({**GRANITE_SHARED, "shared_intermediate_size": -8}, "shared_intermediate_size is -8"),
+    ({**GPT_OSS, "swiglu_limit": 0}, "swiglu_limit is 0"),
+    ({**GPT_OSS, "swiglu_alpha": float("inf")}, "swiglu_alpha is inf"),
     ({**EXAONE_MOE, "mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types"),
     ({**EXAONE_MOE, "mlp_layer_types": ["sparse", "dense", "moe", "dense"]}, "mlp_layer_types"),
     ({**ERNIE_MOE, "moe_layer_interval": 0}, "moe_layer_interval is 0"),

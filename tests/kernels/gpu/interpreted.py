@@ -32,6 +32,7 @@ TRITON_MODULES = (
     "routing",
     "sampling",
     "shrink",
+    "sigmoid",
     "trained_rows",
 )
 

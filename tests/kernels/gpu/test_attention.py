@@ -89,7 +89,9 @@ def context_of(
     return Context(pool, moved(batch, device), k, v)
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute attention for one sequence's last rows in float64."""
     group_size = spec.num_heads // spec.num_kv_heads
     k, v = (x.double().repeat_interleave(group_size, 1) for x in (k, v))
@@ -101,18 +103,26 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Att
     is_visible = key <= position
     if spec.sliding_window is not None:
         is_visible &= key > position - spec.sliding_window
-    return torch.einsum("hts,shd->thd", torch.softmax(scores.masked_fill(~is_visible, -torch.inf), -1), v)
+    scores = scores.masked_fill(~is_visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, q.shape[0], 1)), -1)
+    return torch.einsum("hts,shd->thd", torch.softmax(scores, -1)[..., : k.shape[0]], v)
 
 
 def attended(
-    q: torch.Tensor, context: Context, spec: AttentionSpec, plan: AttentionPlan, batch: AttentionBatch | None = None
+    q: torch.Tensor,
+    context: Context,
+    spec: AttentionSpec,
+    plan: AttentionPlan,
+    batch: AttentionBatch | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel's output. The output and the workspace are poisoned before the launch."""
     batch = batch or context.batch
     elements = plan.workspace_elements(q.shape[0], batch.seq_lens.shape[0], spec)
     workspace = torch.full((elements,), torch.nan, device=q.device)
     out = torch.full_like(q, torch.nan)
-    paged_attention(q, context.pool, LAYER, batch, spec, plan, workspace, out)
+    paged_attention(q, context.pool, LAYER, batch, spec, plan, workspace, out, sinks)
     return out
 
 
@@ -154,11 +164,12 @@ def check(
     spec: AttentionSpec,
     contexts: Sequence[int],
     num_queries: Sequence[int],
+    sinks: torch.Tensor | None = None,
 ) -> None:
     row, start = 0, 0
     for length, rows in zip(contexts, num_queries, strict=True):
         span = slice(start, start + length)
-        expected = plain_attention(q[row : row + rows], context.k[span], context.v[span], spec)
+        expected = plain_attention(q[row : row + rows], context.k[span], context.v[span], spec, sinks)
         torch.testing.assert_close(out[row : row + rows].double(), expected, **TOLERANCE[q.dtype])
         row, start = row + rows, start + length
 
@@ -222,6 +233,22 @@ def test_every_kind_of_batch_equals_plain_attention(
 ) -> None:
     spec = AttentionSpec(4, 1, 16, 0.25, sliding_window)
     check_attention_of(contexts, num_queries, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_sinks_take_part_once_however_a_context_is_split(
+    num_splits: int, device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    assert SMALL_TILES.short is not None
+    assert SMALL_TILES.long is not None
+    plan = AttentionPlan(
+        replace(SMALL_TILES.short, num_splits=num_splits), replace(SMALL_TILES.long, num_splits=num_splits)
+    )
+    spec = AttentionSpec(6, 2, 16, 0.25, 50)
+    context = context_of(*MIXED, spec, torch.float32, device, make_poisoned_pool)
+    q = queries(sum(MIXED[1]), spec, torch.float32, device)
+    sinks = torch.tensor([40.0, -200.0, 0.5, -1.0, 300.0, 2.0]).to(device)
+    check(attended(q, context, spec, plan, sinks=sinks), q, context, spec, *MIXED, sinks)
 
 
 def test_pages_can_be_listed_in_any_order(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
@@ -497,12 +524,14 @@ plan = attention_plan(64, 64, spec, dtype.itemsize)
 workspace = torch.zeros(plan.workspace_elements(64, 64, spec))
 angle = torch.zeros(64, spec.head_dim // 2)
 rotate_and_store(q, k, k, angle, angle, pool, 1, batch)
+paged_attention(q, pool, 1, batch, spec, plan, workspace, q, torch.zeros(spec.num_heads))
 paged_attention(q, pool, 1, batch, spec, plan, workspace, q)
 x, weight = q.flatten(1), torch.zeros(spec.num_heads * spec.head_dim, dtype=dtype)
 fused.rms_norm(q, weight[: spec.head_dim], 1e-5)
 fused.add_rms_norm(x, x.clone(), weight, 1e-5)
 fused.silu_and_mul(x)
 fused.gelu_and_mul(x)
+fused.clamped_silu_and_mul(x, 1.702, 7.0)
 print(*sorted(set(compiled)))
 """
 
