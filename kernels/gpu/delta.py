@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.delta_spec import DeltaSpec
-from loramux.kernels.gpu.fused import LOG2_E
+from loramux.kernels.gpu.routing import LOG2_E
 from loramux.kernels.tables import AttentionBatch, PoolViews
 
 MAX_K_DIM = 256

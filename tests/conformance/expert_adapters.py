@@ -63,17 +63,18 @@ class ExpertPlan:
         return float(self.value(self.alpha_pattern, key, self.alpha)) / (rank**0.5 if self.use_rslora else rank)
 
 
-SINGLE_NAMES = {"mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")}
+_MIXTRAL_NAMES = ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+SINGLE_NAMES = {"mixtral": _MIXTRAL_NAMES, "minimax-m2": _MIXTRAL_NAMES}
 """The router, the experts, gate, up and down in transformers 4, where they differ from Qwen's."""
 
 QWEN_NAMES = ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-STACKED_ONLY = ("granite-moe",)
+STACKED_ONLY = ("granite-moe", "granite-moe-shared")
 """Families whose checkpoints have always stacked the experts."""
 
 
 def plans_for(family: str) -> list[ExpertPlan]:
     router, experts, gate, up, down = SINGLE_NAMES.get(family, QWEN_NAMES)
-    last, layer = "router" if family in STACKED_ONLY else "gate", 0 if family == "qwen3-moe" else 1
+    last, layer = "router" if family in STACKED_ONLY else "gate", 0 if family in ("qwen3-moe", "exaone-moe") else 1
     plans = [
         ExpertPlan("attention", 3, modules=("q_proj", "o_proj")),
         ExpertPlan("stacked", 4, modules=("q_proj",), parameters=("experts.gate_up_proj", "experts.down_proj")),

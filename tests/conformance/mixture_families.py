@@ -84,6 +84,6 @@ MIXTURE_FAMILIES: dict[str, MakeModel] = {
     **CORRECTED_FAMILIES,
 }
 
-FREQUENT_MIXTURES = ("qwen2-moe", "glm4_moe", "gpt-oss")
-"""Families that every test run compares: one with a weighted shared expert, one whose router corrects its scores and
-chooses among groups, and one with stacked tensors, biases of experts and attention sinks."""
+FREQUENT_MIXTURES = ("qwen2-moe", "gpt-oss")
+"""Families for every test run: one with a dense layer and shared experts, and one with stacked tensors and biases of
+experts, and with attention sinks."""

@@ -136,10 +136,11 @@ def test_tensors_of_layers_that_predict_further_tokens_are_not_read(tmp_path: Pa
         Subject(tmp_path, None, {}, {}, {}).assemble()
 
 
+@pytest.mark.parametrize("family", ["qwen2-moe", "glm4_moe"])
 def test_a_router_that_gives_nan_for_a_token_ends_only_its_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = make_subject("qwen2-moe", tmp_path, PLANS, SMALL_SHAPE)
+    subject = make_subject(family, tmp_path, PLANS, SMALL_SHAPE)
     path = subject.directory / "model.safetensors"
     tensors = load_file(path)
     # Only rows of this token become NaN, from the first router on.

@@ -25,19 +25,23 @@ def kernels(make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., 
 SIGMOID = {"has_sigmoid": True, "scale": 2.5}
 PLAIN = {
     "one-of-three": (1, RoutingSpec(3, 1, False)),
-    "two-of-eight": (19, RoutingSpec(8, 2, True)),
+    "two-of-eight": (7, RoutingSpec(8, 2, True)),
     "all": (7, RoutingSpec(6, 6, False, scale=0.5)),
     "no-tokens": (0, RoutingSpec(4, 2, True)),
-    "on-all-threads": (150, RoutingSpec(70, 8, True)),
-    "sigmoid": (12, RoutingSpec(7, 3, True, **SIGMOID)),
+    "sigmoid": (5, RoutingSpec(7, 3, True, **SIGMOID)),
 }
 BIASED = {
-    "softmax": (23, RoutingSpec(6, 2, True, min_total=1e-12)),
-    "sigmoid": (23, RoutingSpec(9, 4, False, **SIGMOID)),
-    "best-group": (23, RoutingSpec(8, 2, True, num_groups=4, top_groups=1, **SIGMOID)),
-    "uneven-blocks": (23, RoutingSpec(15, 4, True, num_groups=5, top_groups=3, **SIGMOID)),
+    "softmax": (9, RoutingSpec(6, 2, True, min_total=1e-12)),
+    "sigmoid": (9, RoutingSpec(9, 4, False, **SIGMOID)),
+    "best-group": (9, RoutingSpec(8, 2, True, num_groups=4, top_groups=1, **SIGMOID)),
+    "uneven-blocks": (9, RoutingSpec(15, 4, True, num_groups=5, top_groups=3, **SIGMOID)),
     "all-groups": (5, RoutingSpec(8, 3, True, num_groups=2, top_groups=2, **SIGMOID)),
-    "on-all-threads": (40, RoutingSpec(256, 8, True, num_groups=8, top_groups=4, **SIGMOID)),
+}
+
+
+ON_ALL_THREADS = {
+    "plain": (150, RoutingSpec(70, 8, True), False),
+    "biased": (40, RoutingSpec(256, 8, True, num_groups=8, top_groups=4, **SIGMOID), True),
 }
 
 
@@ -87,6 +91,20 @@ def test_a_bias_and_groups_change_the_choice_but_not_the_weights(
         assert routing.experts[t].tolist() == experts
         torch.testing.assert_close(routing.weights[t].double(), weights, rtol=1e-5, atol=1e-7)
     assert not torch.equal(routing.experts, plain.experts)
+    assert_grouped(routing, spec)
+
+
+@pytest.mark.parametrize(("num_rows", "spec", "has_bias"), ON_ALL_THREADS.values(), ids=ON_ALL_THREADS)
+def test_many_tokens_are_routed_on_all_threads(
+    make_poisoned_pool: Callable[..., PoolViews], num_rows: int, spec: RoutingSpec, has_bias: bool
+) -> None:
+    kernels = CpuKernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
+    logits, bias = torch.randn(num_rows, spec.num_experts), torch.randn(spec.num_experts) if has_bias else None
+    routing = kernels.route(logits, spec, bias)
+    for t in range(num_rows):
+        experts, weights = expected_routing(logits[t], spec, bias)
+        assert routing.experts[t].tolist() == experts
+        torch.testing.assert_close(routing.weights[t].double(), weights, rtol=1e-5, atol=1e-7)
     assert_grouped(routing, spec)
 
 

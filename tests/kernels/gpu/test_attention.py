@@ -244,11 +244,12 @@ def test_sinks_take_part_once_however_a_context_is_split(
     plan = AttentionPlan(
         replace(SMALL_TILES.short, num_splits=num_splits), replace(SMALL_TILES.long, num_splits=num_splits)
     )
-    spec = AttentionSpec(6, 2, 16, 0.25, 50)
-    context = context_of(*MIXED, spec, torch.float32, device, make_poisoned_pool)
-    q = queries(sum(MIXED[1]), spec, torch.float32, device)
-    sinks = torch.tensor([40.0, -200.0, 0.5, -1.0, 300.0, 2.0]).to(device)
-    check(attended(q, context, spec, plan, sinks=sinks), q, context, spec, *MIXED, sinks)
+    spec = AttentionSpec(4, 1, 16, 0.25, 50)
+    contexts, num_queries = [90, 40], [1, 3]
+    context = context_of(contexts, num_queries, spec, torch.float32, device, make_poisoned_pool)
+    q = queries(sum(num_queries), spec, torch.float32, device)
+    sinks = torch.tensor([40.0, -200.0, 0.5, 300.0]).to(device)
+    check(attended(q, context, spec, plan, sinks=sinks), q, context, spec, contexts, num_queries, sinks)
 
 
 def test_pages_can_be_listed_in_any_order(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
