@@ -79,15 +79,19 @@ def pair_panels(
     Inputs are padded with 0 to a multiple of `multiple`. Outputs and bias are padded with 0 to whole panels. A bias of
     None becomes 0.
     """
+    panels = pair_panels_of(weight, multiple)
+    added = torch.zeros(panels.shape[0] * OUTPUTS)
+    if bias is not None:
+        added[: weight.shape[0]] = bias
+    return array(panels.view(-1), torch.bfloat16), panels.shape[0], added
+
+
+def pair_panels_of(weight: torch.Tensor, multiple: int) -> torch.Tensor:
+    """`[panels, inputs / 2, 32, 2]` of a weight `[out_features, in_features]`, padded with 0."""
     out_features, in_features = weight.shape
     missing = (0, -in_features % multiple, 0, -out_features % OUTPUTS)
-    whole = functional.pad(weight, missing) if any(missing) else weight.contiguous()
-    num_panels = whole.shape[0] // OUTPUTS
-    panels = whole.view(num_panels, OUTPUTS, -1, 2).transpose(1, 2).contiguous()
-    added = torch.zeros(num_panels * OUTPUTS)
-    if bias is not None:
-        added[:out_features] = bias
-    return array(panels.view(-1), torch.bfloat16), num_panels, added
+    whole = functional.pad(weight, missing) if any(missing) else weight
+    return whole.reshape(whole.shape[0] // OUTPUTS, OUTPUTS, -1, 2).transpose(1, 2).contiguous()
 
 
 @intrinsic
@@ -182,7 +186,7 @@ def _product_of_pairs(module: Any) -> Any:
 
 
 @helper
-def _round_row(x_address: int, in_features: int, out_address: int, size: int) -> None:
+def round_row(x_address: int, in_features: int, out_address: int, size: int) -> None:
     x, out = floats_at(x_address), halves_at(out_address)
     for i in range(in_features):
         out[i] = narrow(out, x[i])
@@ -197,14 +201,14 @@ def round_rows(
     """`rounded[t] = bfloat16(x[t])`, padded with 0 to `size` elements. Arguments are addresses and steps in bytes."""
     if num_rows * in_features < SERIAL_ROUNDING:
         for t in range(num_rows):
-            _round_row(x + t * x_step, in_features, rounded + t * rounded_step, size)
+            round_row(x + t * x_step, in_features, rounded + t * rounded_step, size)
     else:
         for t in prange(num_rows):
-            _round_row(x + t * x_step, in_features, rounded + t * rounded_step, size)
+            round_row(x + t * x_step, in_features, rounded + t * rounded_step, size)
 
 
 @helper
-def _multiply_panel(
+def multiply_panel(
     panel: int, x: int, x_step: int, num_rows: int, num_pairs: int, panels: Any, bias: int, y: int, y_step: int
 ) -> None:
     """Compute the 32 outputs of one panel for all rows."""
@@ -252,7 +256,7 @@ def multiply_pair_panels(
     round_rows(x, 4 * x_stride, num_rows, in_features, rounded, rounded_step, 2 * num_pairs)
     if num_rows * in_features * num_panels * OUTPUTS < SERIAL_WORK:
         for panel in range(num_panels):
-            _multiply_panel(panel, rounded, rounded_step, num_rows, num_pairs, panels, bias, y, y_step)
+            multiply_panel(panel, rounded, rounded_step, num_rows, num_pairs, panels, bias, y, y_step)
     else:
         for panel in prange(num_panels):
-            _multiply_panel(panel, rounded, rounded_step, num_rows, num_pairs, panels, bias, y, y_step)
+            multiply_panel(panel, rounded, rounded_step, num_rows, num_pairs, panels, bias, y, y_step)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numba import prange
 
+from loramux.kernels.cpu.avx512_bf16 import Avx512Bf16Panels
 from loramux.kernels.cpu.compiled import helper, kernel
-from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.expert_panels import ExpertPanels
+from loramux.kernels.cpu.linear import FloatPanels, PackedLinear, product_of
 from loramux.kernels.cpu.vectors import exponential, floats_at
 from loramux.kernels.routing import Routing
 
@@ -18,8 +21,12 @@ SERIAL_WORK = 30_000
 """With fewer elements to sum, waking other threads costs more than it saves."""
 
 
+class ExpertProducts(Protocol):
+    def multiply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor: ...
+
+
 class PackedExperts:
-    """One linear layer of all experts, each laid out for this CPU.
+    """One linear layer of all experts, laid out for this CPU.
 
     A step reads the weights of the experts that its tokens chose, once each. As in `PackedLinear`, a row's result is
     bitwise independent of the other rows, except with oneDNN.
@@ -27,12 +34,29 @@ class PackedExperts:
 
     def __init__(self, weights: Iterable[torch.Tensor], bias: torch.Tensor | None = None) -> None:
         """Lay out the weight of each expert, `[out_features, in_features]`; `bias` `[num_experts, out_features]`."""
+        weights = iter(weights)
+        first = next(weights)
+        product, all_weights = product_of(first.dtype), chain([first], weights)
+        self._products: ExpertProducts = (
+            ExpertPanels(all_weights, bias, has_pairs=product is Avx512Bf16Panels)
+            if product in (Avx512Bf16Panels, FloatPanels)
+            else SeparateExperts(all_weights, bias)
+        )
+
+    def multiply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Compute `reference.experts.multiply_experts`."""
+        return self._products.multiply(x, routing)
+
+
+class SeparateExperts:
+    """Multiplies by one expert after the other, for CPUs whose panels have no common loop."""
+
+    def __init__(self, weights: Iterable[torch.Tensor], bias: torch.Tensor | None) -> None:
         self._experts = [
             PackedLinear(weight, None if bias is None else bias[expert]) for expert, weight in enumerate(weights)
         ]
 
     def multiply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Compute `reference.experts.multiply_experts`."""
         pairs = routing.pairs.long()
         rows = pairs // routing.pairs_per_row(x)
         y = torch.empty(routing.num_pairs, self._experts[0].out_features)

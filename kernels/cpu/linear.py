@@ -94,7 +94,7 @@ class FloatPanels:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, self._in_features = weight.shape
-        panels = _panels(weight)
+        panels = float_panels(weight)
         self._panels = array(panels, panels.dtype)
         self._bias = None if bias is None else functional.pad(bias.float(), (0, -self._out_features % PANEL))
 
@@ -107,7 +107,7 @@ class FloatPanels:
         return y if width == self._out_features else y[:, : self._out_features]
 
 
-def _panels(weight: torch.Tensor) -> torch.Tensor:
+def float_panels(weight: torch.Tensor) -> torch.Tensor:
     """`[panels, in_features, 16]`, flattened. The last panel is padded with 0."""
     dtype = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32
     out_features, in_features = weight.shape
@@ -121,7 +121,7 @@ def _panels(weight: torch.Tensor) -> torch.Tensor:
 
 
 @helper
-def _multiply_panel(
+def multiply_panel(
     panel: int, x: int, x_step: int, num_rows: int, in_features: int, panels: Any, bias: int, y: int, y_step: int
 ) -> None:
     """Compute the 16 outputs of one panel for all rows."""
@@ -152,7 +152,7 @@ def multiply_panels(
     x_step, y_step = 4 * x_stride, 4 * y_width
     if num_rows * in_features * y_width < SERIAL_WORK:
         for panel in range(num_panels):
-            _multiply_panel(panel, x, x_step, num_rows, in_features, panels, bias, y, y_step)
+            multiply_panel(panel, x, x_step, num_rows, in_features, panels, bias, y, y_step)
     else:
         for panel in prange(num_panels):
-            _multiply_panel(panel, x, x_step, num_rows, in_features, panels, bias, y, y_step)
+            multiply_panel(panel, x, x_step, num_rows, in_features, panels, bias, y, y_step)
