@@ -45,12 +45,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--size", choices=sorted(SHAPES), default="1b")
-    add("--load", type=_load, action="append", metavar="PROMPT/OUTPUT", help="repeatable; default 64/32 and 32/128")
-    add("--adapters", type=_positive, default=16, help="number of adapters, and of requests that arrive together")
-    add("--rank", type=_positive, default=16)
-    add("--repeats", type=_positive, default=3, help="rounds over all systems; medians are reported")
+    add("--load", type=load_of, action="append", metavar="PROMPT/OUTPUT", help="repeatable; default 64/32 and 32/128")
+    add("--adapters", type=positive, default=16, help="number of adapters, and of requests that arrive together")
+    add("--rank", type=positive, default=16)
+    add("--repeats", type=positive, default=3, help="rounds over all systems; medians are reported")
     add("--only", action="append", metavar="NAME", help="peers to compare with: peft, vLLM, llama-server")
-    add("--threads", type=_positive, default=len(os.sched_getaffinity(0)))
+    add("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of loramux")
     add("--check-only", action="store_true", help="compare the answers without timing")
     add_allow_busy(parser)
@@ -184,20 +184,20 @@ def _workload(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _load(text: str) -> Load:
+def load_of(text: str) -> Load:
     try:
         return Load.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
+def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
     # `timeout` signals both the process and its group. Ignore the second signal, so that the servers shut down cleanly.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError(text)
@@ -206,5 +206,5 @@ def _positive(text: str) -> int:
 
 if __name__ == "__main__":
     # Raise SystemExit on SIGTERM too, so that the servers are stopped with this process.
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, exit_on_signal)
     raise SystemExit(main())

@@ -58,12 +58,15 @@ def loramux_command(files: ModelFiles, data_dir: Path, dtype: str, port: int, ad
 
 
 @contextlib.contextmanager
-def open_loramux(dtype: str, threads: int, logs: Path, files: ModelFiles, is_check: bool) -> Iterator[Running]:
+def open_loramux(
+    dtype: str, threads: int, logs: Path, files: ModelFiles, is_check: bool, pool_bytes: str = "1GiB"
+) -> Iterator[Running]:
     port, admin_port, admin_key = free_port(), free_port(), secrets.token_urlsafe(32)
     environment = server_environment(
         {
             "LORAMUX_ADMIN_KEY": admin_key,
             "LORAMUX_NUM_THREADS": str(threads),
+            "LORAMUX_POOL_BYTES": pool_bytes,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
     )
