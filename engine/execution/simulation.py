@@ -145,7 +145,7 @@ class SimulatedExecutor:
         written: list[int] = []
         for sequence, (begin, end, seq_len) in enumerate(zip(cu_q, cu_q[1:], seq_lens, strict=False)):
             assert len({*slots[begin:end]} - {-1}) <= 1, "a sequence has one adapter"
-            position = seq_len - (end - begin)
+            position, block_start = seq_len - (end - begin), starts[0][sequence]
             state_places: list[int] = []
             if self._num_state_pages:
                 first = state_starts[sequence]
@@ -154,7 +154,12 @@ class SimulatedExecutor:
                 last = state_at(0, sequence, position - 1)
                 assert {stored[place] for place in state_places} == {last}, "not the last position's state"
             for row in range(begin, end):
-                before = state_at(0, sequence, position - 1) if position else 0
+                before = 0
+                if position:
+                    # Written out, because this is most of a simulated step's work.
+                    block = blocks[block_start + (position - 1) // block_tokens]
+                    before = stored[block * block_tokens + (position - 1) % block_tokens]
+                    assert before != UNWRITTEN, f"position {position - 1} was never written"
                 seen = state = _next_state(before, tokens[row], position, salts[slots[row]])
                 for group, window in enumerate(self._windows):
                     stored[kv_slots[group][row]] = state

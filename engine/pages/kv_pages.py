@@ -54,6 +54,7 @@ class KvPages:
         self._max_step_tokens = max_step_tokens
         self._block_tokens = layout.block_tokens
         self._shared_tokens = layout.shared_tokens
+        self._page_tokens = tuple(group.page_tokens for group in layout.groups)
         self._has_windows = any(group.window is not None for group in layout.groups)
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
@@ -139,17 +140,22 @@ class KvPages:
         if sequence.num_computed + num_tokens <= sequence.num_room:
             return True
         needed: list[int] = []
-        for group, table in zip(self._groups, sequence.tables, strict=True):
+        for group, table, page_tokens in zip(self._groups, sequence.tables, self._page_tokens, strict=True):
             end = self._end(group, sequence.num_computed, num_tokens)
-            needed.append(max(0, -(-end // group.page_tokens) - table.end_block // group.num_blocks))
+            num_pages = (table.first_block + len(table.blocks)) * self._block_tokens // page_tokens
+            needed.append(max(0, -(-end // page_tokens) - num_pages))
         needed_by_state = self._layout.num_state_pages - len(sequence.state_pages)
         if not self._reclaimer.make_room(sum(needed) + needed_by_state, position):
             return False
         if needed_by_state:
             sequence.state_pages = block_list(self._pages.alloc(needed_by_state, PageOwner.KV))
         for group, table, count in zip(self._groups, sequence.tables, needed, strict=True):
-            for page in self._pages.alloc(count, PageOwner.KV):
-                table.blocks.extend(self._layout.blocks(group, page))
+            pages = self._pages.alloc(count, PageOwner.KV)
+            if self._layout.page_step == 1:
+                table.blocks.extend(pages)
+            else:
+                for page in pages:
+                    table.blocks.extend(self._layout.blocks(group, page))
         sequence.num_room = min(table.end_block for table in sequence.tables) * self._block_tokens
         return True
 
@@ -180,21 +186,25 @@ class KvPages:
 
     def detach(self, sequence: Sequence) -> None:
         """Free all pages. Cached pages stay available to other sequences. The end of a prefix is evicted first."""
-        cached_pages: list[tuple[int, CachedPage]] = []
-        for group, table in zip(self._groups, sequence.tables, strict=True):
-            first = table.first_block // group.num_blocks
-            for index, cached in enumerate(table.cached, first):
-                if cached is not None:
-                    cached_pages.append((index * group.page_tokens, cached))
-        cached_pages.sort(key=itemgetter(0), reverse=True)
-        for _, cached in cached_pages:
-            self._cache.release(cached)
+        for cached in self._cached_from_the_end(sequence):
+            if cached is not None:
+                self._cache.release(cached)
         for group, table in zip(self._groups, sequence.tables, strict=True):
             self._pages.free(self._pages_of(table.blocks, group))
         self._pages.free(sequence.state_pages)
         sequence.state_pages = block_list()
         sequence.tables = [PageTable() for _ in self._groups]
         sequence.num_computed = sequence.num_room = 0
+
+    def _cached_from_the_end(self, sequence: Sequence) -> list[CachedPage | None]:
+        """The sequence's prefix-cache entries of all groups, by the position of their tokens, last first."""
+        if len(self._groups) == 1:
+            return sequence.tables[0].cached[::-1]
+        found: list[tuple[int, CachedPage | None]] = []
+        for group, table in zip(self._groups, sequence.tables, strict=True):
+            first = table.first_block // group.num_blocks
+            found += [(index * group.page_tokens, cached) for index, cached in enumerate(table.cached, first)]
+        return [cached for _, cached in sorted(found, key=itemgetter(0), reverse=True)]
 
     def disown(self, sequence: Sequence) -> None:
         """Remove a broken sequence's pages from the prefix cache, including those that it has freed."""
