@@ -142,7 +142,7 @@ class Decoder:
             if layer.feed_forward is not None:
                 groups += (layer.feed_forward.gate_up_group, layer.feed_forward.down_group)
             if layer.mixture is not None:
-                groups += layer.mixture.groups
+                groups += layer.mixture.groups.all
         return KernelShapes(
             groups=tuple(dict.fromkeys(groups)),
             attention=tuple(layer.attention for layer in self._layers if layer.attention is not None),

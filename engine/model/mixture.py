@@ -18,11 +18,18 @@ from loramux.kernels.tables import ModuleGroup
 
 @dataclass(frozen=True, slots=True)
 class MixtureGroups:
-    """The modules of a mixture that share an input: those of the routers, then those of each expert."""
+    """The modules of a mixture that share an input: those of the routers, then those of each expert.
+
+    The groups of experts are None if adapters cannot target experts.
+    """
 
     router: ModuleGroup
-    gate_up: ModuleGroup
-    down: ModuleGroup
+    gate_up: ModuleGroup | None
+    down: ModuleGroup | None
+
+    @property
+    def all(self) -> tuple[ModuleGroup, ...]:
+        return tuple(group for group in (self.router, self.gate_up, self.down) if group is not None)
 
 
 class Mixture:
@@ -31,7 +38,7 @@ class Mixture:
     def __init__(
         self, config: MixtureConfig, groups: MixtureGroups, hidden_size: int, place: Placement, prefix: str
     ) -> None:
-        self.groups = (groups.router, groups.gate_up, groups.down)
+        self.groups = groups
         self._routing = config.routing
         num_experts = config.routing.num_experts
         self._choice_bias: torch.Tensor | None = None
@@ -58,21 +65,23 @@ class Mixture:
         adapters: LayerAdapters,
     ) -> torch.Tensor:
         """The layer's output for `x` `[num_tokens, hidden_size]`; `shared` is the output of the shared expert."""
-        router_group, gate_up_group, down_group = self.groups
+        groups = self.groups
         logits = self._router(x if self._choice_bias is None else x.float())
-        logits = adapters.add(x, logits, LayerGroups.ROUTER, router_group)
+        logits = adapters.add(x, logits, LayerGroups.ROUTER, groups.router)
         num_experts = self._routing.num_experts
         routing = kernels.route(logits[:, :num_experts], self._routing, self._choice_bias)
-        pairs = adapters.pairs(routing)
+        pairs = None if groups.gate_up is None else adapters.pairs(routing)
         gate_up = kernels.multiply_experts(x, self._gate_up, routing)
-        inner = gate_and_mul(adapters.add(x, gate_up, LayerGroups.EXPERTS_GATE_UP, gate_up_group, pairs))
+        inner = gate_and_mul(adapters.add(x, gate_up, LayerGroups.EXPERTS_GATE_UP, groups.gate_up, pairs))
         y = kernels.multiply_experts(inner, self._down, routing)
-        y = adapters.add(inner, y, LayerGroups.EXPERTS_DOWN, down_group, pairs)
+        y = adapters.add(inner, y, LayerGroups.EXPERTS_DOWN, groups.down, pairs)
         return kernels.sum_experts(y, routing, shared, logits[:, num_experts:] if self._has_gate else None)
 
 
 def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup, first_expert: int) -> MixtureGroups:
     """The groups of a mixture. The modules of expert 0 are on the axis of modules from `first_expert` on."""
+    if not config.has_expert_modules:
+        return MixtureGroups(router, None, None)
     *gate_up, down = config.expert_linears(hidden_size)
     stride, size = len(gate_up) + 1, config.expert_size
     return MixtureGroups(

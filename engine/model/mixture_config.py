@@ -97,6 +97,11 @@ class MixtureConfig:
     names: ExpertNames
 
     @property
+    def has_expert_modules(self) -> bool:
+        """True if adapters can target the experts, which must not be transposed, with gate and up alternating."""
+        return not self.names.has_biases
+
+    @property
     def choice_bias_shape(self) -> tuple[int, ...]:
         num_experts = self.routing.num_experts
         return (1, num_experts) if self.names.choice_bias_in_row else (num_experts,)

@@ -142,8 +142,7 @@ class ModelConfig:
     @property
     def experts(self) -> ExpertModules | None:
         """The linears of experts that adapters can target, or None."""
-        # Adapters of transposed experts, whose features of gate and up alternate, are not supported.
-        if self.mixture is None or self.mixture.names.has_biases:
+        if self.mixture is None or not self.mixture.has_expert_modules:
             return None
         linears = self.mixture.expert_linears(self.hidden_size)
         names, num_experts = self.mixture.names, self.mixture.routing.num_experts
