@@ -303,7 +303,7 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     Products are summed in float32. The call allocates nothing and does not wait for the device.
     """
     group, tables, segments = call.group, call.tables, call.segments
-    num_planes, num_rows, num_modules, max_rank = planes.shape
+    num_planes, _, num_modules, max_rank = planes.shape
     num_segments = segments.num_segments
     if not num_segments:
         return
@@ -313,7 +313,9 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     assert num_modules == len(group.modules)
     _, num_layers, page_elements = pool.adapter.shape
     rows = tile_rows(segments)
-    plan = _plan(group, page_elements, num_rows, num_segments, num_planes, max_rank, rows)
+    # The planes of other groups can have more rows than `x`.
+    pairs_per_row = planes.shape[1] // x.shape[0] if group.expert_stride else 1
+    plan = _plan(group, page_elements, pairs_per_row * x.shape[0], num_segments, num_planes, max_rank, rows)
     shrink_kernel[plan.num_programs, num_segments](
         x, planes, pool.adapter, tables.page_table, tables.off, tables.rank,
         segments.rows, segments.starts, segments.slots, expert_list(segments),
@@ -324,6 +326,6 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
         HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=rows,
         BLOCK_R=plan.block_r, ROW_K=plan.row_k, TILE_K=plan.tile_k, STAGES=plan.stages,
         DOT_DTYPE=dot_dtype(x.dtype, pool.adapter.dtype),
-        EXPERT_STRIDE=group.expert_stride, PAIRS_PER_ROW=num_rows // x.shape[0], PDL=pdl, num_warps=4,
+        EXPERT_STRIDE=group.expert_stride, PAIRS_PER_ROW=pairs_per_row, PDL=pdl, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
