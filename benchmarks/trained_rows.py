@@ -37,7 +37,7 @@ OTHER_BYTES = 512 << 20
 """Number of bytes read before each measurement, more than the caches hold."""
 
 TOLERANCE = 0.02
-"""Largest accepted error, relative to the largest logit: the base's head may round its input to bfloat16."""
+"""Largest accepted error, relative to the largest logit. The base's head may round its input to bfloat16."""
 
 
 class CheckError(Exception):

@@ -1,4 +1,4 @@
-"""Waits until gateways' caches may be stale. PostgreSQL sends notifications. On either database, the wait times out."""
+"""Waits until gateways' caches may be stale. On PostgreSQL, a notification ends the wait. Any wait also times out."""
 
 from __future__ import annotations
 

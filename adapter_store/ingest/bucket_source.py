@@ -53,6 +53,6 @@ def _translated(name: str, max_bytes: int) -> Iterator[None]:
     except BlobNotFound:
         raise AdapterRejected("source_not_found", "the source has no such file", name) from None
     except BlobTooLarge:
-        raise AdapterRejected("file_too_large", f"the file has more than {max_bytes} bytes", name) from None
+        raise AdapterRejected("file_too_large", f"the file is larger than {max_bytes} bytes", name) from None
     except BlobStoreUnavailable as error:
         raise SourceUnavailable(str(error)) from error

@@ -82,7 +82,7 @@ class HubSource:
     def size(self, name: str, max_bytes: int) -> int:
         file = self._file(name)
         if file.size > max_bytes:
-            raise AdapterRejected("file_too_large", f"the file has more than {max_bytes} bytes", name)
+            raise AdapterRejected("file_too_large", f"the file is larger than {max_bytes} bytes", name)
         return file.size
 
     def fetch_file(self, name: str, destination: Path, max_bytes: int) -> None:

@@ -50,7 +50,7 @@ def check_further_files(
     """Check the optional files that were uploaded. Raises AdapterRejected."""
     for name, content in contents.items():
         if len(content) > MAX_FURTHER_BYTES[name]:
-            raise AdapterRejected("file_too_large", f"the file has more than {MAX_FURTHER_BYTES[name]} bytes", name)
+            raise AdapterRejected("file_too_large", f"the file is larger than {MAX_FURTHER_BYTES[name]} bytes", name)
     if TEMPLATE_FILE in contents:
         try:
             source = contents[TEMPLATE_FILE].decode("utf-8")

@@ -103,7 +103,7 @@ def seconds(time_us: None) -> None: ...
 @overload
 def seconds(time_us: int | None) -> int | None: ...
 def seconds(time_us: int | None) -> int | None:
-    """Convert microseconds to Unix time in whole seconds, the format of responses and of the OpenAI API."""
+    """Convert microseconds to Unix time in whole seconds, as responses and the OpenAI API show it."""
     return None if time_us is None else time_us // 1_000_000
 
 

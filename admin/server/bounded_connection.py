@@ -22,7 +22,7 @@ MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
 """Maximum unread bytes of a response that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
 STALL_S = 1.0
-"""A new connection can displace one whose client makes no progress for this long, in seconds."""
+"""A new connection can displace one whose client makes no progress for this many seconds."""
 
 _BODY = (
     b'{"error":{"message":"this server has reached its limit of connections; try again",'

@@ -113,11 +113,12 @@ class Settings(DataSettings):
     adapter_generation_config: Literal["auto", "off"] = "auto"
     """`auto`: the `generation_config.json` uploaded with an adapter's version takes precedence over the model's."""
     tool_call_parser: str = AUTO
-    """How tool calls are read with the model's chat template. `auto`: the template decides. `off`: calls are part of
-    the text. Otherwise `functiongemma`, `gemma4`, `hermes`, `llama3_json`, `mistral`, `phi` or `pythonic`."""
+    """How tool calls are found in answers to the model's own chat template. `auto`: the template decides. `off`: calls
+    are part of the text. Otherwise `functiongemma`, `gemma4`, `hermes`, `llama3_json`, `mistral`, `phi` or `pythonic`.
+    """
     reasoning_parser: str = AUTO
-    """How reasoning is separated from the answer with the model's chat template. `auto`: the template decides. `off`:
-    reasoning is part of the text. Otherwise `gemma4`, `mistral` or `think`.
+    """How reasoning is separated from the rest of an answer to the model's own chat template. `auto`: the template
+    decides. `off`: reasoning is part of the text. Otherwise `gemma4`, `mistral` or `think`.
     """
     host: str = "127.0.0.1"
     port: Port = 8000

@@ -60,7 +60,7 @@ class ObservedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeUpTokens:
-    """A skipped step and its result."""
+    """Takes the place of a skipped step, and of its result."""
 
     num_samples: int
 

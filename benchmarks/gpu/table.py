@@ -38,7 +38,7 @@ MODELS = {
 MAX_ADAPTERS = 16
 CONTEXT = 1024
 Q_AND_V = (0, 2)
-"""The default targets of PEFT."""
+"""PEFT's default target modules."""
 
 
 @dataclass(frozen=True, slots=True)

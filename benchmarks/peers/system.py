@@ -1,4 +1,4 @@
-"""The interface to a system under comparison, in one dtype: open it with model files, then send it work."""
+"""The interface to the systems that are compared. Open a system with model files, then send it work."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _logprobs(logits: torch.Tensor, token_ids: list[int], samples: Sequence[Samp
 
 
 def used_temperature(temperature: float) -> float:
-    """The temperature, clamped for float32. Only a temperature of exactly 0 is greedy, before and after clamping."""
+    """The temperature, clamped to a range that is safe in float32. Only a temperature of exactly 0 is greedy."""
     return min(max(temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if temperature > 0 else 0.0
 
 

@@ -98,7 +98,7 @@ _BY_FEATURE: dict[str, str] = {
     "an audio tower": """
         MossTranscribeDiarizeForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration
     """,
-    "a vision tower of timm, without which transformers cannot be compared": "PerceptionLMForConditionalGeneration",
+    "a vision tower from timm, which comparing it with transformers would need": "PerceptionLMForConditionalGeneration",
     "tensor names that transformers changes when it saves the model": "QianfanOCRForConditionalGeneration",
 }
 

@@ -139,7 +139,7 @@ def _expand_visit(
 
 @helper
 def _expand_tasks(slot_rank: int, num_rows: int, out_features: int, chunk_len: int) -> Any:
-    """Number and cost of a segment's tasks in one module: one task per chunk of columns."""
+    """Number of tasks of a segment in one module, one per chunk of columns, and the cost of each."""
     return (out_features + chunk_len - 1) // chunk_len, chunk_len * slot_rank * (num_rows + READ_COST)
 
 

@@ -105,7 +105,7 @@ def _shrink_visit(
 
 @helper
 def _shrink_tasks(slot_rank: int, num_rows: int, in_features: int) -> Any:
-    """Number and cost of a segment's tasks in one module: one task per 4 ranks."""
+    """Number of tasks of a segment in one module, one per 4 ranks, and the cost of each."""
     return (slot_rank + RANKS - 1) // RANKS, RANKS * in_features * (num_rows + READ_COST)
 
 

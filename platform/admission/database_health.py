@@ -13,7 +13,7 @@ STALLED_S = 3.0
 """The database counts as unresponsive if a transaction takes longer than this, in seconds."""
 
 SILENT_S = 6.0
-"""The database counts as unresponsive if the polling thread gets no answer for this long, in seconds."""
+"""The database counts as unresponsive if the polling thread gets no answer for this many seconds."""
 
 TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 """Exceptions raised when the database is unreachable, full, locked or out of connections."""

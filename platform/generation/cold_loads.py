@@ -28,7 +28,7 @@ Without requests, reports are not refreshed.
 """
 
 LOAD_S = 60.0
-"""An adapter that is being loaded can be missing from the engine's reports for this long, in seconds."""
+"""An adapter that is being loaded can be missing from the engine's reports for this many seconds."""
 
 
 class ColdLoads:

@@ -31,7 +31,7 @@ from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, ex
 from loramux.platform.telemetry.tracing import describe, traced
 
 CLIENT_CLOSED = 499
-"""The status in metrics for a request whose client disconnected. It is never sent."""
+"""The status that metrics record when a request's client disconnects. It is never sent."""
 
 
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:

@@ -16,7 +16,7 @@ from loramux.admin.rest.services import AdminServices
 CONFIRMED_S = 300
 """The provider must renew a confirmation at this age, in seconds."""
 ASK_EVERY_S = 30
-"""Interval, in seconds, between attempts while the provider does not answer."""
+"""Seconds between attempts while the provider is not responding."""
 UNCONFIRMED_S = 900
 """Maximum age of a confirmation, in seconds. After that, the person must return to the provider."""
 

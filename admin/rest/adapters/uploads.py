@@ -27,7 +27,7 @@ from loramux.platform.openai_api.openapi import errors, takes, takes_bytes
 router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 
 CHUNK_TIMEOUT_S = 30.0
-"""A client that sends nothing for this long, in seconds, is disconnected. Until then, it occupies a thread."""
+"""A client that sends nothing for this many seconds, is disconnected. Until then, it occupies a thread."""
 UPLOAD_TIMEOUT_S = 600.0
 """Maximum time for sending one file, in seconds, even if the transfer never stalls."""
 

@@ -60,7 +60,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A model with all adapters of CONFIGS, with random weights."""
+    """A randomly initialised model with every adapter in CONFIGS."""
     torch.manual_seed(0)
     base = LlamaForCausalLM(LlamaConfig(**LLAMA))
     peft: Any = None

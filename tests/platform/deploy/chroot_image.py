@@ -1,7 +1,6 @@
 """Builds the container image without a container engine, by running the Dockerfile's steps in a plain Debian chroot.
 
-`LORAMUX_CHROOT_BINDS` lists paths of this machine that the steps need to reach its package index, for example a
-directory of certificates.
+The steps can read the host paths in `LORAMUX_CHROOT_BINDS`, for example the certificates of a private package index.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "service_tier": ("flex",),
     "store": (True, False),
 }
-"""Values of the fields without effect. Fields that are true or false have both."""
+"""Values to send for the fields that have no effect. Boolean fields list both."""
 
 
 def examples(name: str) -> list[dict[str, Any]]:
