@@ -18,8 +18,9 @@ Tensors = dict[str, torch.Tensor]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT = ("gate_proj", "up_proj", "down_proj")
-SPREAD = 0.05
-"""Standard deviation of weights. It is larger than usual, so that rounding does not change greedy choices."""
+SPREAD, ADAPTER_SPREAD = 0.05, 0.15
+"""Standard deviations of the base's and the adapters' weights. They are larger than usual, so that rounding does not
+change greedy choices, and adapters do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,8 @@ def _write_adapter(shape: MixtureShape, rank: int, seed: int, directory: Path) -
     tensors: Tensors = {}
     for layer in range(shape.num_layers):
         for name, inputs, outputs in shape.linears(layer):
-            tensors[f"base_model.model.{name}.lora_A.weight"] = _drawn(random, rank, inputs)
-            tensors[f"base_model.model.{name}.lora_B.weight"] = _drawn(random, outputs, rank)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = _drawn(random, rank, inputs, ADAPTER_SPREAD)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = _drawn(random, outputs, rank, ADAPTER_SPREAD)
     save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
@@ -190,5 +191,5 @@ def _write_adapter(shape: MixtureShape, rank: int, seed: int, directory: Path) -
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _drawn(random: torch.Generator, rows: int, columns: int) -> torch.Tensor:
-    return (torch.randn(rows, columns, generator=random) * SPREAD).to(torch.bfloat16)
+def _drawn(random: torch.Generator, rows: int, columns: int, spread: float = SPREAD) -> torch.Tensor:
+    return (torch.randn(rows, columns, generator=random) * spread).to(torch.bfloat16)
