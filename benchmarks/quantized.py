@@ -202,7 +202,7 @@ def make_linears(form: Format, head: Format, vocab_size: int, is_dequantized: bo
 
 
 def check_tokens(base: Path, form: Format, head: Format, vocab_size: int, prompts: torch.Tensor, threads: int) -> None:
-    """Compare the tokens of two float32 engines, one of which multiplies by dequantised weights."""
+    """Compare the tokens of two float32 engines: one multiplies by codes, the other by dequantised weights."""
     answers = []
     for is_dequantized in (False, True):
         assembled = assemble(base, make_linears(form, head, vocab_size, is_dequantized), "float32", threads)

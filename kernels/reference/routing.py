@@ -12,7 +12,8 @@ def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = N
     """Choose the experts of each token from its logits, float32 `[T, num_experts]`.
 
     `bias` is float32 `[num_experts]` and finite. A token whose logits have no softmax, because one is NaN or positive
-    infinity or all are negative infinity, gets the first `top_k` experts, with weights NaN.
+    infinity or all are negative infinity, gets the first `top_k` experts, with weights NaN. Of equal experts or groups,
+    the first are chosen.
     """
     shares = logits.softmax(-1)
     is_usable = shares.isfinite().all(-1, keepdim=True)
@@ -21,13 +22,18 @@ def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = N
     keys = torch.where(is_usable, logits if bias is None else scores + bias, 0)
     if bias is not None and spec.top_groups < spec.num_groups:
         groups = keys.unflatten(-1, (spec.num_groups, -1))
-        best = groups.topk(2).values.sum(-1).topk(spec.top_groups).indices
+        best = _highest(groups.topk(2).values.sum(-1), spec.top_groups)
         is_chosen = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter(-1, best, True)
         keys = groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(-2)
-    experts = keys.topk(spec.top_k).indices
+    experts = _highest(keys, spec.top_k)
     weights = scores.gather(-1, experts)
     if spec.normalizes:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.min_total)
     experts = torch.where(is_usable, experts, torch.arange(spec.top_k)).int()
     pairs, starts = group_pairs(experts, spec.num_experts)
     return Routing(experts, torch.where(is_usable, weights * spec.scale, torch.nan), pairs, starts)
+
+
+def _highest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The indices of the highest values in each row, in descending order."""
+    return values.argsort(dim=-1, descending=True, stable=True)[..., :count]

@@ -25,7 +25,7 @@ PAUSE_S = 2.0
 class Target:
     """The caller, the requested model with its settings and tokenizer, and the tenant's share of the engine.
 
-    `vocab_size` is the number of the model's tokens, of which the base has `base_vocab_size`.
+    `vocab_size` counts the model's tokens, including those that the adapter adds to the base's `base_vocab_size`.
     """
 
     tenant_id: str

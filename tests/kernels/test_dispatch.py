@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.cpu import amx, avx512_bf16, quantized_amx, quantized_linear, rounded_rows
+from loramux.kernels.cpu import amx, avx512_bf16, expert_panels, quantized_amx, quantized_linear, rounded_rows
 from loramux.kernels.cpu import attention as cpu_attention
 from loramux.kernels.cpu import delta as cpu_delta
 from loramux.kernels.cpu import experts as cpu_experts
@@ -48,7 +48,7 @@ COMPILED = (
     quantized_linear.multiply_codes, quantized_amx.multiply_code_tiles, rounded_rows.round_blocks,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
     cpu_fused.clamped_silu_and_mul, cpu_routing.route, cpu_experts.sum_experts, cpu_delta.convolve,
-    cpu_delta.delta_rule,
+    cpu_delta.delta_rule, expert_panels.multiply_pair_panels, expert_panels.multiply_float_panels,
 )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import torch
 from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.layout import PageGeometry
-from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.routing import Routing, StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import PoolViews
@@ -117,8 +116,6 @@ def test_a_large_negative_bias_excludes_an_expert_whose_score_is_1(kernels: Any)
 
 def test_equal_experts_are_chosen_in_order(kernels: Any) -> None:
     spec = RoutingSpec(8, 3, True, num_groups=4, top_groups=2, has_sigmoid=True)
-    if isinstance(kernels, ReferenceKernels):
-        pytest.skip("torch does not order equal elements")
     routing = kernels.route(torch.zeros(2, 8), spec, torch.zeros(8))
     assert routing.experts.tolist() == [[0, 1, 2]] * 2
 

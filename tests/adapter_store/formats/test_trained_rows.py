@@ -264,7 +264,7 @@ def test_room_is_reserved_for_all_rows(outer_target: PackTarget) -> None:
 
 
 def extended(rows: np.ndarray, num_tokens: int, changed: int) -> np.ndarray:
-    """Rows of `num_tokens` tokens, of which the first `changed` differ from the base's."""
+    """Rows of `num_tokens` tokens. The first `changed` rows differ from the base's."""
     values = np.concatenate([rows, random(MAX_EXTRA_TOKENS, HIDDEN, seed=4)])[:num_tokens].copy()
     values[:changed] += 1
     return values

@@ -136,7 +136,7 @@ def test_arrivals_have_the_given_rate_and_variation(cv: float) -> None:
 
 
 class SteadyEngine:
-    """An engine with steps of equal duration on a shared clock, each of which returns one token per sequence."""
+    """An engine on a shared clock. Each step takes `step_s` and returns one token per sequence."""
 
     def __init__(self, clock: list[float], step_s: float) -> None:
         self._clock = clock

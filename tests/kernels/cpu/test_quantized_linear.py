@@ -35,7 +35,7 @@ CODEBOOKS = {
     "mxfp4": (MXFP4, False),
 }
 SHAPES = [(64, 128, 32), (100, 256, 256), (33, 640, 64), (96, 512, 128), (70, 130, 130), (40, 96, 48), (1, 2, 2)]
-"""Outputs, inputs and inputs per group, some of which fill no whole panel or block."""
+"""Outputs, inputs and inputs per group. Some do not fill whole panels or blocks."""
 
 
 def multiply(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> QuantizedLinear:
