@@ -16,7 +16,7 @@ SERIAL_LOGITS = 10_000
 
 @helper
 def _next(values: Any, num_values: int, last: int) -> int:
-    """The index after `last` in descending order of values; of equal values, the first comes first.
+    """The index after `last` in descending order of values. Among equal values, the lower index comes first.
 
     The order begins after -1.
     """

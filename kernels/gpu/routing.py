@@ -44,9 +44,9 @@ def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = N
 
 @triton.jit
 def _next(values: tl.tensor, index: tl.tensor, last: tl.tensor, last_value: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """The index and the value after `last` in descending order; of equal values, the first comes first.
+    """The index and the value after `last` in descending order. Among equal values, the lower index comes first.
 
-    Values that take no part are -inf, which must not be chosen.
+    Excluded values are -inf. The caller must stop before it reaches them.
     """
     is_next = (values < last_value) | ((values == last_value) & (index > last))
     value = tl.max(tl.where(is_next, values, float("-inf")), 0)

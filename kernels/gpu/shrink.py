@@ -269,7 +269,8 @@ def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segm
     """Number of planes for a batch: enough to fill the GPU, but at most one per column block and 16 in total.
 
     The number depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. The maximum is 2
-    instead of 16 if segments are large. An embedding needs one plane: its shrink is `lora_gather`, which sums nothing.
+    instead of 16 if segments are large. An embedding needs one plane, because `lora_gather` only copies
+    values.
     """
     if group.is_embedding:
         return 1

@@ -222,7 +222,7 @@ class ApiKeys:
         return CreatedKey(key=key_of(row), secret=secret)
 
     def restart_grace_periods(self) -> int:
-        """Shorten grace periods that the clock's setback would make too long. Return how many were shortened."""
+        """Shorten grace periods that a clock that was set back would prolong. Return how many were shortened."""
         table = schema.api_keys
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)

@@ -175,7 +175,6 @@ class Generation:
             if self._observe_gap is not None and item.token_ids:
                 now_s = time.monotonic()
                 if last_s is not None:
-                    # A stop string was found, so stop the engine and wait only for its final report.
                     for _ in item.token_ids:
                         self._observe_gap((now_s - last_s) / len(item.token_ids))
                 last_s = now_s
@@ -185,7 +184,7 @@ class Generation:
                 continue
             self._events.put(delta)
             if choice.is_done:
-                # After a stop string, only the engine's final report is missing.
+                # A stop string was found, so stop the engine and wait only for its final report.
                 self._engine.abort(choice.add.sequence_id, keep=choice.keep)
                 if all(other.is_done for other in self._choices):
                     self._is_stopping.set()
