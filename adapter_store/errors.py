@@ -61,7 +61,7 @@ class MergeRefused(Refused):
     """Adapters cannot be merged; `param` is the adapter, the module or the setting at fault.
 
     The codes: `invalid_sources`, `invalid_weight`, `invalid_density`, `merge_unsupported`, `merge_across_tenants`,
-    `shape_mismatch`, `wrong_dimensions`, `rank_mismatch`, `rank_out_of_range`, `missing_tensor`, and those of
+    `shape_mismatch`, `wrong_dimensions`, `rank_mismatch`, `rank_out_of_range`, `missing_tensor`, and the codes of
     AdapterRejected for a file that cannot be read.
     """
 

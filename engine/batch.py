@@ -122,7 +122,7 @@ class StepInputs:
     `tokens`, `positions`, `slots` and `sample_rows` int32; `slots` is the adapter slot of each row, or -1. `attention`
     has an entry for each of `CacheLayout.groups`. If `segments` is empty, no adapters are applied. `embedding_segments`
     cover the rows whose adapters modify the embedding; empty or None means no rows. In each layer, adapters modify only
-    modules in `groups`. `states` lists the pages of the sequences' states in place of those of K and V; None unless the
+    modules in `groups`. `states` lists the pages of the sequences' states instead of their K and V; None unless the
     decoder is a hybrid.
     """
 

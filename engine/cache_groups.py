@@ -42,7 +42,7 @@ class CacheLayout:
     """How K and V of all `num_layers` layers are stored in pages.
 
     With one group, a page contains one block of all layers. With two, each page contains blocks of one group only, so
-    that sequences can free pages of windowed layers and keep those of the others. In a hybrid decoder, the only group
+    that sequences can free the pages of windowed layers and keep the other pages. In a hybrid decoder, the only group
     are the layers with attention, and each sequence also has `num_state_pages` pages for the state of the others.
     """
 
@@ -114,7 +114,7 @@ class CacheLayout:
 def cache_layout(windows: Sequence[int | None], max_len: int, block_tokens: int = BLOCK_TOKENS) -> CacheLayout:
     """The layout for layers with these windows, all of one size, and contexts of up to `max_len` tokens.
 
-    Windowed layers are a group of their own if the longest sequence then holds fewer pages.
+    Windowed layers form a separate group if the longest sequence then holds fewer pages.
     """
     num_layers = len(windows)
     narrow = [one if one is not None and one < max_len else None for one in windows]

@@ -33,7 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_dir: str
     quantized_dir: str | None = None
-    """Directory of quantised weights that replace those of `model_dir`, or None."""
+    """Directory of quantised weights that replace the weights in `model_dir`, or None."""
     blob_url: str
     """URL of the blob store from which adapters are loaded: `file://DIR` or `s3://BUCKET/PREFIX`."""
     cache_dir: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loramux.kernels.layout import PageGeometry
 
 STATE_ITEMSIZE = 4
-"""Size in bytes of an element of a state, which is float32 whatever the dtype of the pool."""
+"""Size in bytes of an element of a state. States are always float32; the pool's dtype does not matter."""
 
 
 @dataclass(frozen=True, slots=True)

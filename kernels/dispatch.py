@@ -134,10 +134,10 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
-        """Choose each token's experts from its logits `[T, num_experts]`, of equal experts the first.
+        """Choose each token's experts from its logits `[T, num_experts]`.
 
-        `bias` is float32 `[num_experts]` and finite. A token whose logits contain NaN or positive infinity gets the
-        first experts, with weights NaN.
+        Among experts with equal logits, the first is chosen. `bias` is float32 `[num_experts]` and finite. A token
+        whose logits contain NaN or positive infinity gets the first experts, with weights NaN.
         """
         ...
 

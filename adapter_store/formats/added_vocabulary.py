@@ -1,7 +1,7 @@
 """The tokens that an adapter adds to the base's tokenizer, in `added_vocabulary.json`.
 
 The file is an object: `vocab_size` is the number of rows of the adapter's embedding and head, and `tokens` lists the
-added tokens, whose ids follow those of the base's tokenizer. Each token has the keys that transformers gives it in
+added tokens, whose ids follow the ids of the base's tokenizer. Each token has the keys that transformers gives it in
 `tokenizer.json`: `id`, `content`, and the flags `special`, `lstrip`, `rstrip`, `single_word` and `normalized`.
 """
 
@@ -26,7 +26,7 @@ FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token with its flags, whose names and meanings are those of transformers."""
+    """A token with its flags, which have the same names and meanings as in transformers."""
 
     id: int
     content: str

@@ -36,7 +36,7 @@ class AnswerParsers:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, base: AnswerParsers) -> AnswerParsers:
-        """These choices, completed by those of `base`."""
+        """These choices. Missing ones are taken from `base`."""
         return AnswerParsers(**{**base.document(), **self.document()})
 
 

@@ -35,7 +35,7 @@ class WeightRows(Protocol):
 class BaseWeights:
     """The safetensors files of a model directory, mapped into memory at the first use.
 
-    The weights of `quantized_dir` replace those of the same names. The directories are the operator's own, so their
+    Weights in `quantized_dir` replace weights with the same name. The directories are the operator's own, so their
     files are trusted. A missing or unreadable file raises AdapterUnavailable.
     """
 

@@ -22,7 +22,7 @@ from loramux.adapter_store.formats.tensor_file import TensorFile
 from loramux.adapter_store.formats.trained_rows import TrainedRows
 
 MAX_HEADER_BYTES = 64 << 20
-"""Largest header of a canonical file, in bytes. The header is about as large as that of the upload, which
+"""Largest header of a canonical file, in bytes. The header is about as large as the upload's header, which
 `PackTarget.max_header_bytes` limits.
 """
 _ALIGNMENT = 8

@@ -55,7 +55,7 @@ class SamplingDefaults:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, base: SamplingDefaults) -> SamplingDefaults:
-        """These defaults, completed by those of `base`."""
+        """These defaults. Missing ones are taken from `base`."""
         return SamplingDefaults(**{**base.document(), **self.document()})  # type: ignore[arg-type]
 
 

@@ -45,7 +45,7 @@ def text_name(stored: str) -> str | None:
 
 
 def text_module(name: str) -> str:
-    """The name, or the end of a name, of the same module in a text-only model.
+    """The same module's name, or the end of its name, in a text-only model.
 
     `model.language_model.layers.0.mlp.up_proj` of transformers 5, `language_model.model.layers.0.mlp.up_proj` of
     earlier versions and `language_model.lm_head` lose the part that names the text decoder, and so does

@@ -47,9 +47,9 @@ def merge_adapters(
 ) -> None:
     """Write the merged adapter's two files into `directory`. Raises MergeRefused.
 
-    The tensors equal those of PEFT's `add_weighted_adapter` in float32, without the zero padding: the rank of a module
-    is the sum over the adapters that change it. The scale of every module is 1. With `use_rslora`, PEFT scales the
-    merged adapter once more.
+    The tensors equal the result of PEFT's `add_weighted_adapter` in float32, without the zero padding: the rank of a
+    module is the sum over the adapters that change it. The scale of every module is 1. With `use_rslora`, PEFT scales
+    the merged adapter once more.
     """
     check_weights(weights)
     members = _members(adapters, weights)

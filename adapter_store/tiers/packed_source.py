@@ -36,7 +36,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CANONICAL_ATTEMPTS = 2
 _MAX_PROOFS = 1 << 14
 _MAX_DOWNLOADS = 64
-"""Maximum number of download threads, including those of abandoned downloads that still wait for the blob store."""
+"""Maximum number of download threads, including threads of abandoned downloads that still wait for the blob store."""
 
 
 @dataclass(frozen=True, slots=True)

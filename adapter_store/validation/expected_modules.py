@@ -93,8 +93,8 @@ class _Targets:
     """Decides which modules a configuration targets.
 
     `gate_proj` or `all-linear` include the experts' linears if the configuration was written with transformers 4, but
-    not with transformers 5, which stacks the experts and where routers are not linear layers. For each kind of module,
-    the file decides: if it has tensors of one such module, it must have those of all that the configuration names.
+    not with transformers 5, which stacks the experts and where routers are not linear layers. If the file has tensors
+    for one module of a kind, it must have tensors for all modules of that kind that the configuration names.
     """
 
     def __init__(

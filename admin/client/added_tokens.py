@@ -44,7 +44,7 @@ def added_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> Added
 
 
 def _added_tokens(directory: Path) -> list[dict[str, Any]]:
-    """The added tokens of the directory's tokenizer, by ascending id; those of the base are among them."""
+    """The added tokens of the directory's tokenizer, including the base's, by ascending id."""
     if (path := directory / TOKENIZER_FILE).is_file():
         listed = _object_in(path).get("added_tokens")
     elif (path := directory / TOKENIZER_CONFIG_FILE).is_file():

@@ -56,7 +56,7 @@ def plan_memory(
 ) -> list[Plan]:
     """Plans for bfloat16, for each `--quantization`, and for the checkpoint's own format if it is quantised.
 
-    Raises ModelNotSupported. Reads the headers and, of a quantised checkpoint, the first weight of each kind.
+    Raises ModelNotSupported. Reads the headers and, in a quantised checkpoint, the first weight of each kind.
     """
     config = ModelConfig.load(model_dir)
     check_shapes(config, stored_tensors(model_dir))

@@ -61,7 +61,7 @@ class ConnectionRegistry(ServerState):
         self._refusals = (metrics or GatewayMetrics()).note_listener(listener, lambda: len(self.connections))
         # Connections in the order that searches examine them.
         self._members: OrderedDict[Connection, None] = OrderedDict()
-        # The same connections, grouped by origin, except those of trusted proxies.
+        # The same connections, grouped by origin, without the connections of trusted proxies.
         self._members_of: dict[str, OrderedDict[Connection, None]] = {}
 
     def admit(self, connection: Connection, now_s: float) -> bool:

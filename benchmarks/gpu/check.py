@@ -1,4 +1,4 @@
-"""Compares the engine's answers on the device with those of plain PyTorch on the CPU, before the engine is timed."""
+"""Compares the engine's answers on the device with plain PyTorch's answers on the CPU, before the engine is timed."""
 
 from __future__ import annotations
 

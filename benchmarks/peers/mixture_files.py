@@ -54,8 +54,8 @@ SHAPES = {
     "4b": MixtureShape(2048, 16, 32, 4, 128, 768, 48, 8),
     "small": MixtureShape(256, 4, 8, 2, 32, 96, 16, 4),
 }
-"""`4b` has 4.0 billion parameters. A token uses 1.0 billion of them. The layers are those of Qwen3-30B-A3B with 48
-experts instead of 128."""
+"""`4b` has 4.0 billion parameters. A token uses 1.0 billion of them. The layers have the shape of Qwen3-30B-A3B's, with
+48 experts instead of 128."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,7 @@ class AdapterPool:
         self.release(digest)
 
     def num_pages_beside(self, digest: str | None, num_pages: int) -> int:
-        """Number of pages unavailable to a sequence: its adapter's `num_pages` plus those of pinned adapters."""
+        """Number of pages unavailable to a sequence: its adapter's `num_pages` plus the pages of pinned adapters."""
         load = None if digest is None else self._loads.get(digest)
         if load is not None and load.is_pinned:
             return self.num_pinned_pages

@@ -187,7 +187,7 @@ class GraphExecutor:
             for num_segments in HEAD_SEGMENTS:
                 # Any number of trained rows launches the same program.
                 self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments, max_rows=1))
-            # Logits with columns for further tokens are sampled by programs of their own.
+            # Logits with columns for added tokens are sampled by separate programs.
             base_size = self._decoder.config.vocab_size
             sizes = np.full(num_rows, base_size + 1, np.int32)
             vocabularies = Vocabularies.of(sizes, base_size, self._accelerator)

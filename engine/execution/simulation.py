@@ -46,8 +46,8 @@ class SimulatedExecutor:
     Each position stores a state in place of K and V: `(state of the previous position) * 31 + token + position + salt`,
     modulo a prime, where the salt depends on the row's adapter. The next token is the sum of the states that windowed
     layers see, or else the last state, plus its salt, modulo the vocabulary. A wrong page, a wrongly shared page, a
-    stale position or a wrong adapter changes the output. In a hybrid decoder, each sequence also keeps
-    the state of its last position in pages of its own.
+    stale position or a wrong adapter changes the output. In a hybrid decoder, each sequence also keeps the state of its
+    last position in its own pages.
     """
 
     def __init__(

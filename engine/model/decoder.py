@@ -65,7 +65,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedForward:
-    """A feed-forward block that all tokens use, with gate/up fused: that of a dense layer, or the shared expert."""
+    """A feed-forward block that all tokens use, with gate/up fused: a dense layer's block, or the shared expert."""
 
     gate_up: Linear
     gate_up_group: ModuleGroup

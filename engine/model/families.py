@@ -49,12 +49,12 @@ PARALLEL_NORMS = NormNames("input_layernorm", None, None, None)
 class Family:
     """The traits of one architecture.
 
-    `assumed` contains the defaults in transformers that differ from those of other architectures. `reads` names the
+    `assumed` contains the defaults in transformers that differ from other architectures' defaults. `reads` names the
     fields of `config_fields.DECISIVE` that this architecture supports. `layer_kinds` applies if `config.json` has no
     `layer_types`. With `has_layer_types`, the two may differ. q and k are normed if the field `qk_norm_field` says so,
     or always if there is none. A bias is present if the named field says so, or always, or never. With
     `window_theta_field`, windowed layers have their own rotary embedding without scaling, with its theta in that field.
-    With `interleaved_rotary`, neighbouring channels are rotated together, not those of two halves. With
+    With `interleaved_rotary`, neighbouring channels are rotated together instead of channels of two halves. With
     `parallel_blocks`, attention and feed-forward read the same normed residual. With `gates_attention`, the query
     projection also yields a gate for each output of attention. With `has_delta_layers`, `layer_types` may name layers
     with a gated delta rule. Names of tensors that predict further tokens begin with one of `draft_tensors`; the decoder

@@ -228,7 +228,10 @@ class ModelConfig:
         )
 
     def num_state_pages(self, geometry: PageGeometry) -> int:
-        """Pages of the state of one sequence, whatever its length; 0 if all layers have attention."""
+        """Number of pages of one sequence's state, which does not depend on its length.
+
+        0 if all layers have attention.
+        """
         return 0 if self.delta is None else self.delta.spec.num_pages(geometry)
 
     @staticmethod

@@ -53,7 +53,7 @@ _TIED = {"tie_word_embeddings": True}
 _GLM4V = Wrapper(
     {"glm4v_text": "Glm4ForCausalLM"},
     {"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
-    # Its text decoder has biases, whatever the field says.
+    # Its text decoder always has biases. The field does not matter.
     {"attention_bias": True},
     has_mrope=True,
 )

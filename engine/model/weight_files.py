@@ -66,7 +66,7 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
 def checkpoint_of(model_dir: Path, quantized_dir: Path | None = None) -> Checkpoint:
     """The quantised weights and the other tensors of files that safetensors can open. Raises ModelNotSupported.
 
-    The weights of `quantized_dir` replace those of the same names.
+    Weights in `quantized_dir` replace weights with the same name.
     """
     try:
         found = find_coded(read_format(model_dir), map_directory(model_dir))

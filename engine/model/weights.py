@@ -88,7 +88,7 @@ def open_weights(
 ) -> Iterator[Weights]:
     """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
-    The weights of `quantized_dir` replace those of the same names.
+    Weights in `quantized_dir` replace weights with the same name.
 
     On exit, raises ModelNotSupported if a tensor was not read, unless its name begins with one of `draft_tensors`.
     """

@@ -1,4 +1,4 @@
-"""How far the answers of a quantised model are from those of the float model."""
+"""How much the answers of a quantised model differ from the float model's."""
 
 from __future__ import annotations
 

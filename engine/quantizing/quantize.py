@@ -25,7 +25,7 @@ from loramux.engine.model.weight_shapes import check_shapes
 from loramux.engine.quantizing.methods import METHODS, Method
 
 VERSION = 1
-"""Changes when the meaning of the files does, so that those of older versions are not used."""
+"""Changes when the meaning of the files changes, so that files of older versions are not used."""
 
 _UNFINISHED = "unfinished-"
 _BLOCK_ELEMENTS = 1 << 22

@@ -1,8 +1,8 @@
 """LLVM code for the innermost loop of products by quantised weights: a block of rows times a block of one panel.
 
-Up to 128 inputs are multiplied in integers: `x`, rounded to 16 bits, times the integers that the weight's codes stand
-for. Sums of integers are exact, so every CPU and every number of rows produces the same bits. Only the sum of a block
-is scaled and added to `y`, in float32.
+Up to 128 inputs are multiplied in integers: `x`, rounded to 16 bits, times the integers that the weight's codes
+represent. Sums of integers are exact, so every CPU and every number of rows produces the same bits. Only the sum of a
+block is scaled and added to `y`, in float32.
 
 Two adjacent inputs of a row are one 32-bit word, which is broadcast to all outputs. One instruction multiplies both
 inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, else `vpmaddwd` with an addition (Intel,
@@ -124,7 +124,7 @@ class _Table:
 
 
 def table_of(context: Any, builder: Any, table: Any, array: Any) -> _Table | None:
-    """The table of 4-bit codes, or None if the type of `table` is that of None."""
+    """The table of 4-bit codes, or None if `table` has the type of None."""
     if not isinstance(table, types.Array):
         return None
     return _Table(builder, make_array(table)(context, builder, array).data, table.dtype)

@@ -38,7 +38,7 @@ _ROUNDING = 12582912.0
 
 @intrinsic
 def _largest_bits(typing_context: Any, x: Any, size: Any) -> Any:
-    """The largest of the bits of `abs(x[k])`. Bits of infinity and NaN are larger than those of numbers."""
+    """The largest `abs(x[k])`, as bits. The bits of infinity and NaN are larger than the bits of any finite number."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = builder.inttoptr(args[0], _INT.as_pointer())

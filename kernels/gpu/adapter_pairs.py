@@ -88,7 +88,7 @@ def _list_pairs(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """List the pairs and segments of one expert, after those of all experts before it."""
+    """List the pairs and segments of one expert, after the entries of all experts before it."""
     expert = tl.program_id(0)
     own_begin = tl.load(expert_starts_ptr + expert)
     own_end = tl.load(expert_starts_ptr + expert + 1)

@@ -119,7 +119,7 @@ def _masked_groups(
     GROUP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The keys, with those of all groups but the best set to -inf."""
+    """The keys, with -inf for all groups except the best ones."""
     group = tl.arange(0, GROUP_BLOCK)
     totals = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     for g in tl.range(NUM_GROUPS):
@@ -140,7 +140,7 @@ def _masked_groups(
 def _group(
     experts_ptr: tl.tensor, pairs_ptr: tl.tensor, starts_ptr: tl.tensor, num_pairs: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """List the pairs of one expert, after those of all experts before it."""
+    """List the pairs of one expert, after the pairs of all experts before it."""
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     start = 0

@@ -88,7 +88,7 @@ class ReferenceLora:
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
 
-        `tokens` int32 `[T]` in `[0, in_features)`; the group is one embedding. The other arguments are those of
+        `tokens` int32 `[T]` in `[0, in_features)`; the group is one embedding. The other arguments are as for
         `lora_shrink`.
         """
         for rows, slot, _ in _slots_of(call.segments):

@@ -39,7 +39,7 @@ class CompletionAnswer:
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for it."""
     echoed_tokens: Sequence[Sequence[int]] = ()
-    """The prompt of each choice, if the log-probabilities begin with those of the prompt."""
+    """The prompt of each choice, if the log-probabilities include the prompt's."""
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
     """Number of characters of each choice with log-probabilities sent so far."""

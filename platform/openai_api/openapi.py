@@ -177,7 +177,7 @@ def _describe_answers(operation: Json, statuses: set[int], schemas: Json) -> Non
         meaning, error = ERROR_EXAMPLES[status]
         kept = answers.get(str(status), {})
         if "content" in kept and kept.get("content", {}).get("application/json", {}).get("schema"):
-            # Some responses with an error status, such as those of the health checks, have their own body.
+            # Some responses with an error status, for example from the health checks, have their own body.
             continue
         content = {"schema": {"$ref": _COMPONENTS + "Error"}, "example": {"error": error}}
         answers[str(status)] = {"description": meaning, "content": {"application/json": content}}

@@ -173,7 +173,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def num_generated(self) -> int:
-        """Number of choices to generate for each prompt, of which `num_choices` are returned."""
+        """Number of choices to generate for each prompt. Only the best `num_choices` are returned."""
         return self.num_choices
 
     @property
@@ -335,7 +335,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """True if the log-probabilities of each choice begin with those of the prompt."""
+        """True if the log-probabilities of each choice include the prompt's."""
         return bool(self.echo) and self.logprobs is not None
 
     @property

@@ -25,7 +25,7 @@ class ModelTokenizer:
     def __init__(
         self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, base: ModelTokenizer | None = None
     ) -> None:
-        """`tokenizer` belongs to this object. If it extends that of `base`, what both have in common is reused."""
+        """`tokenizer` belongs to this object. If it extends the tokenizer of `base`, the common part is reused."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer

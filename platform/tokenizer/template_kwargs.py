@@ -1,4 +1,4 @@
-"""Checks `chat_template_kwargs`, the variables that a request adds to those of its chat template."""
+"""Checks `chat_template_kwargs`, the additional variables that a request passes to its chat template."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ def read_format(model_dir: Path) -> WeightFormat | None:
 def find_coded(weight_format: WeightFormat | None, tensors: Mapping[str, MappedTensor]) -> Checkpoint:
     """Tell quantised weights from ordinary tensors by the stored tensors.
 
-    Modules that the configuration exempts, such as those of `ignore` or `modules_to_not_convert`, are stored as
-    ordinary tensors. Raises BaseNotSupported for a weight that does not fit the format.
+    Modules that the configuration exempts, for example in `ignore` or `modules_to_not_convert`, are stored as ordinary
+    tensors. Raises BaseNotSupported for a weight that does not fit the format.
     """
     if weight_format is None:
         return Checkpoint({}, tensors)
