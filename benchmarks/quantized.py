@@ -2,8 +2,8 @@
 
 The formats take turns: each product and each step is measured with one format after the other, so that drift in the
 machine's speed affects all formats alike. Medians are compared. Before that, each product is compared with the product
-by its dequantised weight, and the tokens of each engine with those of an engine whose weights are dequantised to
-float32.
+by its dequantised weight, and each engine's tokens are compared with the tokens of an engine whose weights are
+dequantised to float32.
 """
 
 from __future__ import annotations
@@ -190,7 +190,10 @@ def answers_of(assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: in
 
 
 def make_linears(form: Format, head: Format, vocab_size: int, is_dequantized: bool = False) -> Callable[..., Linear]:
-    """Makes linears of one format and a head of another, or float32 linears that multiply by the same values."""
+    """Makes linears in one format and a head in another.
+
+    If `is_dequantized`, makes float32 linears with the same values.
+    """
 
     def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         own = head if len(weight) == vocab_size else form

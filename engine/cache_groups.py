@@ -42,8 +42,8 @@ class CacheLayout:
     """How K and V of all `num_layers` layers are stored in pages.
 
     With one group, a page contains one block of all layers. With two, each page contains blocks of one group only, so
-    that sequences can free the pages of windowed layers and keep the other pages. In a hybrid decoder, the only group
-    are the layers with attention, and each sequence also has `num_state_pages` pages for the state of the others.
+    that sequences can free the pages of windowed layers and keep the other pages. In a hybrid decoder, the layers with
+    attention form the only group, and each sequence also has `num_state_pages` pages for the state of the other layers.
     """
 
     num_layers: int

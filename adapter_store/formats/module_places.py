@@ -25,7 +25,8 @@ class ModulePlace:
     module has in all layers and for all experts.
 
     If the file stacks the tensors of `num_experts` experts, `key` is the name of the stack, and the module belongs to
-    `expert`. As in PEFT, A has all ranks of expert 0, then those of expert 1; B has rank 0 of all experts, then rank 1.
+    `expert`. As in PEFT, A has all ranks of expert 0, then all ranks of expert 1; B has rank 0 of all experts, then
+    rank 1.
     """
 
     key: str

@@ -153,7 +153,7 @@ class PackTarget:
     def equal_ranks(self, rank: int) -> npt.NDArray[np.int32]:
         """The ranks `[num_layers, num_modules]` of an adapter with this rank on every module.
 
-        Experts have at most their highest rank. Of linears that contain each other, the adapter has the larger.
+        Experts have at most their highest rank. If one linear contains another, the adapter has only the larger one.
         """
         layers = range(self.geometry.num_layers)
         ranks = [rank] * len(self.modules)

@@ -35,7 +35,7 @@ _OTHER_PARTS = (
 
 
 def text_name(stored: str) -> str | None:
-    """The name of the same tensor in a text-only model, or None for a tensor that its output does not need."""
+    """The name of the same tensor in a text-only model, or None if a text-only model does not need the tensor."""
     if stored.startswith(_OTHER_PARTS):
         return None
     for prefix, replacement in _TEXT:

@@ -11,7 +11,7 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.kernels.layout import NO_ROWS, RowCounts
 
 WEIGHT_SUFFIX = ".weight"
-"""The module's own weight `[vocab_size, hidden_size]`; the suffix is also that of a copy of the base's weight."""
+"""The module's own weight `[vocab_size, hidden_size]`; a copy of the base's weight has the same suffix."""
 BASE_SUFFIXES = (WEIGHT_SUFFIX, ".base_layer.weight", ".token_adapter.base_layer.weight")
 """Suffixes of a copy of the base's weight in a PEFT file. Loading the adapter overwrites the base's weight with it."""
 UNUSED_SUFFIXES = (".original_module.weight", ".modules_to_save.weight")

@@ -18,7 +18,10 @@ _TOKENS = "trainable_token_indices"
 
 @dataclass(frozen=True, slots=True)
 class ResizedVocabulary:
-    """An embedding and head of `num_tokens` rows, which are not as many as the base's; `param` shows their number."""
+    """An embedding and head with `num_tokens` rows, more or fewer than the base's.
+
+    `param` names the field or tensor with their number.
+    """
 
     num_tokens: int
     param: str

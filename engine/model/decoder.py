@@ -318,7 +318,7 @@ def _outer(tables: AdapterTables) -> AdapterTables:
 
 
 def all_module_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """The indices of each group of `LayerGroups`: those of `ModelConfig.module_groups`, then those of the experts."""
+    """The indices of each group of `LayerGroups`: first `ModelConfig.module_groups`, then the groups of the experts."""
     gate_up: list[int] = []
     down: list[int] = []
     if config.experts is not None:

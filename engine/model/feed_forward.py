@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """The names of the linears of a feed-forward block: those that read its input, and the one that writes its output.
+    """The names of the linears of a feed-forward block: the linears that read its input, and the linear that writes its
+    output.
 
     With a gate, half of the inner features multiply the other half.
     """

@@ -18,7 +18,7 @@ from loramux.kernels.tables import ModuleGroup
 
 @dataclass(frozen=True, slots=True)
 class MixtureGroups:
-    """The modules of a mixture that share an input: those of the routers, then those of each expert.
+    """The modules of a mixture, grouped by their input: first the routers' modules, then each expert's.
 
     The groups of experts are None if adapters cannot target experts.
     """
@@ -33,7 +33,7 @@ class MixtureGroups:
 
 
 class Mixture:
-    """The mixture of one layer, without the shared expert's own linears, which are those of a dense layer."""
+    """The mixture of one layer, without the shared expert's own linears, which belong to the dense part of the layer."""
 
     def __init__(
         self, config: MixtureConfig, groups: MixtureGroups, hidden_size: int, place: Placement, prefix: str
@@ -146,5 +146,5 @@ def _biases(
 
 
 def _in_halves(gate_up: torch.Tensor) -> torch.Tensor:
-    """Move the features of the gate, every second row, before those of up."""
+    """Move the gate's features, which are every second row, before the features of up."""
     return torch.cat((gate_up[::2], gate_up[1::2]))

@@ -114,7 +114,7 @@ class MixtureConfig:
         return linears
 
     def expert_linears(self, hidden_size: int) -> tuple[ExpertLinear, ...]:
-        """The linears of each expert: gate and up in one, then each of them if it has tensors of its own, and down."""
+        """The linears of each expert: gate and up fused, then both separately if they have separate tensors, and down."""
         names, size = self.names, self.expert_size
 
         def linear(name: str | None, stack: str | None, in_features: int, out_features: int) -> ExpertLinear:
@@ -199,7 +199,7 @@ def _parse_routing(raw: Mapping[str, Any], traits: MixtureTraits, num_experts: i
 
 
 def _parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple[int, int]:
-    """The number of groups, and of those in which experts are chosen; one group if that is all of them."""
+    """The number of groups, and how many of them experts are chosen from. Returns one group if all groups are used."""
     raw = {"n_group": 1, "topk_group": 1, **raw}
     num_groups, top_groups = positive(raw, "n_group"), positive(raw, "topk_group")
     size, rest = divmod(num_experts, num_groups)

@@ -356,7 +356,7 @@ def _has_qk_norm(raw: Mapping[str, Any], family: Family) -> bool:
 
 
 def _draft_layers(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """The names of the layers that follow the last one and predict further tokens, as their tensors' names begin."""
+    """The prefixes of the tensors of extra layers that follow the last layer and predict further tokens."""
     count = not_negative({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers")
     return [f"model.layers.{num_layers + layer}." for layer in range(min(count, MAX_LAYERS))]
 

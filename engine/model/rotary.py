@@ -14,10 +14,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
 
     `linear` divides every frequency by the factor. `dynamic` raises theta for contexts beyond the original one.
     `llama3` divides only frequencies with a wavelength beyond the original context, with a smooth transition (Llama
-    3.1's published scaling), and `yarn` those that make few turns within it (Peng et al., 2023). `longrope` divides
-    each frequency by its own factor (Ding et al., 2024), taken from one list for contexts up to the original length and
-    from another for longer contexts. `max_len`, the longest context served, determines the theta or list that all
-    sequences use. A sequence cannot change it while it grows, because the K of its early positions is already cached.
+    3.1's published scaling), and `yarn` divides only frequencies that make few turns within it (Peng et al., 2023).
+    `longrope` divides each frequency by its own factor (Ding et al., 2024), taken from one list for contexts up to the
+    original length and from another for longer contexts. `max_len`, the longest context served, determines the theta or
+    list that all sequences use. A sequence cannot change it while it grows, because the K of its early positions is
+    already cached.
     """
     if rope.kind == "none":
         # Without rotation, one pair of channels with an angle of 0 is enough.

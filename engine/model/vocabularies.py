@@ -1,4 +1,4 @@
-"""The tokens that each row of the logits has: the base's, or more or fewer if its adapter resized the vocabulary."""
+"""Limits each row of the logits to its tokens: the base's, or another number if its adapter resized the vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Vocabularies:
 
     @staticmethod
     def of(sizes: npt.NDArray[np.int32] | None, base_size: int, accelerator: Accelerator) -> Vocabularies | None:
-        """The vocabularies of rows with these numbers of tokens; None stands for the base's."""
+        """The vocabularies of rows with these numbers of tokens. None means that all rows have the base's."""
         if sizes is None:
             return None
         on_device = accelerator.stage(torch.from_numpy(sizes))

@@ -24,7 +24,7 @@ from loramux.kernels.quantized import QuantizedWeight
 
 _PER_WORD = 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position of the code of each of eight outputs in its word."""
+"""Position of each of eight outputs' codes within a 32-bit word."""
 
 
 @dataclass(frozen=True, slots=True)
