@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,14 +46,14 @@ def _next_token_logits(config: EngineConfig, prompts: Sequence[tuple[int, ...]])
     longest = max(map(len, prompts))
     decoder = load_decoder(config, model, dtype, longest, None, backend)
     cache = decoder.cache_layout
-    tables, num_pages = _page_tables(cache, longest)
+    tables, state_pages, num_pages = _pages(cache, longest)
     views = allocate_pool(
         target.geometry,
         num_pages * target.geometry.total_page_bytes,
         dtype,
         dtype,
         backend.device,
-        has_cache_groups=len(cache.groups) > 1,
+        has_cache_groups=cache.page_step > 1,
     )
     slots = SlotTables(target, 1, backend.accelerator, decoder.outer_factors)
     executor = DirectExecutor(decoder, backend.make_kernels(views, decoder.shapes), slots, model.eos_token_ids)
@@ -60,17 +61,18 @@ def _next_token_logits(config: EngineConfig, prompts: Sequence[tuple[int, ...]])
     for prompt in prompts:
         add = Add(sequence_id="", prompt=prompt, max_tokens=1, sampling=SamplingParams())
         sequence = EngineSequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, tables=tables)
+        sequence.state_pages = state_pages
         batch = build_batch([ScheduledSequence(sequence, len(prompt))], cache.block_tokens)
         logits.append(executor.logits(batch)[0].float().clone())
     return torch.stack(logits)
 
 
-def _page_tables(cache: CacheLayout, num_tokens: int) -> tuple[list[PageTable], int]:
-    """Tables of a sequence in the first pages of a pool, and the number of these pages."""
+def _pages(cache: CacheLayout, num_tokens: int) -> tuple[list[PageTable], array[int], int]:
+    """Tables of a sequence in the first pages of a pool, the pages of its state, and the number of all these pages."""
     tables: list[PageTable] = []
     page = 0
     for group in cache.groups:
         end = page - (-num_tokens // group.page_tokens)
         tables.append(PageTable(block_list(block for one in range(page, end) for block in cache.blocks(group, one))))
         page = end
-    return tables, page
+    return tables, block_list(range(page, page + cache.num_state_pages)), page + cache.num_state_pages

@@ -24,7 +24,7 @@ from loramux.engine.model.weight_files import checkpoint_of, stored_tensors
 from loramux.engine.model.weight_shapes import check_shapes
 from loramux.engine.quantizing.methods import METHODS, Method
 
-VERSION = 1
+VERSION = 2
 """Changes when the meaning of the files changes, so that files of older versions are not used."""
 
 _UNFINISHED = "unfinished-"
@@ -57,7 +57,8 @@ def quantized_names(config: ModelConfig) -> list[str]:
     return [
         f"model.layers.{layer}.{modules[index].name}.weight"
         for layer in range(config.num_layers)
-        for group in config.layer_groups(layer)
+        # The last group is that of the routers.
+        for group in config.layer_groups(layer)[:-1]
         for index in group
     ]
 

@@ -15,11 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.engine.config import EngineConfig
 from loramux.engine.errors import ConfigNotUsable, ModelNotSupported
+from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.quantizing import quantize as quantizing
 from loramux.engine.quantizing.messages import QUALITY_FILE, QuantizeJob
 from loramux.engine.quantizing.process import run
-from loramux.engine.quantizing.quantize import quantize, quantized_directory
-from tests.conformance.tiny_models import SMALL_SHAPE
+from loramux.engine.quantizing.quantize import quantize, quantized_directory, quantized_names
+from tests.conformance.tiny_models import SMALL_SHAPE, make_base
 from tests.quantized_layouts import LAYOUTS, quantize_directory
 
 STEPS = {"int8": 0.5 / 127, "int4": 1 / 16, "fp8": 1 / 16}
@@ -129,3 +130,23 @@ def test_kept_weights_and_their_quality_are_used_again(model: Path, tmp_path: Pa
         assert run(job).divergence == 0.5
     # A model of four bits is further from the float model than one of eight bits.
     assert 0 < found["int8"] < 0.1 * found["int4"]
+
+
+@pytest.mark.parametrize(
+    ("family", "last"), [("qwen2-moe", "mlp.shared_expert.down_proj"), ("gpt-oss", "self_attn.o_proj")]
+)
+def test_routers_and_experts_stay_floats(tmp_path: Path, family: str, last: str) -> None:
+    make_base(family, tmp_path, SMALL_SHAPE)
+    names = [name for name in quantized_names(ModelConfig.load(tmp_path)) if name.startswith("model.layers.1.")]
+    assert names[0] == "model.layers.1.self_attn.q_proj.weight"
+    assert names[-1] == f"model.layers.1.{last}.weight"
+
+
+def test_the_quality_of_a_hybrid_decoder_is_measured(tmp_path: Path) -> None:
+    make_base("qwen3_5", tmp_path / "base", SMALL_SHAPE)
+    config = EngineConfig(model_dir=str(tmp_path / "base"), blob_url="", cache_dir="", dtype="float32", num_threads=1)
+    # The second prompt finds the first one's state in its pages.
+    prompts = ((5, 6, 7), tuple(range(2, 40)))
+    result = run(QuantizeJob(config=config, root=str(tmp_path), method="int8", prompts=prompts))
+    assert result.divergence is not None
+    assert 0 < result.divergence < 0.01
