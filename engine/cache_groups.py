@@ -111,13 +111,18 @@ class CacheLayout:
         return low * self.block_tokens
 
 
+def narrow_windows(windows: Sequence[int | None], max_len: int) -> tuple[int | None, ...]:
+    """Each layer's window, or None if the layer sees all tokens of contexts of up to `max_len` tokens."""
+    return tuple(window if window is not None and window < max_len else None for window in windows)
+
+
 def cache_layout(windows: Sequence[int | None], max_len: int, block_tokens: int = BLOCK_TOKENS) -> CacheLayout:
     """The layout for layers with these windows, all of one size, and contexts of up to `max_len` tokens.
 
     Windowed layers form a separate group if the longest sequence then holds fewer pages.
     """
     num_layers = len(windows)
-    narrow = [one if one is not None and one < max_len else None for one in windows]
+    narrow = narrow_windows(windows, max_len)
     windowed = tuple(layer for layer in range(num_layers) if narrow[layer] is not None)
     others = tuple(layer for layer in range(num_layers) if narrow[layer] is None)
     if not windowed or not others:

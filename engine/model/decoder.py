@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from loramux.engine.batch import StepInputs
-from loramux.engine.cache_groups import CacheLayout, cache_layout, hybrid_layout
+from loramux.engine.cache_groups import CacheLayout, cache_layout, hybrid_layout, narrow_windows
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
 from loramux.engine.model.delta_net import DeltaNet
@@ -108,12 +108,14 @@ class Decoder:
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(config.layer_ropes))
-        self.cache_layout = cache_layout(config.layer_windows, max_len)
+        # Kernels need no mask for a window that covers every context.
+        windows = narrow_windows(config.layer_windows, max_len)
+        self.cache_layout = cache_layout(windows, max_len)
         if config.delta is not None:
             num_state_pages = config.num_state_pages(config.geometry(dtype.itemsize, dtype.itemsize))
             self.cache_layout = hybrid_layout(config.num_layers, config.delta.attention_layers, num_state_pages)
         self._layers = [
-            _load_layer(config, place, layer, ropes.index(config.layer_ropes[layer]), self.cache_layout)
+            _load_layer(config, place, layer, ropes.index(config.layer_ropes[layer]), windows[layer], self.cache_layout)
             for layer in range(config.num_layers)
         ]
         self._final_norm = place.norm("model.norm", config.hidden_size)
@@ -342,7 +344,9 @@ def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleG
     )
 
 
-def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int, cache: CacheLayout) -> DecoderLayer:
+def _load_layer(
+    config: ModelConfig, place: Placement, index: int, rotary: int, window: int | None, cache: CacheLayout
+) -> DecoderLayer:
     prefix = f"model.layers.{index}"
     hidden_size, head_dim = config.hidden_size, config.head_dim
     qkv, o, gate_up, down, router = config.layer_groups(index)
@@ -375,7 +379,7 @@ def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int, 
             num_kv_heads=config.num_kv_heads,
             head_dim=head_dim,
             scale=config.attention_scale,
-            sliding_window=config.layer_windows[index],
+            sliding_window=window,
             soft_cap=config.attention_soft_cap,
         )
         qk_norms = tuple(place.norm(f"{prefix}.self_attn.{name}", size) for name, size in config.qk_norm_sizes)

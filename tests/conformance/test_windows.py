@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,21 @@ def test_a_long_context_equals_transformers_and_frees_pages(
     assert max(num_pages) <= MAX_PAGES[family]
     engine.check_integrity()
     assembled.adapters.close()
+
+
+def test_a_window_longer_than_every_context_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_base("mistral-window", tmp_path, SMALL_SHAPE, WINDOW)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    found = []
+    # Larger than any integer that kernels accept.
+    for window in (None, 1 << 70):
+        (tmp_path / "config.json").write_text(json.dumps({**settings, "sliding_window": window}))
+        assembled = Subject(tmp_path, None, {}, {}, {}).assemble()
+        recorder = Recorder(assembled.engine, monkeypatch)
+        add = Add(sequence_id="one", prompt=tuple(range(2, 80)), max_tokens=2, sampling=SamplingParams(temperature=0.0))
+        assembled.engine.add(b"", add)
+        while assembled.engine.has_work:
+            assembled.engine.step()
+        assembled.adapters.close()
+        found.append(torch.stack(recorder.by_sequence["one"]))
+    assert torch.equal(*found)
