@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.launches import tile_rows
+from loramux.kernels.gpu.launches import tile_rows, whole_grid
 from loramux.kernels.routing import Routing
 from loramux.kernels.tables import Segments
 
@@ -18,8 +18,8 @@ PAIR_BLOCK = 1024
 
 
 def max_pair_segments(num_pairs: int, num_experts: int, segments: Segments) -> int:
-    """The maximum number of segments: in each expert's list, each adapter has at most one partial segment."""
-    return min(num_pairs, num_pairs // tile_rows(segments) + num_experts * segments.num_segments)
+    """An upper bound on the segments: in each expert's list, each adapter has at most one partial segment."""
+    return whole_grid(min(num_pairs, num_pairs // tile_rows(segments) + num_experts * segments.num_segments))
 
 
 def adapter_pairs(routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:

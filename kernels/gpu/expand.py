@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, pick
-from loramux.kernels.gpu.launches import TARGET_PROGRAMS, expert_list, is_decode_shaped, tile_rows
+from loramux.kernels.gpu.launches import TARGET_PROGRAMS, expert_list, is_decode_shaped, segment_grid, tile_rows
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
@@ -232,7 +232,7 @@ def expand_kernel(
 ) -> None:
     """One program handles one segment and BLOCK_N columns of one module's output."""
     block = tl.program_id(0)
-    segment = tl.program_id(1)
+    segment = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     i = block * 0
     for j in tl.static_range(1, NUM_MODULES):
         i += (block >= FIRST_BLOCKS[j]).to(tl.int32)
@@ -357,7 +357,7 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
     plan = _plan(group, page_elements, y.shape[0], num_segments, max_rank)
     halves_v = pool.adapter.dtype is torch.bfloat16 and y.dtype is not torch.float32
     launch = {"launch_pdl": True} if pdl else {}
-    expand_kernel[plan.num_blocks, num_segments](
+    expand_kernel[plan.num_blocks, *segment_grid(num_segments)](
         planes, y, pool.adapter, tables.page_table, tables.off, tables.rank, tables.scale,
         segments.rows, segments.starts, segments.slots, expert_list(segments),
         call.layer, planes.stride(0), planes.stride(1), planes.stride(2), y.stride(0),

@@ -16,6 +16,23 @@ TARGET_PROGRAMS = 528
 """Number of programs that fill the GPU: four on each of an H200's 132 multiprocessors."""
 
 
+MAX_GRID_ROWS = 65535
+"""Largest size of a grid's second and third axis (CUDA C++ Programming Guide, "Compute Capabilities")."""
+
+
+def whole_grid(num_segments: int) -> int:
+    """The smallest number of segments, at least `num_segments`, that `segment_grid` can divide among two axes."""
+    layers = max(1, -(-num_segments // MAX_GRID_ROWS))
+    return -(-num_segments // layers) * layers
+
+
+def segment_grid(num_segments: int) -> tuple[int, int]:
+    """The second and third axis of a grid over segments; the segment is `id(1) + id(2) * number(1)` of a program."""
+    layers = -(-num_segments // MAX_GRID_ROWS)
+    assert num_segments % layers == 0
+    return num_segments // layers, layers
+
+
 def supports_pdl(device: torch.device) -> bool:
     """True if a launch on `device` may overlap the end of the previous one (programmatic dependent launch)."""
     has_calls = IS_COMPILED and hasattr(tl.extra.cuda, "gdc_wait")

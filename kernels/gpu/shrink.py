@@ -16,6 +16,7 @@ from loramux.kernels.gpu.launches import (
     expert_list,
     is_decode_shaped,
     power_of_two_within,
+    segment_grid,
     tile_rows,
 )
 from loramux.kernels.layout import row_layout
@@ -181,7 +182,7 @@ def shrink_kernel(
     split = tl.program_id(0) % NUM_SPLITS
     i = tl.program_id(0) // NUM_SPLITS % NUM_MODULES
     first_rank = tl.program_id(0) // (NUM_SPLITS * NUM_MODULES) * BLOCK_R
-    segment = tl.program_id(1)
+    segment = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     if PDL:
         # Let expand start its table lookups. It waits for this grid to end before it reads a plane.
         tl.extra.cuda.gdc_launch_dependents()
@@ -317,7 +318,7 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     # The planes of other groups can have more rows than `x`.
     pairs_per_row = planes.shape[1] // x.shape[0] if group.expert_stride else 1
     plan = _plan(group, page_elements, pairs_per_row * x.shape[0], num_segments, num_planes, max_rank, rows)
-    shrink_kernel[plan.num_programs, num_segments](
+    shrink_kernel[plan.num_programs, *segment_grid(num_segments)](
         x, planes, pool.adapter, tables.page_table, tables.off, tables.rank,
         segments.rows, segments.starts, segments.slots, expert_list(segments),
         call.layer, x.stride(0), planes.stride(0), planes.stride(1), planes.stride(2),
