@@ -73,4 +73,6 @@ def _mask_of(token_ids: Collection[int] | slice, vocab_size: int) -> Mask:
 
 def _clear(mask: Mask, token_ids: Collection[int]) -> None:
     for token_id in token_ids:
-        mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
+        # An adapter can have fewer tokens than the base, and then lack the base's end tokens.
+        if token_id < 8 * len(mask):
+            mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF

@@ -49,6 +49,11 @@ def test_a_grammar_allows_only_what_the_rules_allow_too() -> None:
     assert allowed(rules.restrict(None)) == [1, 5, 69]
 
 
+def test_end_tokens_beyond_a_smaller_vocabulary_are_ignored() -> None:
+    rules = rules_of(vocab_size=20, allowed_token_ids=(1, 5))
+    assert allowed(rules.restrict(None, held_back=(1, 31, 32, 128_001))) == [5]
+
+
 @pytest.mark.parametrize(
     ("grammar", "held_back"),
     [
