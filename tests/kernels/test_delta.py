@@ -146,6 +146,21 @@ def test_sequences_in_chunks_equal_whole_sequences(
         first += len(out)
 
 
+def test_chunks_of_many_rows_equal_the_whole_sequence(
+    make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    """A GPU's convolution computes 16 rows at a time, and only the first of them read the tail."""
+    spec, sizes = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=1, k_dim=8, v_dim=8, conv_len=4), (35, 1, 18)
+    pool = make_pool(make_poisoned_pool, spec)
+    kernels = make_kernels(pool)
+    inputs = Inputs.random(spec, sum(sizes))
+    found = []
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        found.append(run(kernels, inputs, 0, batch_of(pool, spec, [(0, end, size)]), torch.arange(end - size, end)))
+    expected = inputs.expected(0, sum(sizes))
+    torch.testing.assert_close(torch.cat(found).double(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_layers_and_sequences_keep_their_states_apart(
     make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
