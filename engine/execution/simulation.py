@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,8 @@ from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.messages import SamplingParams
-from loramux.kernels.layout import AdapterLayout
+from loramux.engine.model.vocabularies import FORBIDDEN
+from loramux.kernels.layout import AdapterLayout, RowCounts
 
 UNWRITTEN = -1
 
@@ -28,12 +29,12 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedForward:
-    """A step of a SimulatedExecutor, with the most likely token and the adapter of each sample row."""
+    """A step of a SimulatedExecutor, with the most likely token and the adapter slot of each sample row."""
 
     executor: SimulatedExecutor
     batch: Batch
     likeliest: list[int]
-    digests: list[str | None]
+    slots: list[int]
     scored: ScoredPrompts | None = None
 
     def choose(self, masks: Masks = NO_MASKS) -> FinishedStep:
@@ -45,9 +46,9 @@ class SimulatedExecutor:
 
     Each position stores a state in place of K and V: `(state of the previous position) * 31 + token + position + salt`,
     modulo a prime, where the salt depends on the row's adapter. The next token is the sum of the states that windowed
-    layers see, or else the last state, plus its salt, modulo the vocabulary. A wrong page, a wrongly shared page, a
-    stale position or a wrong adapter changes the output. In a hybrid decoder, each sequence also keeps the state of its
-    last position in its own pages.
+    layers see, or else the last state, plus its salt, modulo the size of the adapter's vocabulary. A wrong page, a
+    wrongly shared page, a stale position or a wrong adapter changes the output. In a hybrid decoder, each sequence also
+    keeps the state of its last position in its own pages.
     """
 
     def __init__(
@@ -76,20 +77,20 @@ class SimulatedExecutor:
         slots, sample_rows = batch.slots.tolist(), batch.sample_rows.tolist()
         salts = {slot: _salt(self._adapter_pages.digest_of_slot(slot)) for slot in set(slots)}
         states = self._write(batch, slots, salts)
-        chosen = [self._next_token(states[row], salts[slots[row]]) for row in sample_rows]
-        digests = [self._adapter_pages.digest_of_slot(slots[row]) for row in sample_rows]
+
+        def likeliest(rows: list[int]) -> list[int]:
+            return [(states[row] + salts[slots[row]]) % self._vocab_size_of(slots[row]) for row in rows]
+
         scored = None
         if batch.scores:
-            rows = batch.scored_rows.tolist()
+            scored_rows = batch.scored_rows.tolist()
 
             def logits_of(begin: int, end: int) -> torch.Tensor:
-                likeliest = [self._next_token(states[row], salts[slots[row]]) for row in rows[begin:end]]
-                return self._logits(
-                    likeliest, [self._adapter_pages.digest_of_slot(slots[row]) for row in rows[begin:end]]
-                )
+                rows = scored_rows[begin:end]
+                return self._logits(likeliest(rows), [slots[row] for row in rows])
 
             scored = score_prompts(batch.scores, logits_of, HostAccelerator())
-        return SimulatedForward(self, batch, chosen, digests, scored)
+        return SimulatedForward(self, batch, likeliest(sample_rows), [slots[row] for row in sample_rows], scored)
 
     def choose(self, forward: SimulatedForward, masks: Masks) -> FinishedStep:
         samples, chosen = forward.batch.samples, forward.likeliest
@@ -98,31 +99,52 @@ class SimulatedExecutor:
             # This gives the same result as sampling, in a tenth of the time.
             sampled = [SampledToken(token) for token in chosen]
         else:
-            sampled = sample(self._logits(chosen, forward.digests), samples, self._eos_token_ids, masks)
+            sampled = sample(self._logits(chosen, forward.slots), samples, self._eos_token_ids, masks)
         self._chosen = [one.token_id for one in sampled]
         return FinishedStep(sampled, forward.scored)
 
-    def _logits(self, chosen: list[int], digests: list[str | None]) -> torch.Tensor:
-        logits = torch.zeros(len(chosen), self._vocab_size)
-        for row, (token, digest) in enumerate(zip(chosen, digests, strict=True)):
+    def _logits(self, chosen: list[int], slots: list[int]) -> torch.Tensor:
+        sizes = [self._vocab_size_of(slot) for slot in slots]
+        logits = torch.zeros(len(chosen), max([self._vocab_size, *sizes]))
+        for row, (token, slot, size) in enumerate(zip(chosen, slots, sizes, strict=True)):
             logits[row, token] = 1.0
-            if digest in self.not_finite_for:
+            logits[row, size:] = FORBIDDEN
+            if self._adapter_pages.digest_of_slot(slot) in self.not_finite_for:
                 logits[row] = torch.nan
         return logits
 
-    def generate(self, prompt: Sequence[int], num_tokens: int, digest: str | None, activation: int = 0) -> list[int]:
-        """The tokens that a correct engine must produce if the adapter is activated at this position of the prompt."""
+    def _vocab_size_of(self, slot: int) -> int:
+        return self._adapter_pages.vocab_size_of_slot(slot) or self._vocab_size
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        digest: str | None,
+        activation: int = 0,
+        vocab_size: int | None = None,
+    ) -> list[int]:
+        """The tokens that a correct engine must produce if the adapter is activated at this position of the prompt.
+
+        `vocab_size` is the number of the adapter's tokens, or None if it has the base's.
+        """
         state, states, tokens, salt = 0, [], list(prompt), _salt(digest)
         for position, token in enumerate(prompt):
             state = _next_state(state, token, position, salt if position >= activation else _salt(None))
             states.append(state)
         window = next((one for one in self._windows if one is not None), 1)
         while len(tokens) < len(prompt) + num_tokens:
-            token = self._next_token(sum(states[-window:]), salt)
+            token = (sum(states[-window:]) + salt) % (vocab_size or self._vocab_size)
             state = _next_state(state, token, len(tokens), salt)
             tokens.append(token)
             states.append(state)
         return tokens[len(prompt) :]
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Treat the contents of these pages as never written."""
+        for page in pages:
+            first = page * self._page_places
+            self._states[first : first + self._page_places] = [UNWRITTEN] * self._page_places
 
     def _write(self, batch: Batch, slots: list[int], salts: dict[int, int]) -> list[int]:
         """Compute each row's state from the previous state in its context, and store it in the row's KV slots.
@@ -154,6 +176,7 @@ class SimulatedExecutor:
                 last = state_at(0, sequence, position - 1)
                 assert {stored[place] for place in state_places} == {last}, "not the last position's state"
             for row in range(begin, end):
+                assert tokens[row] < self._vocab_size_of(slots[row]), "a token that the row's adapter lacks"
                 before = 0
                 if position:
                     # Written out, because this is most of a simulated step's work.
@@ -172,9 +195,6 @@ class SimulatedExecutor:
                 stored[place] = state
         return written
 
-    def _next_token(self, state: int, salt: int) -> int:
-        return (state + salt) % self._vocab_size
-
 
 def _next_state(before: int, token: int, position: int, salt: int) -> int:
     return (before * 31 + token + position + salt) % 2_147_483_647
@@ -185,13 +205,17 @@ def _salt(digest: str | None) -> int:
     return 0 if digest is None else sum(digest.encode())
 
 
-def simulated_adapters(num_pages: Mapping[str, int]) -> dict[str, PackedAdapter]:
-    """Empty adapters with the given numbers of pages, by digest."""
+def simulated_adapters(
+    num_pages: Mapping[str, int], vocab_sizes: Mapping[str, int] | None = None
+) -> dict[str, PackedAdapter]:
+    """Empty adapters with the given numbers of pages, and of tokens if they differ from the base's, by digest."""
     ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
-    return {
-        digest: PackedAdapter(digest, AdapterLayout(ranks, np.zeros((0, 0, 3), np.int32), number), scales, payload)
+    offsets, sizes = np.zeros((0, 0, 3), np.int32), vocab_sizes or {}
+    layouts = {
+        digest: AdapterLayout(ranks, offsets, number, rows=RowCounts(vocab_size=sizes.get(digest)))
         for digest, number in num_pages.items()
     }
+    return {digest: PackedAdapter(digest, layout, scales, payload) for digest, layout in layouts.items()}
 
 
 class SimulatedPages:
@@ -203,11 +227,15 @@ class SimulatedPages:
     def __init__(self) -> None:
         self._copied: list[AdapterLoad] = []
         self._withheld: list[AdapterLoad] = []
-        self._slots: dict[int, str] = {}
+        self._slots: dict[int, PackedAdapter] = {}
         self.is_holding = False
 
     def digest_of_slot(self, slot: int) -> str | None:
-        return None if slot < 0 else self._slots[slot]
+        return None if slot < 0 else self._slots[slot].digest
+
+    def vocab_size_of_slot(self, slot: int) -> int | None:
+        """Number of tokens of the slot's adapter, or None if it has the base's."""
+        return None if slot < 0 else self._slots[slot].layout.rows.vocab_size
 
     def copy(self, load: AdapterLoad) -> None:
         (self._withheld if self.is_holding else self._copied).append(load)
@@ -222,7 +250,7 @@ class SimulatedPages:
         self.is_holding = False
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
-        self._slots[slot] = packed.digest
+        self._slots[slot] = packed
 
     def close(self) -> None:
         """Do nothing, because no copy runs in the background."""

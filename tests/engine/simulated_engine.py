@@ -10,7 +10,7 @@ from llguidance import LLTokenizer
 
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.cache_groups import cache_layout
+from loramux.engine.cache_groups import CacheLayout, cache_layout
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
@@ -115,7 +115,7 @@ class Simulation:
         self.adapter_pages.let_go()
 
     def expected(self, add: Add) -> list[int]:
-        return self.executor.generate(add.prompt, add.max_tokens, add.digest, add.activation)
+        return self.executor.generate(add.prompt, add.max_tokens, add.digest, add.activation, add.vocab_size)
 
 
 def simulate_engine(
@@ -132,14 +132,21 @@ def simulate_engine(
     load_vocabulary: Callable[[], LLTokenizer] = byte_vocabulary,
     wake: Callable[[], None] = lambda: None,
     num_state_pages: int = 0,
+    cache: CacheLayout | None = None,
+    vocab_sizes: dict[str, int] | None = None,
     **waiting: float,
 ) -> Simulation:
+    """`cache` replaces the layout that follows from `windows` and `num_state_pages`.
+
+    `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, by digest.
+    """
     pages = PagePool(num_pages)
     policy, queue = LeastRecentlyUsed(), FairQueue()
-    stager, adapter_pages = MemoryStager(simulated_adapters(adapters or {})), SimulatedPages()
+    stager, adapter_pages = MemoryStager(simulated_adapters(adapters or {}, vocab_sizes)), SimulatedPages()
     pool = AdapterPool(pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
     prefixes = PrefixCache(pages, policy, 16)
-    cache = replace(cache_layout(windows, max_model_len), num_state_pages=num_state_pages)
+    if cache is None:
+        cache = replace(cache_layout(windows, max_model_len), num_state_pages=num_state_pages)
     kv = KvPages(pages, pool.reclaimer, prefixes, cache, max_batch_tokens)
     scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
     executor = SimulatedExecutor(vocab_size, cache, num_pages, adapter_pages, eos)

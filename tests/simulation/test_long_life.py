@@ -7,45 +7,69 @@ import random
 
 import pytest
 
-from loramux.engine.messages import Abort, AdapterState, Add, Extend, Finished, Load, StepOutput, Unload
-from tests.engine.simulated_engine import Simulation, simulate_engine, stats_of
+from loramux.engine.cache_groups import CacheLayout, cache_layout, hybrid_layout
+from loramux.engine.messages import (
+    Abort,
+    AdapterState,
+    Add,
+    Extend,
+    Finished,
+    Load,
+    PromptLogprob,
+    SamplingParams,
+    StepOutput,
+    Unload,
+)
+from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulation, simulate_engine, stats_of
 
 NUM_TURNS = int(os.environ.get("LORAMUX_SIMULATION_TURNS", "10000"))
 """Number of turns in each campaign run."""
 
 
-WINDOWS: dict[str, tuple[int | None, ...]] = {
-    "whole": (None,),
-    "sliding": (20, 20),
-    "mixed": (20, 20, None, 20, 20, None),
+MAX_LEN = 300
+LAYOUTS: dict[str, CacheLayout] = {
+    "whole": cache_layout((None,), MAX_LEN),
+    "sliding": cache_layout((20, 20), MAX_LEN),
+    "mixed": cache_layout((20, 20, None, 20, 20, None), MAX_LEN),
+    **{f"state of {count}": hybrid_layout(6, (2, 5), count) for count in range(1, 5)},
 }
-"""The windows of a model's layers."""
+"""Layers with and without windows, and layers with a state of one to four pages for each sequence."""
+
+SETTINGS = (
+    *[GREEDY] * 4,
+    SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=2),
+    SamplingParams(temperature=0.0, ignore_eos=True, logit_bias=((7, 0.5),)),
+    SamplingParams(temperature=0.0, ignore_eos=True, num_prompt_logprobs=1),
+)
+"""Settings that always choose the most likely token, which the simulated model prefers by 1."""
 
 
 class Life:
     """Drives one engine with random events and checks every token that it generates."""
 
-    def __init__(self, seed: int, lookahead: bool, layers: str = "whole", num_state_pages: int = 0) -> None:
+    def __init__(self, seed: int, lookahead: bool, layers: str = "whole") -> None:
         self.rng = random.Random(seed)
         self.names = {f"adapter{i}": self.rng.randint(1, 6) for i in range(14)}
+        self.vocab_sizes = {"adapter0": VOCAB_SIZE + 5, "adapter1": VOCAB_SIZE + 90, "adapter2": 50}
         self.simulation: Simulation = simulate_engine(
             num_pages=self.rng.choice([24, 40, 80]),
             num_slots=self.rng.choice([1, 3, 6]),
             adapters=self.names,
             max_sequences=self.rng.choice([3, 8]),
             max_batch_tokens=self.rng.choice([16, 64]),
-            max_model_len=300,
+            max_model_len=MAX_LEN,
             lookahead=lookahead,
             max_waiting_tokens=4000,
             max_waiting_s=500.0,
-            windows=WINDOWS[layers],
-            num_state_pages=num_state_pages,
+            cache=LAYOUTS[layers],
+            vocab_sizes=self.vocab_sizes,
         )
         self.prompts = [self._tokens(self.rng.randint(1, 80)) for _ in range(5)]
         self.adds: dict[str, Add] = {}
         self.extended: dict[str, int] = {}
         self.finished: dict[str, Finished] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.scores: dict[str, list[PromptLogprob]] = {}
         self.num_answers = 0
         self.num_calls = 0
 
@@ -95,8 +119,13 @@ class Life:
         for name, add in self.adds.items():
             finished, received = self.finished[name], self.tokens.get(name, [])
             limit = self.extended.get(name, add.max_tokens)
-            assert received == generate(add.prompt, limit, add.digest, add.activation)[: len(received)]
+            expected = generate(add.prompt, limit, add.digest, add.activation, add.vocab_size)
+            assert received == expected[: len(received)]
             assert finished.cached_tokens <= finished.prompt_tokens in (0, len(add.prompt))
+            scored = [score.token_id for score in self.scores.get(name, [])]
+            assert scored == list(add.prompt[1 : len(scored) + 1])
+            if received and add.sampling.num_prompt_logprobs is not None:
+                assert len(scored) == len(add.prompt) - 1
             assert finished.completion_tokens <= len(received)
             if finished.reason == "length":
                 # A request's limit can be raised only while its adapter is resident and the pool has room.
@@ -109,12 +138,21 @@ class Life:
         if rng.random() < 0.3:
             self.prompts[rng.randrange(5)] = (*prompt, *self._tokens(rng.randint(1, 30)))[:200]
         digest = rng.choice([None, None, *self.names, "missing"])
+        vocab_size = None if digest is None else self.vocab_sizes.get(digest)
+        activation = 0 if digest is None or vocab_size is not None else rng.choice([0, rng.randrange(len(prompt))])
+        if vocab_size is not None:
+            # Tokens that the base lacks, or only those that the adapter still has.
+            prompt = tuple(token % vocab_size for token in (*prompt, vocab_size - 1))
+            if rng.random() < 0.05:
+                vocab_size += 1
         add = self.simulation.make_add(
             name,
             prompt,
             rng.randint(1, 60),
             digest,
-            activation=0 if digest is None else rng.choice([0, rng.randrange(len(prompt))]),
+            rng.choice(SETTINGS),
+            activation=activation,
+            vocab_size=vocab_size,
             share_key=rng.choice("abc"),
             weight=rng.choice([1, 3]),
             priority=rng.choice([0, 0, 0, 1]),
@@ -132,7 +170,7 @@ class Life:
         if name in self.finished:
             return
         add = self.adds[name]
-        limit = min(self.extended[name] + self.rng.randint(1, 30), 300 - len(add.prompt))
+        limit = min(self.extended[name] + self.rng.randint(1, 30), MAX_LEN - len(add.prompt))
         self.extended[name] = max(self.extended[name], limit)
         self.simulation.engine.extend(b"gateway", Extend(sequence_id=name, max_tokens=limit))
 
@@ -144,19 +182,22 @@ class Life:
                     for output in outputs:
                         assert output.sequence_id not in self.finished, "tokens after the end"
                         self.tokens.setdefault(output.sequence_id, []).extend(output.token_ids)
+                        self.scores.setdefault(output.sequence_id, []).extend(output.prompt_logprobs)
                 case Finished() as finished:
                     assert finished.sequence_id not in self.finished, "ended twice"
                     self.finished[finished.sequence_id] = finished
                 case AdapterState():
                     self.num_answers += 1
         self.simulation.pages.check_integrity()
+        # No later step may read a page that is free now.
+        self.simulation.executor.forget(self.simulation.pages._free)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(1000) for _ in range(count))
 
 
-def live(seed: int, lookahead: bool, num_turns: int, layers: str = "whole", num_state_pages: int = 0) -> Life:
-    life = Life(seed, lookahead, layers, num_state_pages)
+def live(seed: int, lookahead: bool, num_turns: int, layers: str = "whole") -> Life:
+    life = Life(seed, lookahead, layers)
     for number in range(num_turns):
         life.turn(number)
     life.end()
@@ -203,7 +244,7 @@ def test_long_random_runs_lose_and_leak_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
 def test_sequences_with_a_state_lose_and_leak_nothing(lookahead: bool) -> None:
-    counts = stats_of(live(4, lookahead, 300, num_state_pages=3).simulation)
+    counts = stats_of(live(4, lookahead, 300, "state of 3").simulation)
     assert counts.num_preemptions > 0
     assert counts.cached_tokens == counts.num_kv_pages == 0
 
@@ -211,6 +252,6 @@ def test_sequences_with_a_state_lose_and_leak_nothing(lookahead: bool) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(300, 306))
 def test_long_runs_of_sequences_with_a_state_lose_and_leak_nothing(seed: int) -> None:
-    counts = stats_of(live(seed, bool(seed % 2), NUM_TURNS, num_state_pages=1 + seed % 4).simulation)
+    counts = stats_of(live(seed, bool(seed % 2), NUM_TURNS, f"state of {1 + seed % 4}").simulation)
     assert counts.cached_tokens == counts.num_kv_pages == 0
     assert counts.num_adapter_evictions > 0
