@@ -1,0 +1,58 @@
+"""What a router knows of the replicas, and what it is asked: records without behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+
+class NoReplica(Exception):
+    """No replica accepts requests: none is known, or all are draining."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaView:
+    """The latest report of one replica, as one reader received it.
+
+    Reports may be seconds old. They are hints: the engine itself decides what it holds and when a request runs.
+    """
+
+    id: str
+    is_local: bool
+    """True for this server's own engine, which needs no forwarding."""
+    num_running: int
+    num_waiting: int
+    capacity: int
+    """Number of sequences that the engine runs at once, at least 1."""
+    pages_free_fraction: float
+    """Pages that new requests can get, over all pages: free ones and those of idle adapters and idle prefixes."""
+    is_draining: bool
+    holds: Set[int]
+    """`digest_prefix` of each resident adapter."""
+    since_s: float
+    """When this reader received the report, by its own monotonic clock. A later value marks a new report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRequest:
+    digest: str | None
+    """The adapter's digest, in hexadecimal. None means the base model."""
+    prefix_key: bytes | None
+    """Equal for requests that can share cached pages, such as the turns of a conversation. None if unknown."""
+    share_key: str
+    weight: int
+    num_prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """An adapter that a replica should load before requests for it arrive."""
+
+    replica_id: str
+    digest: str
+
+
+def digest_prefix(digest: str) -> int:
+    """The first 64 bits of a hexadecimal digest, by which replicas report what they hold."""
+    return int(digest[:16], 16)
