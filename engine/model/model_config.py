@@ -300,6 +300,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     windows = _parse_windows(raw, family, kinds)
     ropes = parse_ropes(raw, architecture, family, windows, head_dim)
     max_model_len, stretched_model_len = longest_contexts(raw, ropes)
+    vocab_size = positive(raw, "vocab_size")
     return ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
@@ -308,7 +309,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=positive(raw, "vocab_size"),
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
         stretched_model_len=stretched_model_len,
         norms=family.norms,
@@ -342,7 +343,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         dtype=dtype,
         quantization=quantization,
         bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id"))),
+        eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id")), vocab_size),
         draft_tensors=(*family.draft_tensors, *_draft_layers(raw, num_layers)),
     )
 
@@ -415,7 +416,7 @@ def _soft_cap(raw: dict[str, Any], name: str) -> float | None:
     return None if raw.get(name) is None else positive_float(raw, name)
 
 
-def _parse_eos(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
+def _parse_eos(value: Any, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end an answer. Some files also name tokens that the model does not have, or -1."""
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(token for token in map(int, listed) if 0 <= token < vocab_size)

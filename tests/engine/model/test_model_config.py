@@ -66,6 +66,12 @@ def test_generation_config_sets_the_end_of_sequence_tokens(tmp_path: Path) -> No
     assert load(tmp_path, {}, {"eos_token_id": [2, 5]}).eos_token_ids == (2, 5)
 
 
+@pytest.mark.parametrize(("listed", "ends"), [(-1, ()), (100, ()), ([2, 99, 100, 1 << 70, -3], (2, 99)), (None, ())])
+def test_end_tokens_that_the_model_lacks_are_left_out(tmp_path: Path, listed: Any, ends: tuple[int, ...]) -> None:
+    """As indices, they would reach beyond the logits."""
+    assert load(tmp_path, {"eos_token_id": listed}).eos_token_ids == ends
+
+
 def test_gemma_2_defaults_match_transformers(tmp_path: Path) -> None:
     config = load(tmp_path, {**GEMMA2, "num_key_value_heads": 4})
     assert (config.activation, config.norm_offset, config.norms, config.qk_norm) == (GELU_TANH, 1.0, GEMMA_NORMS, None)
