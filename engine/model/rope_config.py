@@ -189,7 +189,8 @@ def _rotary_fraction(
     if not found and raw.get("rotary_dim") is not None and "rotary_dim" in family.reads:
         found = [positive(raw, "rotary_dim") / head_dim]
     fraction = positive_float({"partial_rotary_factor": found[0] if found else 1.0}, "partial_rotary_factor")
-    if fraction > 1 or (fraction != 1 and "partial_rotary_factor" not in family.reads):
+    is_read = fraction == 1 or "partial_rotary_factor" in family.reads
+    if fraction > 1 or head_dim * fraction < 1 or not is_read:
         refuse_field("partial_rotary_factor", fraction, architecture)
     return fraction
 

@@ -471,6 +471,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     ({**PHI3, "partial_rotary_factor": 2.0}, "partial_rotary_factor = 2.0"),
+    ({**PHI3, "partial_rotary_factor": 0.01}, "partial_rotary_factor = 0.01"),
     ({**PHI3, "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' of Phi3ForCausalLM is not supported"),
     ({**PHI3, **LONGROPE, "partial_rotary_factor": 0.5}, "short_factor in config.json has 8 factors for 4"),
     (
