@@ -33,7 +33,7 @@ class MixtureGroups:
 
 
 class Mixture:
-    """The mixture of one layer, without the shared expert's own linears, which belong to the dense part of the layer."""
+    """The mixture of one layer, without the shared expert's linears, which belong to the layer's dense part."""
 
     def __init__(
         self, config: MixtureConfig, groups: MixtureGroups, hidden_size: int, place: Placement, prefix: str

@@ -114,7 +114,7 @@ class MixtureConfig:
         return linears
 
     def expert_linears(self, hidden_size: int) -> tuple[ExpertLinear, ...]:
-        """The linears of each expert: gate and up fused, then both separately if they have separate tensors, and down."""
+        """The linears of each expert: gate and up fused, both apart if they have separate tensors, and down."""
         names, size = self.names, self.expert_size
 
         def linear(name: str | None, stack: str | None, in_features: int, out_features: int) -> ExpertLinear:
