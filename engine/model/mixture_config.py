@@ -16,6 +16,10 @@ from loramux.kernels.routing_spec import RoutingSpec
 MAX_EXPERTS = 1024
 """Maximum number of experts in a layer."""
 
+MAX_CHOSEN = 64
+"""Maximum number of experts, or of their groups, that are chosen for a token. A GPU's kernel has code for each choice.
+"""
+
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts. transformers 5 renames the field of some architectures when it saves them."""
 
@@ -184,6 +188,9 @@ def _parse_routing(raw: Mapping[str, Any], traits: MixtureTraits, num_experts: i
             f"{traits.top_k_field} is {top_k} in config.json, but a layer has {num_experts} experts"
         )
     num_groups, top_groups = _parse_groups(raw, num_experts, top_k) if traits.has_groups else (1, 1)
+    for name, count in ((traits.top_k_field, top_k), ("topk_group", top_groups)):
+        if count > MAX_CHOSEN:
+            raise ModelNotSupported(f"{name} is {count} in config.json, above {MAX_CHOSEN}")
     return RoutingSpec(
         num_experts,
         top_k,

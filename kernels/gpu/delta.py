@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.delta_spec import DeltaSpec
+from loramux.kernels.gpu.launches import MAX_GRID_ROWS
 from loramux.kernels.gpu.routing import LOG2_E
 from loramux.kernels.tables import AttentionBatch, PoolViews
 
@@ -29,6 +30,11 @@ def check_delta(spec: DeltaSpec, pool: PoolViews) -> None:
     """Raise ValueError, naming the limit, for sizes that the kernels do not support."""
     if spec.k_dim > MAX_K_DIM:
         raise ValueError(f"keys have {spec.k_dim} elements; the GPU's delta rule supports up to {MAX_K_DIM}")
+    if spec.input_rows > MAX_GRID_ROWS:
+        raise ValueError(
+            f"{spec.channels} channels take {spec.input_rows} rows of {spec.k_dim} elements; the GPU's convolution "
+            f"supports up to {MAX_GRID_ROWS}"
+        )
     spec.num_pages(pool.geometry)
 
 

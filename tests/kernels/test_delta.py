@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -217,3 +218,19 @@ def test_a_state_whose_rows_do_not_fit_into_a_page_is_refused() -> None:
     spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=1, k_dim=256, v_dim=8, conv_len=4)
     with pytest.raises(ValueError, match="a page of 512 bytes cannot hold 256 elements"):
         spec.num_pages(PageGeometry(1, 1, 8, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        (DeltaSpec(1, 1, 1, 264, 8, 4), "keys have 264 elements"),
+        (DeltaSpec(1, 1024, 1024, 1, 256, 4), "264192 channels take 264192 rows of 1 elements"),
+    ],
+    ids=["long-keys", "short-keys"],
+)
+def test_sizes_that_a_gpu_does_not_support_are_named(
+    gpu_module: ModuleType, make_poisoned_pool: Callable[..., PoolViews], spec: DeltaSpec, problem: str
+) -> None:
+    pool = make_poisoned_pool(1, GEOMETRY, torch.float32)
+    with pytest.raises(ValueError, match=problem):
+        gpu_module.check_shapes(pool, (), (), delta=spec)

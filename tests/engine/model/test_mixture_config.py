@@ -244,6 +244,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**MIXTRAL, "num_local_experts": "8"}, "number of experts is '8'"),
     ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok is 9 in config.json, but a layer has 8 experts"),
     ({**MIXTRAL, "num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+    ({**MIXTRAL, "num_local_experts": 80, "num_experts_per_tok": 65}, "num_experts_per_tok is 65 .*, above 64"),
     ({**MIXTRAL, "attention_bias": True}, "attention_bias = True"),
     ({**QWEN3_MOE, "moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
     ({**QWEN3_MOE, "mlp_only_layers": [4]}, r"mlp_only_layers = \[4\]"),
