@@ -28,7 +28,7 @@ class ReplicaView:
     """Pages that new requests can get, over all pages: free ones and those of idle adapters and idle prefixes."""
     is_draining: bool
     holds: Set[int]
-    """`digest_prefix` of each resident adapter."""
+    """`digest_prefix` of each adapter that is resident or being loaded."""
     since_s: float
     """When this reader received the report, by its own monotonic clock. A later value marks a new report."""
 
