@@ -19,7 +19,8 @@ from loramux.admin.server.stop_signals import StopSignals
 from loramux.engine.errors import EngineError
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.model_files import model_sha256
-from loramux.platform.engine_link.joined_engine import JoinedEngine, JoinRefused
+from loramux.platform.engine_link.followed_engine import JoinRefused
+from loramux.platform.engine_link.joined_engine import JoinedEngine
 
 SETTLE_S = 5.0
 """Time, in seconds, allowed for the last settlements after both listeners have closed."""

@@ -93,6 +93,7 @@ class EngineStats:
             num_kv_pages=self._pages.num_owned(PageOwner.KV),
             num_adapter_pages=self._pages.num_owned(PageOwner.ADAPTER),
             num_prefix_pages=len(self._prefixes),
+            num_idle_prefix_pages=self._prefixes.num_idle,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             cached_tokens=self._cached_tokens,

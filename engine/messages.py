@@ -328,6 +328,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_adapter_pages: int
     num_prefix_pages: int
     """KV pages in the prefix cache, in use or idle."""
+    num_idle_prefix_pages: int = 0
+    """Pages in the prefix cache that no sequence uses, so that they can be evicted."""
     prompt_tokens: int
     """Prompt tokens computed, each counted once."""
     completion_tokens: int

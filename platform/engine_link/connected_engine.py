@@ -7,14 +7,15 @@ from collections.abc import AsyncIterator
 from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
-from loramux.platform.engine_link.engine_connection import EngineConnection, refused_stream
+from loramux.platform.engine_link.engine_session import EngineSession
+from loramux.platform.engine_link.sequence_stream import refused_stream
 
 
 class ConnectedEngine:
     """Passes the calls of an EngineClient to `_connection`, which subclasses open and close."""
 
     def __init__(self, strikes: CrashStrikes) -> None:
-        self._connection: EngineConnection | None = None
+        self._connection: EngineSession | None = None
         self._strikes = strikes
 
     @property
@@ -49,7 +50,7 @@ class ConnectedEngine:
     async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
         return await self._connected().stats(timeout_s, with_tiers)
 
-    def _connected(self) -> EngineConnection:
+    def _connected(self) -> EngineSession:
         if self._connection is None:
             raise EngineUnavailable("the engine is not running")
         return self._connection

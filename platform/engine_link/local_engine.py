@@ -108,6 +108,11 @@ class LocalEngine(ConnectedEngine):
         return self._socket.path
 
     @property
+    def ran_at_death(self) -> frozenset[str]:
+        """Sequences of all gateways that the last engine was running when it died. Up to date if no engine is ready."""
+        return self._ran_at_death
+
+    @property
     def pid(self) -> int | None:
         """The running engine's process id."""
         return None if self._process is None else self._process.pid

@@ -14,7 +14,8 @@ from loramux.engine.config import EngineConfig
 from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput
 from loramux.engine.model.model_files import model_sha256
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
-from loramux.platform.engine_link.joined_engine import JoinedEngine, Joining, JoinRefused
+from loramux.platform.engine_link.followed_engine import Joining, JoinRefused
+from loramux.platform.engine_link.joined_engine import JoinedEngine
 from loramux.platform.engine_link.local_engine import LocalEngine
 
 

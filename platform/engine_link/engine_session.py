@@ -1,0 +1,166 @@
+"""A gateway's side of the conversation with one engine, over any transport: streams and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import structlog
+
+from loramux.engine.messages import (
+    Abort,
+    AdapterState,
+    Add,
+    Credit,
+    EngineReady,
+    Extend,
+    Finished,
+    FromEngine,
+    Heartbeat,
+    Load,
+    Pin,
+    Rejected,
+    Stats,
+    StatsRequest,
+    StepOutput,
+    ToEngine,
+    Unload,
+)
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.engine_link.sequence_stream import SequenceStream
+
+INITIAL_CREDIT = 64
+"""Maximum number of StepOutput messages in flight."""
+CREDIT_BATCH = 16
+
+log = structlog.get_logger()
+
+Answer = TypeVar("Answer", AdapterState, Stats)
+NoteEnd = Callable[[Add, Finished], None]
+
+
+class EngineSession(ABC):
+    """Sends a gateway's messages and dispatches the engine's. Subclasses add the transport.
+
+    A subclass sends `Credit(count=INITIAL_CREDIT)` first, passes each received message to `_dispatch`, and calls
+    `_end_all` when the engine is gone.
+    """
+
+    def __init__(self, note_end: NoteEnd) -> None:
+        self._note_end = note_end
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._streams: dict[str, SequenceStream] = {}
+        self._calls: dict[str, asyncio.Future[AdapterState | Stats]] = {}
+        self._call_ids = itertools.count()
+        self._num_handled = 0
+        self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+
+    @abstractmethod
+    def _send_bytes(self, data: bytes) -> None:
+        """Send one message without waiting."""
+
+    @abstractmethod
+    async def wait_lost(self) -> None:
+        """Return once the engine has died, closed the connection, or sent an unreadable message."""
+
+    @abstractmethod
+    def close(self, running: frozenset[str]) -> list[Add]:
+        """End every stream and call, and free the transport. Return the unfinished sequences among `running`."""
+
+    @property
+    def info(self) -> EngineReady:
+        return self._ready.result()
+
+    @property
+    def open_adds(self) -> dict[str, Add]:
+        return {sequence_id: stream.add for sequence_id, stream in self._streams.items()}
+
+    def submit(self, add: Add) -> SequenceStream:
+        # The engine would reject a duplicate id, and the new stream would never end.
+        assert add.sequence_id not in self._streams
+        stream = self._streams[add.sequence_id] = SequenceStream(add)
+        self._send(add)
+        return stream
+
+    def abort(self, sequence_id: str, keep: int | None) -> None:
+        if sequence_id in self._streams:
+            self._send(Abort(sequence_id=sequence_id, keep=keep))
+
+    def extend(self, sequence_id: str, max_tokens: int) -> None:
+        if sequence_id in self._streams:
+            self._send(Extend(sequence_id=sequence_id, max_tokens=max_tokens))
+
+    async def load(self, digest: str, timeout_s: float) -> AdapterState:
+        call_id = str(next(self._call_ids))
+        return await self._call(AdapterState, Load(call_id=call_id, digest=digest), call_id, timeout_s)
+
+    async def unload(self, digest: str, timeout_s: float) -> AdapterState:
+        call_id = str(next(self._call_ids))
+        return await self._call(AdapterState, Unload(call_id=call_id, digest=digest), call_id, timeout_s)
+
+    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
+        call_id = str(next(self._call_ids))
+        pin = Pin(call_id=call_id, digest=digest, is_pinned=is_pinned)
+        return await self._call(AdapterState, pin, call_id, timeout_s)
+
+    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
+        call_id = str(next(self._call_ids))
+        return await self._call(Stats, StatsRequest(call_id=call_id, with_tiers=with_tiers), call_id, timeout_s)
+
+    def _end_all(self, running: frozenset[str]) -> list[Add]:
+        for sequence_id, stream in self._streams.items():
+            stream.fail(was_running=sequence_id in running)
+        ended = [stream.add for sequence_id, stream in self._streams.items() if sequence_id in running]
+        self._streams.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineUnavailable("the engine stopped"))
+        self._calls.clear()
+        return ended
+
+    async def _call(self, kind: type[Answer], message: ToEngine, call_id: str, timeout_s: float) -> Answer:
+        call: asyncio.Future[AdapterState | Stats] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = call
+        self._send(message)
+        try:
+            answer = await asyncio.wait_for(call, timeout_s)
+        finally:
+            self._calls.pop(call_id, None)
+        assert isinstance(answer, kind)
+        return answer
+
+    def _send(self, message: ToEngine) -> None:
+        self._send_bytes(self._encoder.encode(message))
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case StepOutput(outputs=outputs):
+                for output in outputs:
+                    stream = self._streams.get(output.sequence_id)
+                    if stream is not None:
+                        stream.put(output)
+                self._num_handled += 1
+                if self._num_handled % CREDIT_BATCH == 0:
+                    self._send(Credit(count=CREDIT_BATCH))
+            case Finished(sequence_id=sequence_id):
+                stream = self._streams.pop(sequence_id, None)
+                if stream is not None:
+                    self._note_end(stream.add, message)
+                    stream.put(message)
+            case AdapterState(call_id=call_id) | Stats(call_id=call_id):
+                call = self._calls.get(call_id)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case Rejected():
+                # This is a bug in the gateway. Clients' mistakes are reported in Finished messages.
+                log.error("the engine rejected a message", sequence_id=message.sequence_id, reason=message.message)
+            case Heartbeat():
+                return
+            case EngineReady():
+                if not self._ready.done():
+                    self._ready.set_result(message)

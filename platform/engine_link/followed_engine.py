@@ -1,0 +1,98 @@
+"""The base class of clients of an engine that another process supervises: joins the next engine when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from loramux.engine.messages import Add
+from loramux.platform.engine_link.connected_engine import ConnectedEngine
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
+from loramux.platform.engine_link.engine_session import EngineSession
+
+log = structlog.get_logger()
+
+
+class JoinRefused(Exception):
+    """The engine cannot be joined. The message says why and how to fix it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    answer_timeout_s: float = 5.0
+    first_delay_s: float = 0.1
+    max_delay_s: float = 2.0
+
+
+class FollowedEngine(ConnectedEngine, ABC):
+    """Ends the open streams when the engine is lost, and then joins the next engine at the same place."""
+
+    def __init__(self, place: str, joining: Joining, clock: Callable[[], float]) -> None:
+        super().__init__(CrashStrikes(clock))
+        self._place = place
+        self._joining = joining
+        self._lost: dict[str, Add] = {}
+        self._trouble: str | None = None
+        self._follower: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    async def _join(self) -> EngineSession:
+        """Connect to the engine. Raises JoinRefused if there is no engine or it is the wrong one."""
+
+    @property
+    def is_live(self) -> bool:
+        """Always true, because the engine's supervisor watches for hangs."""
+        return True
+
+    @property
+    def trouble(self) -> str | None:
+        return None if self.is_ready else self._trouble
+
+    def follow(self) -> None:
+        """Keep the engine joined from now on, in the background."""
+        self._follower = asyncio.create_task(self._follow(), name="engine-follower")
+
+    async def close(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._follower
+        self._leave()
+
+    async def _follow(self) -> None:
+        """Loop forever: wait until the engine is lost, end its streams, and join the next engine."""
+        while True:
+            if self._connection is None:
+                self._connection = await self._rejoin()
+                # Only the supervisor knows which sequences were running when an engine died. The next engine reports
+                # them.
+                ran = self._connection.info.ran_at_death
+                self._strikes.strike([self._lost[name] for name in ran if name in self._lost])
+                self._lost = {}
+                log.info("engine joined", place=self._place)
+            await self._connection.wait_lost()
+            self._trouble = "the engine is gone; the server that started it may be restarting it"
+            log.error("engine lost", place=self._place)
+            self._lost = self._connection.open_adds
+            self._leave()
+
+    async def _rejoin(self) -> EngineSession:
+        delay_s = self._joining.first_delay_s
+        while True:
+            await asyncio.sleep(delay_s)
+            try:
+                return await self._join()
+            except Exception as error:
+                # Retry after any failure.
+                self._trouble = str(error)
+            delay_s = min(2 * delay_s, self._joining.max_delay_s)
+
+    def _leave(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close(frozenset())
