@@ -474,6 +474,42 @@ login_failures = Table(
     Index("ix_login_failures_forgiven", "forgiven_us"),
 )
 
+# Servers that share requests, one row per running server. A server proves that it is alive by changing `beat`.
+replicas = Table(
+    "replicas",
+    metadata,
+    Column("id", ID, primary_key=True),
+    # HOST:PORT of the listener for other servers.
+    Column("address", String(300), nullable=False),
+    # SHA-256 over everything that makes two engines give the same answers, hexadecimal.
+    Column("base", String(64), nullable=False),
+    Column("version", String(40), nullable=False),
+    Column("protocol", Integer, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("beat", BigInteger, nullable=False),
+    Column("num_running", Integer, nullable=False),
+    Column("num_waiting", Integer, nullable=False),
+    # Number of sequences that the engine runs at once.
+    Column("capacity", Integer, nullable=False),
+    Column("num_pages", Integer, nullable=False),
+    Column("num_free_pages", Integer, nullable=False),
+    # The server's valid certificates, as PEM. Other servers accept these and no others.
+    Column("certificates", String(8192), nullable=False),
+    CheckConstraint("state IN ('serving', 'draining')", name="state"),
+)
+
+# The adapters in each server's pool. Separate from `replicas`, because it changes less often than the beat.
+adapter_residency = Table(
+    "adapter_residency",
+    metadata,
+    Column("replica_id", ID, ForeignKey("replicas.id"), primary_key=True),
+    # Number of changes to `summary`, so that readers fetch it only if it has changed.
+    Column("version", BigInteger, nullable=False),
+    # The first 8 bytes of each adapter's digest, sorted.
+    Column("summary", LargeBinary(32768), nullable=False),
+    CheckConstraint("length(summary) <= 32768", name="summary"),
+)
+
 signals = Table(
     "signals",
     metadata,

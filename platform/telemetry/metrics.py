@@ -33,6 +33,18 @@ NETWORK_REFUSALS = (
     "shed",
     "slow_reader",
 )
+PEER_STATES = ("connected", "draining", "unreachable", "refused")
+REPLICA_REFUSALS = (
+    "base",
+    "certificate",
+    "claims",
+    "connections",
+    "handshake",
+    "malformed",
+    "protocol",
+    "summary",
+    "version",
+)
 
 REFUSALS_WINDOW_S = 300.0
 MAX_POLICIES = 4096
@@ -108,6 +120,14 @@ class GatewayMetrics:
             "reason",
         )
 
+        self.peers = self._gauge("loramux_peers", "Other servers that share requests with this one, by state", "state")
+        self.forwarded = self._counter(
+            "loramux_forwarded_sequences", "Sequences that other servers ran for this one, by outcome", "outcome"
+        )
+        self.replica_refusals = self._counter(
+            "loramux_replica_refusals", "Other servers, their claims or connections refused, by reason", "reason"
+        )
+
         self.validations = self._counter("loramux_validations", "Validated uploads, by outcome", "outcome")
         self.validation_seconds = self._histogram("loramux_validation_seconds", "Duration of a validation", SECONDS)
         self.admin_requests = self._counter("loramux_admin_requests", "Answered admin calls", "method", "status")
@@ -120,6 +140,9 @@ class GatewayMetrics:
             (self.settled, ("completed", "aborted", "failed")),
             (self.tokens, ("prompt", "cached", "completion")),
             (self.validations, ("accepted", "rejected", "failed")),
+            (self.peers, PEER_STATES),
+            (self.forwarded, ("completed", "failed", "lost", "moved")),
+            (self.replica_refusals, REPLICA_REFUSALS),
         ):
             for value in values:
                 family.labels(value)
@@ -160,8 +183,8 @@ class GatewayMetrics:
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        return Gauge(name, help_text, registry=self.registry)
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(name, help_text, labels, registry=self.registry)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, registry=self.registry)

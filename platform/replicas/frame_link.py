@@ -1,0 +1,136 @@
+"""One TLS connection between two servers: frames of bounded size, each after its length, and a pulse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+LENGTH_BYTES = 4
+MAX_FRAME_BYTES = 16 << 20
+"""Longest frame, in bytes. The longest message is an Add with a prompt that fills a request's body."""
+MAX_UNSENT_BYTES = 64 << 20
+"""A connection with more unsent bytes is closed, because the other server does not read."""
+PULSE_S = 1.0
+"""Interval between empty frames, in seconds, so that each side notices that the other is out of reach."""
+MAX_SILENT_PULSES = 10
+"""A connection is lost after this many pulses without a frame from the other server."""
+
+
+class FrameRefused(Exception):
+    """A received frame cannot be used. The message says why."""
+
+
+class FrameLink(asyncio.Protocol):
+    """Passes each received frame to `on_frame`. If `on_frame` raises FrameRefused, the connection ends.
+
+    `lost` is done once the connection has ended. Its result says why. `ended` waits until its socket is closed too.
+    """
+
+    def __init__(self, on_frame: Callable[[bytes], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._on_frame = on_frame
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._num_silent = 0
+        self._pulse: asyncio.TimerHandle | None = None
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
+        self._is_closed = asyncio.Event()
+        self.lost: asyncio.Future[str] = loop.create_future()
+
+    def certificate(self) -> bytes | None:
+        """The other server's certificate (DER). None before the handshake is done."""
+        transport = self._transport
+        found = None if transport is None else transport.get_extra_info("ssl_object")
+        return None if found is None else found.getpeercert(binary_form=True)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame without waiting. Does nothing once the connection has ended."""
+        transport = self._transport
+        if transport is None or self.lost.done():
+            return
+        transport.write(len(frame).to_bytes(LENGTH_BYTES) + frame)
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.abort("the other server does not read")
+
+    async def writable(self) -> None:
+        """Wait until few bytes are unsent, or the connection has ended."""
+        await self._is_writable.wait()
+
+    def close(self, reason: str) -> None:
+        """End the connection after the frames that have been sent."""
+        self._end(reason)
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        self._end(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def ended(self, timeout_s: float) -> None:
+        """Wait until what has been sent is out and the socket is closed. Abort the connection after `timeout_s`."""
+        if self._transport is None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_closed.wait()
+        finally:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._beat()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_silent = 0
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= LENGTH_BYTES and not self.lost.done():
+            begin = start + LENGTH_BYTES
+            size = int.from_bytes(self._buffer[start:begin])
+            if size > MAX_FRAME_BYTES:
+                self.abort(f"a frame has more than {MAX_FRAME_BYTES} bytes")
+                return
+            if len(self._buffer) < begin + size:
+                break
+            start = begin + size
+            if size:
+                try:
+                    self._on_frame(bytes(self._buffer[begin:start]))
+                except FrameRefused as error:
+                    self.abort(str(error))
+                    return
+        del self._buffer[:start]
+
+    def eof_received(self) -> None:
+        self._end("the other server closed the connection")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end("the connection broke" if exc is None else f"the connection broke: {exc}")
+        self._is_closed.set()
+        if self._pulse is not None:
+            self._pulse.cancel()
+
+    def pause_writing(self) -> None:
+        self._is_writable.clear()
+
+    def resume_writing(self) -> None:
+        self._is_writable.set()
+
+    def _beat(self) -> None:
+        if self.lost.done():
+            return
+        # Pulses are counted, not timed, so that a process that was stopped for a while does not blame the other.
+        if self._num_silent >= MAX_SILENT_PULSES:
+            self.abort(f"the other server was silent for {MAX_SILENT_PULSES * PULSE_S:.0f} s")
+            return
+        self._num_silent += 1
+        self.send(b"")
+        self._pulse = asyncio.get_running_loop().call_later(PULSE_S, self._beat)
+
+    def _end(self, reason: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(reason)
+        self._is_writable.set()

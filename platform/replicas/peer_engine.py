@@ -1,0 +1,49 @@
+"""Client of another server's engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.engine_link.engine_session import EngineSession
+from loramux.platform.engine_link.followed_engine import FollowedEngine, Joining, JoinRefused
+from loramux.platform.replicas.certificates import OwnCertificate
+from loramux.platform.replicas.peer_connection import PeerConnection
+from loramux.platform.replicas.records import base_fingerprint
+from loramux.platform.replicas.replica_book import Peer
+
+
+class PeerEngine(FollowedEngine):
+    """Keeps one connection to the server that `peer` describes. Assign a newer `peer` when its row changes.
+
+    `base` is the fingerprint that the engine must have. It is compared with what the engine itself announces, because
+    the row is only a claim.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        own: Callable[[], OwnCertificate],
+        base: str,
+        joining: Joining | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        place = f"replica {peer.row.id} at {peer.row.address}"
+        super().__init__(place, joining if joining is not None else Joining(), clock)
+        self.peer = peer
+        self._own = own
+        self._base = base
+
+    async def _join(self) -> EngineSession:
+        host, port = self.peer.row.host_and_port
+        try:
+            connection = await PeerConnection.open(
+                host, port, self._own(), self.peer.certificates, self._note_end, self._joining.answer_timeout_s
+            )
+        except EngineUnavailable as error:
+            raise JoinRefused(f"{error} ({self._place})") from error
+        if base_fingerprint(connection.info) != self._base:
+            connection.close(frozenset())
+            raise JoinRefused(f"its engine serves another base than its server claims ({self._place})")
+        return connection

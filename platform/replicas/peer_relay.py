@@ -1,0 +1,154 @@
+"""One other server's connection to the local engine: passes on what a gateway may send, and the engine's answers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from loramux.engine.messages import Abort, Add, Credit, Extend, Finished, Load, StatsRequest
+from loramux.platform.engine_link.engine_session import INITIAL_CREDIT
+from loramux.platform.replicas.frame_link import FrameLink, FrameRefused
+
+MAX_SEQUENCES = 65_536
+"""Maximum number of unfinished sequences of one connection."""
+DEATH_POLL_S = 0.02
+DEATH_WAIT_S = 2.0
+"""Longest wait until the supervisor has found out how the engine ended, in seconds."""
+
+FromPeer = Add | Extend | Abort | Load | Credit | StatsRequest
+"""What another server may send. Pins and unloads belong to the administrators of each server."""
+
+
+class RelayedEngine(Protocol):
+    """The local engine, as the listener sees it."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def socket_path(self) -> Path: ...
+
+    @property
+    def ran_at_death(self) -> frozenset[str]:
+        """The sequences that the last engine was running when it died."""
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    """The fields of an engine's message that the relay reads."""
+
+    type: str
+    sequence_id: str | None = None
+
+
+class PeerRelay:
+    """A connection of its own to the engine, so that the engine treats the other server as a further gateway.
+
+    When the connection ends, the engine ends its sequences. When the engine dies, the other server learns which of its
+    sequences were running. The others can run elsewhere.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, engine: RelayedEngine) -> None:
+        self._engine = engine
+        self._decoder = msgspec.msgpack.Decoder(FromPeer)
+        self._envelopes = msgspec.msgpack.Decoder(_Envelope)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._prompt_tokens: dict[str, int] = {}
+        self._socket = context.socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.link = FrameLink(self._receive)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._prompt_tokens)
+
+    async def run(self) -> str:
+        """Relay until either side ends the connection. Return the reason."""
+        self._socket.connect(f"ipc://{self._engine.socket_path}")
+        passing_on = asyncio.create_task(self._pass_on())
+        engine_lost = asyncio.ensure_future(recv_monitor_message(self._monitor))
+        try:
+            await asyncio.wait((self.link.lost, passing_on, engine_lost), return_when=asyncio.FIRST_COMPLETED)
+            if engine_lost.done() and not self.link.lost.done():
+                await self._until_examined()
+                passing_on.cancel()
+                self._pass_on_what_arrived()
+                self._report_death()
+        finally:
+            passing_on.cancel()
+            engine_lost.cancel()
+        self.link.close("the engine stopped")
+        return self.link.lost.result()
+
+    def end(self, reason: str) -> None:
+        self.link.close(reason)
+
+    def close(self) -> None:
+        self.link.close("this server closed the connection")
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def _receive(self, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except msgspec.MsgspecError:
+            raise FrameRefused("it sent a message that no gateway may send") from None
+        match message:
+            case Add(sequence_id=sequence_id, prompt=prompt):
+                if sequence_id in self._prompt_tokens or len(self._prompt_tokens) >= MAX_SEQUENCES:
+                    raise FrameRefused("it sent too many sequences, or one twice")
+                self._prompt_tokens[sequence_id] = len(prompt)
+            case Credit(count=count) if not 0 < count <= INITIAL_CREDIT:
+                raise FrameRefused("it granted more credit than a gateway does")
+            case _:
+                pass
+        self._socket.send(frame)
+
+    async def _pass_on(self) -> None:
+        while True:
+            self._pass_one_on(await self._socket.recv())
+            await self.link.writable()
+
+    def _pass_one_on(self, data: bytes) -> None:
+        envelope = self._envelopes.decode(data)
+        if envelope.type == Finished.__name__ and envelope.sequence_id is not None:
+            self._prompt_tokens.pop(envelope.sequence_id, None)
+        self.link.send(data)
+
+    async def _until_examined(self) -> None:
+        """Wait until the supervisor has found out what the engine was running."""
+        for _ in range(int(DEATH_WAIT_S / DEATH_POLL_S)):
+            if not self._engine.is_ready:
+                return
+            await asyncio.sleep(DEATH_POLL_S)
+
+    def _pass_on_what_arrived(self) -> None:
+        socket: Any = zmq.Socket.shadow(self._socket.underlying)
+        while True:
+            try:
+                self._pass_one_on(socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+
+    def _report_death(self) -> None:
+        """End the other server's sequences. One that never ran has 0 prompt tokens, so it can run elsewhere."""
+        ran = self._engine.ran_at_death
+        for sequence_id, prompt_tokens in self._prompt_tokens.items():
+            has_run = sequence_id in ran
+            end = Finished(
+                sequence_id=sequence_id,
+                reason="error",
+                prompt_tokens=prompt_tokens if has_run else 0,
+                completion_tokens=0,
+                code="engine_unavailable",
+                message=f"the engine stopped while this request was {'running' if has_run else 'waiting'}",
+            )
+            self.link.send(self._encoder.encode(end))

@@ -1,0 +1,282 @@
+"""This server among the others: publishes its row, reads theirs, and keeps the connections to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.engine.messages import Stats
+from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
+from loramux.platform.replicas.certificates import Now, OwnCertificates, utc_now
+from loramux.platform.replicas.claim_checks import ClaimChecks
+from loramux.platform.replicas.peer_engine import PeerEngine
+from loramux.platform.replicas.peer_listener import PeerListener
+from loramux.platform.replicas.records import ReplicaRow, num_reclaimable_pages
+from loramux.platform.replicas.replica_book import ReplicaBook
+from loramux.platform.replicas.replica_table import ReplicaTable, Summary, TableReading
+from loramux.platform.replicas.residency import read_summary, summarise
+from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.routing.views import ReplicaView
+from loramux.platform.telemetry.metrics import GatewayMetrics
+
+BEAT_S = 1.0
+"""Interval between two beats, in seconds."""
+STATS_WAIT_S = 1.0
+DRAIN_POLL_S = 0.1
+EXCHANGE_WAIT_S = 2.0
+"""How long a beat waits for the database, in seconds."""
+
+log = structlog.get_logger()
+
+
+class Call(Protocol):
+    """Runs a blocking function on a thread."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+
+
+class Presence:
+    """`start` runs it in the background. `close` takes this server's row away and ends all connections.
+
+    Without the database, the known peers stay until their connections fail. Without a peer, its requests run here.
+    """
+
+    def __init__(
+        self,
+        *,
+        own: ReplicaRow,
+        table: ReplicaTable,
+        certificates: OwnCertificates,
+        local: EngineClient,
+        engine: RoutedEngine,
+        listener: PeerListener,
+        metrics: GatewayMetrics,
+        call: Call,
+        clock: Callable[[], float] = time.monotonic,
+        now: Now = utc_now,
+    ) -> None:
+        self._row = own
+        self._table = table
+        self._certificates = certificates
+        self._local = local
+        self._engine = engine
+        self._listener = listener
+        self._metrics = metrics
+        self._call = call
+        self._clock = clock
+        self._book = ReplicaBook(own, self._count_refusal, clock, now)
+        self._claims = ClaimChecks(self._count_refusal, clock)
+        self._peers: dict[str, PeerEngine] = {}
+        self._summary = Summary(version=0, prefixes=b"")
+        self._published_version = -1
+        self._exchange: asyncio.Task[TableReading] | None = None
+        self._is_database_lost = False
+        self._accepted: object = None
+        self._turns = itertools.count()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def num_relayed(self) -> int:
+        """Number of sequences that the local engine runs for other servers."""
+        return self._listener.num_sequences
+
+    def drain(self) -> None:
+        """Ask for no more requests from the next beat on. Requests that this server has accepted still run."""
+        self._row = msgspec.structs.replace(self._row, state="draining")
+
+    def start(self, drain: asyncio.Event) -> None:
+        """Beat every second until `close`, and drain from the time that `drain` is set."""
+        self._tasks.append(asyncio.create_task(self._beat_forever(drain), name="presence"))
+        self._tasks.append(asyncio.create_task(self._check_claims_forever(), name="claim-checks"))
+
+    async def drained(self, hurry: asyncio.Event, timeout_s: float) -> None:
+        """Wait until no other server's sequence runs here, or `hurry` is set, or `timeout_s` has passed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.num_relayed and not hurry.is_set():  # noqa: ASYNC110  sequences end in the engine
+                    await asyncio.sleep(DRAIN_POLL_S)
+
+    async def beat(self) -> None:
+        """Publish this server, read the others, and tell the router."""
+        self._certificates.renew_if_due()
+        self._observe(await self._stats())
+        reading = await self._exchanged()
+        if reading is not None:
+            self._book.note(reading)
+            self._claims.forget_all_but(self._book.peers.keys())
+            self._accept(frozenset(str(values["id"]) for values in reading.rows))
+            await self._connect(frozenset(str(values["id"]) for values in reading.rows))
+        self._route()
+
+    async def check_claims(self) -> None:
+        """Check the claims of one peer, each peer in turn."""
+        ready = sorted(name for name, engine in self._peers.items() if engine.is_ready and name in self._book.peers)
+        if not ready:
+            return
+        name = ready[next(self._turns) % len(ready)]
+        try:
+            stats = await self._peers[name].stats(STATS_WAIT_S)
+        except (EngineUnavailable, TimeoutError):
+            return
+        peer = self._book.peers.get(name)
+        if peer is not None:
+            self._claims.note(name, peer.holds, stats)
+
+    async def close(self) -> None:
+        """End the connections and delete this server's row. Other servers delete it if the database does not answer."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.gather(*(engine.close() for engine in self._peers.values()))
+        await self._listener.close()
+        try:
+            async with asyncio.timeout(EXCHANGE_WAIT_S):
+                await self._call(self._table.remove, self._row.id)
+        except (SQLAlchemyError, TimeoutError):
+            log.info("the row in the table of replicas stays until other servers delete it")
+
+    async def _beat_forever(self, drain: asyncio.Event) -> None:
+        while True:
+            if drain.is_set():
+                self.drain()
+            try:
+                await self.beat()
+            except Exception:
+                # Requests do not depend on this loop, so an error here must not end the server.
+                log.exception("a beat failed")
+            await asyncio.sleep(BEAT_S)
+
+    async def _check_claims_forever(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self.check_claims()
+
+    async def _stats(self) -> Stats | None:
+        try:
+            return await self._local.stats(STATS_WAIT_S)
+        except (EngineUnavailable, TimeoutError):
+            return None
+
+    def _observe(self, stats: Stats | None) -> None:
+        """Describe this server by its engine's statistics. Without them, it holds nothing."""
+        changes: dict[str, Any] = {"beat": self._row.beat + 1, "certificates": self._certificates.pem}
+        if stats is not None:
+            changes |= {
+                "num_running": stats.num_running,
+                "num_waiting": stats.num_waiting,
+                "num_pages": stats.num_pages,
+                "num_free_pages": num_reclaimable_pages(stats),
+            }
+        self._row = msgspec.structs.replace(self._row, **changes)
+        prefixes = b"" if stats is None else summarise(one.digest for one in stats.adapters)
+        if prefixes != self._summary.prefixes:
+            self._summary = Summary(version=self._summary.version + 1, prefixes=prefixes)
+
+    async def _exchanged(self) -> TableReading | None:
+        """Write and read the tables. Return None if the database fails or does not answer."""
+        if self._exchange is None:
+            self._exchange = asyncio.ensure_future(
+                self._call(self._publish_and_read, self._row, self._summary, self._book.summary_versions)
+            )
+        # A database that hangs holds one thread, because the next beats wait for the same call.
+        await asyncio.wait({self._exchange}, timeout=EXCHANGE_WAIT_S)
+        trouble: object = "it does not answer"
+        if self._exchange.done():
+            exchange, self._exchange = self._exchange, None
+            try:
+                reading = exchange.result()
+            except SQLAlchemyError as error:
+                trouble = type(error).__name__
+            else:
+                self._is_database_lost = False
+                return reading
+        if not self._is_database_lost:
+            self._is_database_lost = True
+            log.warning("the table of replicas cannot be used; keeping the known replicas", reason=trouble)
+        return None
+
+    def _publish_and_read(self, row: ReplicaRow, summary: Summary, known: Mapping[str, int]) -> TableReading:
+        self._table.publish(row, summary, has_changed=summary.version != self._published_version)
+        self._published_version = summary.version
+        for replica_id, beat in self._book.forgotten.items():
+            self._table.remove(replica_id, beat)
+        return self._table.read(known)
+
+    def _accept(self, listed: frozenset[str]) -> None:
+        own = self._certificates.in_use
+        accepted = {name: peer.certificates for name, peer in self._book.peers.items()}
+        if self._accepted != (own, accepted):
+            self._accepted = (own, accepted)
+            self._listener.accept_from(own, accepted)
+        self._listener.end_all_but(listed)
+
+    async def _connect(self, listed: frozenset[str]) -> None:
+        """Open connections to new peers, and close those of servers that are gone."""
+        for name, peer in self._book.peers.items():
+            if name in self._peers:
+                self._peers[name].peer = peer
+            else:
+                engine = PeerEngine(peer, lambda: self._certificates.in_use, self._row.base, clock=self._clock)
+                self._peers[name] = engine
+                engine.follow()
+        for name in self._peers.keys() - self._book.peers.keys():
+            # A connection that works may still carry streams.
+            if name not in listed or not self._peers[name].is_ready:
+                await self._peers.pop(name).close()
+
+    def _route(self) -> None:
+        views = [self._own_view()]
+        for name, peer in self._book.peers.items():
+            if self._peers[name].is_ready:
+                views.append(
+                    ReplicaView(
+                        id=name,
+                        is_local=False,
+                        num_running=peer.row.num_running,
+                        num_waiting=peer.row.num_waiting,
+                        capacity=peer.row.capacity,
+                        pages_free_fraction=peer.row.pages_free_fraction,
+                        is_draining=peer.row.state == "draining",
+                        holds=peer.holds if self._claims.is_trusted(name) else frozenset(),
+                        since_s=peer.since_s,
+                    )
+                )
+        self._engine.update(views, self._peers)
+        self._count_peers(views)
+
+    def _own_view(self) -> ReplicaView:
+        row = self._row
+        return ReplicaView(
+            id=row.id,
+            is_local=True,
+            num_running=row.num_running,
+            num_waiting=row.num_waiting,
+            capacity=row.capacity,
+            pages_free_fraction=row.pages_free_fraction,
+            is_draining=row.state == "draining",
+            holds=read_summary(self._summary.prefixes),
+            since_s=self._clock(),
+        )
+
+    def _count_peers(self, views: list[ReplicaView]) -> None:
+        peers = [view for view in views if not view.is_local]
+        counts = {
+            "connected": sum(not view.is_draining for view in peers),
+            "draining": sum(view.is_draining for view in peers),
+            "unreachable": len(self._book.peers) - len(peers),
+            "refused": len(self._book.refused),
+        }
+        for state, count in counts.items():
+            self._metrics.peers.labels(state).set(count)
+
+    def _count_refusal(self, reason: str) -> None:
+        self._metrics.replica_refusals.labels(reason).inc()

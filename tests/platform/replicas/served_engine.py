@@ -1,0 +1,108 @@
+"""A scripted engine behind a Unix socket, as an engine process is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import msgspec
+import zmq.asyncio
+
+from loramux.engine.messages import (
+    Abort,
+    Add,
+    Credit,
+    Extend,
+    Finished,
+    FromEngine,
+    Load,
+    Pin,
+    StatsRequest,
+    StepOutput,
+    ToEngine,
+    Unload,
+)
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+
+
+class ServedEngine:
+    """Serves `engine` at `socket_path`. `die` breaks every connection, as the death of an engine process does."""
+
+    def __init__(self, engine: ScriptedEngine, socket_path: Path) -> None:
+        self.engine = engine
+        self.socket_path = socket_path
+        self.ran_at_death: frozenset[str] = frozenset()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context = zmq.asyncio.Context()
+        self._known: set[bytes] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.engine.is_ready
+
+    def die(self, ran: frozenset[str] = frozenset()) -> None:
+        self.ran_at_death = ran
+        self._close()
+        self.engine.die()
+
+    def revive(self) -> None:
+        self.engine.revive()
+        self._open()
+
+    def close(self) -> None:
+        self._close()
+        self._context.destroy(linger=0)
+
+    def _open(self) -> None:
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.bind(f"ipc://{self.socket_path}")
+        self._start(self._serve())
+
+    def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._socket.close(linger=0)
+        self._known.clear()
+
+    def _start(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self) -> None:
+        while True:
+            owner, data = await self._socket.recv_multipart()
+            if owner not in self._known:
+                self._known.add(owner)
+                assert self.engine.info is not None
+                self._send(owner, self.engine.info)
+            message = self._decoder.decode(data)
+            match message:
+                case Add():
+                    self._start(self._run(owner, message))
+                case Abort(sequence_id=sequence_id, keep=keep):
+                    self.engine.abort(sequence_id, keep)
+                case Extend(sequence_id=sequence_id, max_tokens=max_tokens):
+                    self.engine.extend(sequence_id, max_tokens)
+                case Load(call_id=call_id, digest=digest):
+                    state = await self.engine.load(digest, 1.0)
+                    self._send(owner, msgspec.structs.replace(state, call_id=call_id))
+                case StatsRequest(call_id=call_id):
+                    stats = await self.engine.stats(1.0)
+                    self._send(owner, msgspec.structs.replace(stats, call_id=call_id))
+                case Credit():
+                    pass
+                case Unload() | Pin():
+                    raise AssertionError("a peer must not unload or pin")
+
+    async def _run(self, owner: bytes, add: Add) -> None:
+        async for item in self.engine.submit(add):
+            self._send(owner, item if isinstance(item, Finished) else StepOutput(outputs=(item,)))
+
+    def _send(self, owner: bytes, message: FromEngine) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([owner, self._encoder.encode(message)])

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loramux.engine.messages import Add, Credit, EngineReady, Pin, SequenceOutput, Unload
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.engine_link.followed_engine import Joining
+from loramux.platform.engine_link.scripted_engine import Script, ScriptedEngine, echo
+from loramux.platform.replicas import frame_link
+from loramux.platform.replicas.certificates import (
+    LIFETIME_S,
+    SETTLE_S,
+    OwnCertificate,
+    OwnCertificates,
+    PublishedCertificate,
+    read_certificates,
+    tls_context,
+)
+from loramux.platform.replicas.frame_link import FrameLink
+from loramux.platform.replicas.peer_connection import PeerConnection
+from loramux.platform.replicas.peer_engine import PeerEngine
+from loramux.platform.replicas.peer_listener import PeerListener
+from loramux.platform.replicas.records import base_fingerprint
+from loramux.platform.replicas.replica_book import Peer
+from tests.platform.replicas.lab import add, bound, collect, own_row, until
+from tests.platform.replicas.served_engine import ServedEngine
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A listening server, and the certificate of the only server that it accepts."""
+
+    served: ServedEngine
+    listener: PeerListener
+    port: int
+    own: OwnCertificates
+    friend: OwnCertificates
+    refusals: Counter[str]
+
+    @property
+    def certificates(self) -> tuple[PublishedCertificate, ...]:
+        return read_certificates(self.own.pem)
+
+    async def connect(self, presented: OwnCertificate | None = None) -> PeerConnection:
+        own = self.friend.in_use if presented is None else presented
+        return await PeerConnection.open("127.0.0.1", self.port, own, self.certificates, lambda *_: None, 5.0)
+
+    def engine(self) -> PeerEngine:
+        assert self.served.engine.info is not None
+        row = own_row("rep_a", self.served.engine, address=f"127.0.0.1:{self.port}")
+        peer = Peer(row=row, certificates=self.certificates, holds=frozenset(), since_s=0.0)
+        return PeerEngine(peer, lambda: self.friend.in_use, row.base, Joining(first_delay_s=0.01, max_delay_s=0.02))
+
+
+@asynccontextmanager
+async def listening(directory: Path, friend: OwnCertificates | None = None) -> AsyncIterator[Side]:
+    served = ServedEngine(ScriptedEngine(), directory / "engine.sock")
+    refusals: Counter[str] = Counter()
+    socket = bound()
+    listener = PeerListener(socket, served, lambda reason: refusals.update([reason]))
+    side = Side(
+        served=served,
+        listener=listener,
+        port=socket.getsockname()[1],
+        own=OwnCertificates("rep_a"),
+        friend=friend or OwnCertificates("rep_b"),
+        refusals=refusals,
+    )
+    listener.accept_from(side.own.in_use, {"rep_b": read_certificates(side.friend.pem)})
+    listener.start()
+    try:
+        yield side
+    finally:
+        await listener.close()
+        served.close()
+
+
+async def test_peer_runs_what_a_gateway_runs(tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        connection = await side.connect()
+        assert connection.info == side.served.engine.info
+        assert (await collect(connection.submit(add("one", 200))))[0] == [5, 6, 7] * 66 + [5, 6]
+        assert (await connection.load("ab" * 32, 5.0)).state == "resident"
+        assert [one.digest for one in (await connection.stats(5.0)).adapters] == ["ab" * 32]
+        # Another connection of the same server has its own sequences.
+        second = await side.connect()
+        both = await asyncio.gather(*(collect(one.submit(add("two"))) for one in (connection, second)))
+        assert both[0] == both[1]
+        with pytest.raises(EngineUnavailable):
+            await side.connect()
+        assert side.refusals == {"connections": 1}
+        for one in (connection, second):
+            one.close(frozenset())
+
+
+@pytest.mark.parametrize("who", ["a stranger", "an expired friend", "plain text"])
+async def test_only_a_valid_certificate_in_the_table_is_accepted(who: str, tmp_path: Path) -> None:
+    long_ago = datetime.now(UTC) - timedelta(seconds=LIFETIME_S + 60)
+    friend = OwnCertificates("rep_b", lambda: long_ago) if who == "an expired friend" else OwnCertificates("rep_b")
+    async with listening(tmp_path, friend) as side:
+        if who == "plain text":
+            reader, writer = await asyncio.open_connection("127.0.0.1", side.port)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await reader.read()
+            writer.close()
+        else:
+            presented = OwnCertificates("rep_b").in_use if who == "a stranger" else friend.in_use
+            with pytest.raises(EngineUnavailable):
+                await side.connect(presented)
+        await until(lambda: side.refusals["handshake"] == 1)
+        assert not side.served.engine.adds
+
+
+async def test_server_that_cannot_prove_its_certificate_is_not_used(tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        other = read_certificates(OwnCertificates("rep_a").pem)
+        with pytest.raises(EngineUnavailable):
+            await PeerConnection.open("127.0.0.1", side.port, side.friend.in_use, other, lambda *_: None, 5.0)
+
+
+def framed(message: object) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4) + data
+
+
+HOSTILE: Mapping[str, bytes] = {
+    "a huge frame": b"\xff\xff\xff\xff",
+    "noise": (5).to_bytes(4) + b"noise",
+    "an unload": framed(Unload(call_id="1", digest="ab" * 32)),
+    "a pin": framed(Pin(call_id="1", digest="ab" * 32)),
+    "too much credit": framed(Credit(count=1 << 40)),
+    "negative credit": framed(Credit(count=-1)),
+    "an engine's message": framed(EngineReady(max_model_len=1, num_pages=1, page_tokens=1, device="", dtype="")),
+    "a sequence twice": framed(add("same", 50)) * 2,
+}
+
+
+@pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE)
+async def test_hostile_bytes_end_their_connection_and_nothing_else(sent: bytes, tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        side.served.engine.script = lambda one: Script(token_ids=(7,) * one.max_tokens, delay_s=0.001)
+        good = await side.connect()
+        stream = good.submit(add("good", 100))
+        assert isinstance(await anext(stream), SequenceOutput)
+        link = FrameLink(lambda frame: None)
+        context = tls_context(ssl.PROTOCOL_TLS_CLIENT, side.friend.in_use, side.certificates)
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: link, "127.0.0.1", side.port, ssl=context
+        )
+        transport.write(sent)
+        async with asyncio.timeout(30):
+            await link.lost
+        assert (await collect(stream))[1].reason == "length"
+        good.close(frozenset())
+
+
+async def test_dead_engine_tells_which_sequences_ran(tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        side.served.engine.script = lambda one: Script(
+            token_ids=(7,) * 9, stall_after=1 if "runs" in one.sequence_id else 0
+        )
+        engine = side.engine()
+        engine.follow()
+        await until(lambda: engine.is_ready)
+        streams = [engine.submit(add(name)) for name in ("runs", "waits")]
+        assert isinstance(await anext(streams[0]), SequenceOutput)
+        await until(lambda: len(side.served.engine.adds) == 2)
+        side.served.die(ran=frozenset({"runs"}))
+        ends = [(await collect(stream))[1] for stream in streams]
+        assert [(end.code, end.prompt_tokens) for end in ends] == [("engine_unavailable", 3), ("engine_unavailable", 0)]
+        await until(lambda: not engine.is_ready)
+        side.served.revive()
+        await until(lambda: engine.is_ready)
+        side.served.engine.script = echo
+        assert (await collect(engine.submit(add("next"))))[1].reason == "length"
+        await engine.close()
+
+
+async def test_row_that_lies_about_its_base_is_not_joined(tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        engine = side.engine()
+        engine._base = base_fingerprint(EngineReady(max_model_len=1, num_pages=1, page_tokens=1, device="", dtype=""))
+        engine.follow()
+        await until(lambda: engine.trouble is not None)
+        assert "another base" in str(engine.trouble)
+        assert not engine.is_ready
+        await engine.close()
+
+
+async def test_silent_peer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_link, "PULSE_S", 0.005)
+    async with listening(tmp_path) as side:
+        context = tls_context(ssl.PROTOCOL_TLS_CLIENT, side.friend.in_use, side.certificates)
+        reader, writer = await asyncio.open_connection("127.0.0.1", side.port, ssl=context)
+        async with asyncio.timeout(30):
+            assert set(await reader.read()) == {0}, "only pulses arrive before the connection ends"
+        writer.close()
+
+
+async def test_deleted_row_ends_the_connection(tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        connection = await side.connect()
+        side.listener.end_all_but(frozenset({"rep_b"}))
+        assert (await collect(connection.submit(add("still"))))[1].reason == "length"
+        side.listener.end_all_but(frozenset())
+        async with asyncio.timeout(30):
+            await connection.wait_lost()
+        connection.close(frozenset())
+
+
+async def test_renewed_certificate_is_used_once_it_is_known(tmp_path: Path) -> None:
+    clock_s = 0.0
+    friend = OwnCertificates("rep_b", clock=lambda: clock_s)
+    first = friend.in_use
+    assert not friend.renew_if_due()
+    clock_s = LIFETIME_S / 2
+    assert friend.renew_if_due()
+    assert len(read_certificates(friend.pem)) == 2
+    assert friend.in_use == first
+    clock_s += SETTLE_S
+    assert friend.in_use != first
+    async with listening(tmp_path, friend) as side:
+        for presented in (first, friend.in_use):
+            connection = await side.connect(presented)
+            connection.close(frozenset())
+            await until(lambda: not side.listener._relays)
+    clock_s = LIFETIME_S
+    assert friend.renew_if_due()
+    assert len(read_certificates(friend.pem)) == 2
+
+
+def test_messages_of_a_full_request_fit_a_frame() -> None:
+    longest = Add(**{**msgspec.structs.asdict(add("x" * 64)), "prompt": tuple(range(1 << 20))})
+    assert len(msgspec.msgpack.encode(longest)) < frame_link.MAX_FRAME_BYTES

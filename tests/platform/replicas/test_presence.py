@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from loramux.engine.messages import Finished, SequenceOutput
+from loramux.migrations.database import Database
+from loramux.platform.engine_link.scripted_engine import Script
+from tests.platform.ready_adapters import digest_of
+from tests.platform.replicas.lab import acquaint, add, beat, collect, open_replica, until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_replicas_find_each_other_and_forward(
+    clocked: Database, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with (
+        open_replica("rep_a", clocked, threads, tmp_path) as first,
+        open_replica("rep_b", clocked, threads, tmp_path) as second,
+    ):
+        digest = digest_of("acme/one")
+        second.scripted.resident[digest] = 1
+        await acquaint(first, second)
+        assert first.engine.holds_elsewhere(digest)
+        assert not second.engine.holds_elsewhere(digest)
+
+        first.router.wanted = ["rep_b"]
+        tokens, end = await collect(first.engine.submit(add("forwarded", 6, digest=digest, traceparent="00-trace")))
+        assert tokens == [5, 6, 7, 5, 6, 7]
+        assert (end.reason, end.prompt_tokens, end.completion_tokens) == ("length", 3, 6)
+        assert [one.traceparent for one in second.scripted.adds] == ["00-trace"]
+        assert not first.scripted.adds
+        assert first.metric("loramux_forwarded_sequences_total", outcome="completed") == 1
+        assert first.router.in_flight == []
+
+        # The row of a server that stops normally disappears at once.
+        await second.presence.close()
+        await beat(first)
+        assert [view.id for view in first.router.views] == ["rep_a"]
+        assert (await collect(first.engine.submit(add("here"))))[0] == [5, 6, 7, 5]
+        assert len(first.scripted.adds) == 1
+
+
+async def test_limits_reach_the_engine_that_runs_the_sequence(
+    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with (
+        open_replica("rep_a", accounts, threads, tmp_path) as first,
+        open_replica("rep_b", accounts, threads, tmp_path) as second,
+    ):
+        await acquaint(first, second)
+        first.router.wanted = ["rep_b"]
+        second.scripted.script = lambda one: Script(token_ids=tuple(range(20)), stall_after=10)
+        stream = first.engine.submit(add("long", 5, pause_s=60.0))
+        for expected in range(5):
+            item = await anext(stream)
+            assert isinstance(item, SequenceOutput)
+            assert item.token_ids == (expected,)
+        first.engine.extend("long", 15)
+        assert isinstance(await anext(stream), SequenceOutput)
+        first.engine.abort("long", keep=3)
+        _, end = await collect(stream)
+        assert (end.reason, end.completion_tokens) == ("abort", 3)
+
+
+async def test_draining_replica_gets_no_new_requests_and_finishes_the_old(
+    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with (
+        open_replica("rep_a", accounts, threads, tmp_path) as first,
+        open_replica("rep_b", accounts, threads, tmp_path) as second,
+    ):
+        await acquaint(first, second)
+        first.router.wanted = ["rep_b"]
+        second.scripted.script = lambda one: Script(token_ids=(1,) * 50, stall_after=1)
+        stream = first.engine.submit(add("running", 50))
+        await anext(stream)
+        assert second.presence.num_relayed == 1
+        second.presence.drain()
+        await beat(second, first)
+        assert [view.id for view in first.router.views if view.is_draining] == ["rep_b"]
+        assert first.metric("loramux_peers", state="draining") == 1
+        await collect(first.engine.submit(add("next")))
+        assert [one.sequence_id for one in first.scripted.adds] == ["next"]
+        # A draining server still runs what it has accepted itself, if nobody else can.
+        first.presence.drain()
+        await beat(first)
+        assert (await collect(first.engine.submit(add("accepted"))))[1].reason == "length"
+        first.engine.abort("running")
+        assert isinstance((await collect(stream))[1], Finished)
+        await until(lambda: second.presence.num_relayed == 0)
+
+
+async def test_without_the_database_known_replicas_stay(
+    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        open_replica("rep_a", accounts, threads, tmp_path) as first,
+        open_replica("rep_b", accounts, threads, tmp_path) as second,
+    ):
+        await acquaint(first, second)
+        first.router.wanted = ["rep_b"]
+        # Only the first server loses the database.
+        monkeypatch.setattr(first.presence._table, "_database", Database(f"sqlite:///{tmp_path}/nowhere/loramux.db"))
+        for _ in range(3):
+            await beat(first)
+        await collect(first.engine.submit(add("forwarded")))
+        assert len(second.scripted.adds) == 1
+        # Once their connection has failed too, it serves alone.
+        await second.listener.close()
+        await until(lambda: not first.presence._peers["rep_b"].is_ready)
+        await beat(first)
+        await collect(first.engine.submit(add("alone")))
+        assert len(first.scripted.adds) == 1

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.replicas.certificates import LIFETIME_S, OwnCertificates
+from loramux.platform.replicas.replica_book import FORGOTTEN_S, GONE_S, ReplicaBook
+from loramux.platform.replicas.replica_table import Summary, TableReading
+from loramux.platform.replicas.residency import (
+    MAX_ADAPTERS,
+    SummaryRefused,
+    read_summary,
+    summarise,
+)
+from loramux.platform.routing.views import digest_prefix
+from tests.platform.ready_adapters import digest_of
+from tests.platform.replicas.lab import own_row
+
+NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
+PEM = OwnCertificates("rep_b", lambda: NOON).pem
+
+
+class Observed:
+    """A book with a clock and one other server, whose row the test changes."""
+
+    def __init__(self) -> None:
+        self.clock_s = 100.0
+        self.now = NOON
+        self.refusals: Counter[str] = Counter()
+        own = own_row("rep_a", ScriptedEngine())
+        self.book = ReplicaBook(own, self.count, lambda: self.clock_s, lambda: self.now)
+        self.row: Mapping[str, Any] = msgspec.structs.asdict(own_row("rep_b", ScriptedEngine(), certificates=PEM))
+
+    def count(self, reason: str) -> None:
+        self.refusals[reason] += 1
+
+    def read(
+        self, summary: Summary | None = None, after_s: float = 1.0, is_alive: bool = True, **changes: Any
+    ) -> list[str]:
+        """Let the book note one reading. Return the peers."""
+        self.clock_s += after_s
+        beat = self.row["beat"] + is_alive
+        self.row = {**self.row, "beat": beat, **changes}
+        self.book.note(TableReading(rows=[self.row], summaries={} if summary is None else {"rep_b": summary}))
+        return list(self.book.peers)
+
+
+@pytest.fixture
+def observed() -> Observed:
+    return Observed()
+
+
+def test_replica_is_alive_while_its_beat_changes(observed: Observed) -> None:
+    assert observed.read() == ["rep_b"]
+    assert observed.book.peers["rep_b"].since_s == observed.clock_s
+    for _ in range(int(GONE_S)):
+        assert observed.read(is_alive=False) == ["rep_b"]
+    assert observed.read(is_alive=False) == []
+    assert observed.read() == ["rep_b"]
+    # A beat that goes back is a change too: beats are never compared by size.
+    assert observed.read(beat=0, is_alive=False) == ["rep_b"]
+
+
+def test_long_gap_between_two_readings_ages_nobody(observed: Observed) -> None:
+    observed.read()
+    assert observed.read(after_s=3600.0, is_alive=False) == ["rep_b"]
+    assert not observed.book.forgotten
+
+
+def test_row_of_a_dead_server_is_forgotten(observed: Observed) -> None:
+    observed.read(beat=7)
+    for _ in range(int(FORGOTTEN_S / 2) + 1):
+        assert not observed.book.forgotten
+        observed.read(after_s=2.0, is_alive=False)
+    assert observed.book.forgotten == {"rep_b": 7}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "said"),
+    [
+        pytest.param({"base": "0" * 64}, "base", "another base model", id="another base"),
+        pytest.param({"version": "9"}, "version", "it runs loramux 9", id="another version"),
+        pytest.param({"protocol": 1}, "protocol", "it speaks protocol 1", id="another protocol"),
+        pytest.param({"certificates": "nonsense"}, "certificate", "cannot be read", id="no certificate"),
+        pytest.param({"address": "nowhere"}, "malformed", "values that no server writes", id="no port"),
+        pytest.param({"capacity": 0}, "malformed", "values that no server writes", id="no capacity"),
+        pytest.param({"num_pages": "many"}, "malformed", "values that no server writes", id="a text as a number"),
+        pytest.param({"state": "asleep"}, "malformed", "values that no server writes", id="an unknown state"),
+    ],
+)
+def test_other_servers_are_refused_once_with_a_sentence(
+    observed: Observed, changes: Mapping[str, Any], reason: str, said: str
+) -> None:
+    good = {name: observed.row[name] for name in changes}
+    for _ in range(3):
+        assert observed.read(**changes) == []
+    assert said in observed.book.refused["rep_b"]
+    assert observed.refusals == {reason: 1}
+    assert observed.read(**good) == ["rep_b"]
+    assert not observed.book.refused
+
+
+def test_expired_certificate_is_refused(observed: Observed) -> None:
+    assert observed.read() == ["rep_b"]
+    observed.now += timedelta(seconds=LIFETIME_S + 1)
+    assert observed.read() == []
+    assert observed.refusals == {"certificate": 1}
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        pytest.param(b"\0" * 8 * (MAX_ADAPTERS + 1), id="oversized"),
+        pytest.param(b"123456789", id="cut off"),
+        pytest.param(b"\xff" * 8 + b"\0" * 8, id="not sorted"),
+        pytest.param(b"\0" * 16, id="a prefix twice"),
+    ],
+)
+def test_forged_summary_claims_nothing(observed: Observed, summary: bytes) -> None:
+    good = summarise([digest_of("one")])
+    observed.read(Summary(version=1, prefixes=good))
+    assert observed.book.peers["rep_b"].holds == read_summary(good)
+    assert observed.read(Summary(version=2, prefixes=summary)) == ["rep_b"]
+    assert observed.book.peers["rep_b"].holds == frozenset()
+    assert observed.refusals == {"summary": 1}
+    assert observed.book.summary_versions == {"rep_b": 2}
+
+
+def test_summary_has_at_most_the_allowed_adapters() -> None:
+    digests = [digest_of(str(number)) for number in range(MAX_ADAPTERS + 10)]
+    held = read_summary(summarise(digests))
+    assert len(held) == MAX_ADAPTERS
+    assert held < {digest_prefix(digest) for digest in digests}
+    with pytest.raises(SummaryRefused):
+        read_summary(summarise(digests) + b"\xff" * 8)

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from loramux.engine.messages import Add, Finished, SequenceOutput
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.engine_link.sequence_stream import SequenceStream
+from loramux.platform.replicas.routed_engine import RoutedEngine, routing_request
+from loramux.platform.routing.views import ReplicaView
+from tests.platform.ready_adapters import digest_of
+from tests.platform.replicas.lab import ChosenRouter, add, collect
+
+pytestmark = pytest.mark.anyio
+
+
+class LosableEngine(ScriptedEngine):
+    """An engine whose connection can be lost. Its sequences then end as those of a lost connection do."""
+
+    def __init__(self, max_model_len: int = 1024) -> None:
+        super().__init__(max_model_len=max_model_len)
+        self.streams: list[SequenceStream] = []
+
+    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+        if not self.is_ready:
+            raise EngineUnavailable("the engine is not running")
+        self.adds.append(add)
+        self.streams.append(SequenceStream(add))
+        return self.streams[-1]
+
+    def lose(self, was_running: bool = False) -> None:
+        self.die()
+        for stream in self.streams:
+            stream.fail(was_running)
+
+
+class DyingEngine(LosableEngine):
+    """An engine that is lost as soon as it gets a sequence."""
+
+    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+        stream = super().submit(add)
+        self.lose()
+        return stream
+
+
+def view(name: str, *holds: int, is_draining: bool = False) -> ReplicaView:
+    return ReplicaView(
+        id=name,
+        is_local=name == "local",
+        num_running=0,
+        num_waiting=0,
+        capacity=8,
+        pages_free_fraction=1.0,
+        is_draining=is_draining,
+        holds=frozenset(holds),
+        since_s=0.0,
+    )
+
+
+class Fleet:
+    """A routed engine that prefers `peer`, then `other`, then its own."""
+
+    def __init__(self) -> None:
+        self.local, self.other = ScriptedEngine(), ScriptedEngine()
+        self.peer = LosableEngine()
+        self.router = ChosenRouter(["peer", "other", "local"])
+        self.outcomes: Counter[str] = Counter()
+        self.clock_s = 10.0
+        self.engine = RoutedEngine(
+            self.local, "local", self.router, lambda outcome: self.outcomes.update([outcome]), lambda: self.clock_s
+        )
+        self.report()
+
+    def report(self) -> None:
+        views = [view(name) for name in ("local", "peer", "other")]
+        self.engine.update(views, {"peer": self.peer, "other": self.other})
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+async def test_unstarted_sequence_moves_with_its_id_and_remaining_time(fleet: Fleet) -> None:
+    stream = fleet.engine.submit(add("one", 4, timeout_s=30.0))
+    fleet.engine.extend("one", 6)
+    fleet.clock_s += 12.0
+    fleet.peer.lose()
+    tokens, end = await collect(stream)
+    assert tokens == [5, 6, 7, 5, 6, 7]
+    assert (end.reason, end.completion_tokens) == ("length", 6)
+    moved = msgspec.structs.replace(add("one", 6), timeout_s=18.0)
+    assert fleet.other.adds == [moved]
+    assert fleet.outcomes == {"moved": 1, "completed": 1}
+    assert fleet.router.in_flight == []
+    # A lost replica gets nothing until it is reported again.
+    assert [one.id for one in fleet.router.views] == ["local", "other"]
+
+
+@pytest.mark.parametrize("why", ["started", "ran", "aborted"])
+async def test_sequence_that_may_have_run_ends_with_the_error(fleet: Fleet, why: str) -> None:
+    stream = fleet.engine.submit(add("one"))
+    if why == "started":
+        fleet.peer.streams[0].put(SequenceOutput(sequence_id="one", token_ids=(7,)))
+        assert isinstance(await anext(stream), SequenceOutput)
+    elif why == "aborted":
+        fleet.engine.abort("one")
+    fleet.peer.lose(was_running=why == "ran")
+    _, end = await collect(stream)
+    assert (end.reason, end.code) == ("error", "engine_unavailable")
+    assert (fleet.other.adds, fleet.local.adds) == ([], [])
+    assert fleet.outcomes == {"lost": 1}
+    assert fleet.router.in_flight == []
+
+
+async def test_waiting_sequence_of_the_own_dead_engine_runs_elsewhere() -> None:
+    local, peer = LosableEngine(), ScriptedEngine()
+    engine = RoutedEngine(local, "local", ChosenRouter(["local"]), lambda outcome: None)
+    engine.update([view("local"), view("peer")], {"peer": peer})
+    stream = engine.submit(add("one"))
+    local.lose()
+    assert (await collect(stream))[1].reason == "length"
+    assert [one.sequence_id for one in peer.adds] == ["one"]
+    # The server still accepts requests, and still knows the limits of its engine.
+    assert engine.is_ready
+    assert engine.info is not None
+    assert (await collect(engine.submit(add("two"))))[1].reason == "length"
+
+
+async def test_sequence_that_replicas_keep_losing_is_given_up(fleet: Fleet) -> None:
+    fleet.router.wanted = ["first", "second", "third"]
+    engines = {name: DyingEngine() for name in fleet.router.wanted}
+    fleet.engine.update([view("local"), *map(view, engines)], engines)
+    assert (await collect(fleet.engine.submit(add("one"))))[1].code == "engine_unavailable"
+    assert fleet.outcomes == {"moved": 2, "lost": 1}
+    assert not fleet.local.adds
+
+
+async def test_request_too_long_for_the_chosen_replica_runs_here(fleet: Fleet) -> None:
+    fleet.router.wanted = ["small"]
+    small = ScriptedEngine(max_model_len=16)
+    fleet.engine.update([view("local"), view("small")], {"small": small})
+    await collect(fleet.engine.submit(add("fits", 13)))
+    await collect(fleet.engine.submit(add("does not", 14)))
+    assert [one.sequence_id for one in small.adds] == ["fits"]
+    assert [one.sequence_id for one in fleet.local.adds] == ["does not"]
+
+
+async def test_without_any_engine_nothing_is_accepted(fleet: Fleet) -> None:
+    for engine in (fleet.local, fleet.peer, fleet.other):
+        engine.die()
+    assert not fleet.engine.is_ready
+    assert fleet.engine.info is None
+    with pytest.raises(EngineUnavailable):
+        fleet.engine.submit(add("one"))
+    assert fleet.router.in_flight == []
+
+
+async def test_stopped_reader_leaves_nothing_behind(fleet: Fleet) -> None:
+    stream = fleet.engine.submit(add("one"))
+    fleet.peer.streams[0].put(SequenceOutput(sequence_id="one", token_ids=(7,)))
+    await anext(stream)
+    assert fleet.router.in_flight == ["peer"]
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert fleet.router.in_flight == []
+
+
+def test_draining_replica_holds_nothing_for_new_requests(fleet: Fleet) -> None:
+    digest = digest_of("one")
+    prefix = int(digest[:16], 16)
+    views = [view("local"), view("peer", prefix), view("other", prefix, is_draining=True)]
+    fleet.engine.update(views, {"peer": fleet.peer, "other": fleet.other})
+    assert fleet.engine.holds_elsewhere(digest)
+    fleet.engine.update([views[0], views[2]], {"other": fleet.other})
+    assert not fleet.engine.holds_elsewhere(digest)
+
+
+def test_requests_that_can_share_pages_have_the_same_prefix_key() -> None:
+    def key(prompt: range, isolation_key: bytes) -> bytes | None:
+        changed = msgspec.structs.replace(add("one"), prompt=tuple(prompt), isolation_key=isolation_key)
+        return routing_request(changed).prefix_key
+
+    assert key(range(100), b"a") == key(range(200), b"a") != None  # noqa: E711
+    assert key(range(1, 101), b"a") != key(range(100), b"a") != key(range(100), b"b")
+    assert key(range(63), b"a") is None
+    assert key(range(100), b"") is None
