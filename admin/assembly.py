@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from fastapi import FastAPI
 from pydantic import SecretStr
@@ -48,6 +49,7 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.generation.running_requests import RunningRequests
@@ -68,6 +70,11 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 
+if TYPE_CHECKING:
+    from loramux.admin.sharing import Sharing
+
+Share: TypeAlias = "Callable[[Database, GatewayMetrics, Executor], Sharing]"
+
 NUM_THREADS = 16
 """Number of threads that run the SQL of inference requests. They mostly wait for the database."""
 
@@ -81,6 +88,7 @@ class Assembled:
     upkeep: Upkeep
     api_keys: ApiKeys
     metrics: GatewayMetrics
+    sharing: Sharing | None
 
 
 @contextmanager
@@ -91,8 +99,12 @@ def assemble(
     config: EngineConfig,
     engine: EngineClient,
     is_loopback: bool,
+    share: Share | None = None,
 ) -> Iterator[Assembled]:
-    """Assemble the process, except its listeners. Raises StartRefused. Entering and exiting the context both block."""
+    """Assemble the process, except its listeners. Raises StartRefused. Entering and exiting the context both block.
+
+    If `share` is given, the server shares requests with others on its database.
+    """
     served_name = settings.resolved_served_name
     target = pack_target(model, config.dtype)
     with ExitStack() as stack:
@@ -132,6 +144,9 @@ def assemble(
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         admin_executor = stack.enter_context(ThreadPoolExecutor(NUM_ADMIN_THREADS, thread_name_prefix="admin"))
         report_executor = stack.enter_context(ThreadPoolExecutor(NUM_REPORT_THREADS, thread_name_prefix="reports"))
+        sharing = None if share is None else share(database, metrics, executor)
+        if sharing is not None:
+            engine = sharing.engine
         worker = IngestWorker(ingest)
         worker.start()
         stack.callback(worker.stop)
@@ -159,6 +174,7 @@ def assemble(
             spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
             settings=gateway_settings(settings),
             tracing=open_tracing(settings),
+            is_held_elsewhere=held_nowhere_else if sharing is None else sharing.engine.holds_elsewhere,
         )
         stack.callback(gateway.close)
         gateway.grammars.preload()
@@ -212,6 +228,7 @@ def assemble(
             Upkeep(admin),
             api_keys,
             metrics,
+            sharing,
         )
 
 

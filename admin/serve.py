@@ -7,7 +7,9 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -37,6 +39,9 @@ from loramux.engine.model.model_config import ModelConfig
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
 from loramux.platform.engine_link.output_lines import OutputLines
 
+if TYPE_CHECKING:
+    from loramux.admin.assembly import Share
+
 SETTLE_S = 5.0
 """Time, in seconds, allowed for the last settlements after both listeners have closed."""
 
@@ -55,13 +60,14 @@ def run(settings: Settings, texts: Callable[[int], Sequence[str]] = lambda num_t
     with ExitStack() as stack:
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
+        peers = _bind_peers(settings, stack)
         directory = stack.enter_context(open_data_directory(settings.data_dir))
         if settings.quantization is not None:
             base = quantize_base(config, directory.quantized.absolute(), settings.quantization, texts)
             config = msgspec.structs.replace(config, quantized_dir=str(base.directory))
             print(f"weights quantised to {settings.quantization}; {base.quality}", flush=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, directory, model, config, gateway, admin, limits))
+            runner.run(_serve(settings, directory, model, config, gateway, admin, peers, limits))
 
 
 def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
@@ -122,6 +128,7 @@ async def _serve(
     config: EngineConfig,
     gateway_listener: socket.socket,
     admin_listener: socket.socket,
+    peers: socket.socket | None,
     limits: ListenerLimits,
 ) -> None:
     signals = StopSignals()
@@ -137,13 +144,15 @@ async def _serve(
             from loramux.admin.server.connection_registry import ConnectionRegistry
             from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
 
-            blocking = assemble(settings, directory, model, config, engine, is_loopback(admin_listener))
+            share = _share(settings, config, engine, peers)
+            blocking = assemble(settings, directory, model, config, engine, is_loopback(admin_listener), share)
             assembled = await asyncio.to_thread(blocking.__enter__)
             stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
             if not await _started(engine, signals):
                 return
         except EngineStartError as error:
             raise StartRefused(str(error)) from error
+        presence = None if assembled.sharing is None else assembled.sharing.open_presence()
         bootstrap_key = None
         if not await asyncio.to_thread(assembled.api_keys.has_platform_admin):
             created = await asyncio.to_thread(assembled.api_keys.create, None, "bootstrap")
@@ -151,13 +160,17 @@ async def _serve(
 
         def announce() -> None:
             urls = url_of(gateway_listener), url_of(admin_listener)
-            _announce(settings, config, engine.info, *urls, bootstrap_key, engine.socket_path)
+            peer_address = None if assembled.sharing is None else assembled.sharing.address
+            _announce(settings, config, engine.info, *urls, peer_address, bootstrap_key, engine.socket_path)
 
         proxies = TrustedProxies(settings.trusted_proxies)
         openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
         admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
         maintenance = asyncio.create_task(assembled.maintenance.run(), name="maintenance")
         upkeep = asyncio.create_task(assembled.upkeep.run(), name="upkeep")
+        if presence is not None:
+            stack.push_async_callback(presence.close)
+            presence.start(signals.drain)
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai),
             HttpServer(assembled.admin_app, admin_listener, admin),
@@ -167,8 +180,28 @@ async def _serve(
             engine.close,
         )
         await assembled.running.drain(SETTLE_S)
+        if presence is not None:
+            await presence.drained(signals.hurry, settings.drain_s)
         maintenance.cancel()
         upkeep.cancel()
+
+
+def _bind_peers(settings: Settings, stack: ExitStack) -> socket.socket | None:
+    """Bind the listener for other servers, if this server shares requests."""
+    if settings.peer_address is None:
+        return None
+    # Sharing needs cryptography and a router, which other servers do not import.
+    from loramux.admin.sharing import bind_peers
+
+    return stack.enter_context(bind_peers(settings, settings.peer_address))
+
+
+def _share(settings: Settings, config: EngineConfig, engine: LocalEngine, peers: socket.socket | None) -> Share | None:
+    if settings.peer_address is None or peers is None:
+        return None
+    from loramux.admin.sharing import Sharing
+
+    return partial(Sharing, settings.peer_address, peers, config, engine)
 
 
 def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
@@ -196,6 +229,7 @@ def _announce(
     info: EngineReady | None,
     url: str,
     admin_url: str,
+    peer_address: str | None,
     bootstrap_key: str | None,
     engine: Path,
 ) -> None:
@@ -208,5 +242,7 @@ def _announce(
     ]
     if bootstrap_key is not None:
         lines.append(f"  admin key   {bootstrap_key}  (shown this once: export it as LORAMUX_ADMIN_KEY)")
+    if peer_address is not None:
+        lines.append(f"  peers       {peer_address}  (for other servers on this database)")
     lines.append(f"  engine      {engine}  (for further gateways: loramux gateway --engine)")
     print("\n".join(lines), flush=True)

@@ -78,6 +78,13 @@ def serve(
     adapter_generation_config: AdapterGenerationConfig = None,
     tool_call_parser: ToolCallParser = None,
     reasoning_parser: ReasoningParser = None,
+    peer_address: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT at which other servers reach this one, to share requests (default: do not).",
+            show_default=False,
+        ),
+    ] = None,
     reuse_port: ReusePort = None,
 ) -> None:
     """Serve a base model and its tenants' adapters until Ctrl-C.

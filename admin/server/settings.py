@@ -53,6 +53,7 @@ FLAGS = frozenset(
         "tool_call_parser",
         "reasoning_parser",
         "engine",
+        "peer_address",
         "reuse_port",
     }
 )
@@ -175,6 +176,10 @@ class Settings(DataSettings):
     oidc_redirect_url: str | None = None
     engine: Path | None = None
     """The socket of a running server's engine, for `loramux gateway`."""
+    peer_address: str | None = None
+    """`HOST:PORT` at which other servers on the database reach this server's engine, over mutual TLS. Servers with this
+    setting share requests. The host must be an address or name of this machine that the other servers can reach.
+    """
     reuse_port: bool = False
     """Share the ports with other gateways on this host that also set this. The kernel distributes connections."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
@@ -256,6 +261,18 @@ class Settings(DataSettings):
         if blob_url is not None and not re.fullmatch(r"(file|s3)://.+", blob_url):
             raise ValueError(f"{blob_url!r} is not a blob store's URL: use file://DIRECTORY or s3://BUCKET/PREFIX")
         return blob_url
+
+    @field_validator("peer_address")
+    @classmethod
+    def _is_reachable(cls, address: str | None) -> str | None:
+        if address is None:
+            return None
+        found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]{1,253}):([0-9]{1,5})", address)
+        if found is None or int(found[2]) > 65535:
+            raise ValueError(f"{address!r} is not HOST:PORT, with an IPv6 address in brackets")
+        if found[1] in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
+            raise ValueError("other servers need an address at which they can reach this one")
+        return address
 
     @field_validator("oidc_roles")
     @classmethod

@@ -31,16 +31,30 @@ LOAD_S = 60.0
 """An adapter that is being loaded can be missing from the engine's reports for this many seconds."""
 
 
+def held_nowhere_else(digest: str) -> bool:
+    """What a server that shares no requests knows of other servers."""
+    return False
+
+
 class ColdLoads:
     """Predicts cold loads from the engine's last report of its pool and this gateway's own loads since then.
 
     While requests arrive, a report is at most `REPORT_INTERVAL_S` old. Until the next report, an evicted adapter counts
     as resident, and an adapter that several gateways load concurrently counts as a cold load for each of them. No
     request is refused because of an outdated report: see `admit`. Before the first report, no load counts as cold.
+
+    No load counts as cold either while `is_held_elsewhere` finds the adapter on another server, which can run the
+    request.
     """
 
-    def __init__(self, engine: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        clock: Callable[[], float] = time.monotonic,
+        is_held_elsewhere: Callable[[str], bool] = held_nowhere_else,
+    ) -> None:
         self._engine = engine
+        self._is_held_elsewhere = is_held_elsewhere
         self._clock = clock
         self._resident: set[str] | None = None
         self._loading: dict[str, float] = {}
@@ -125,4 +139,6 @@ class ColdLoads:
                 await self.refresh()
 
     def _is_cold(self, digest: str) -> bool:
-        return self._resident is not None and digest not in self._resident and digest not in self._loading
+        if self._resident is None or digest in self._resident or digest in self._loading:
+            return False
+        return not self._is_held_elsewhere(digest)

@@ -23,7 +23,7 @@ from loramux.platform.admission.database_health import DatabaseHealth, DatabaseT
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.adapter_loads import AdapterLoads
-from loramux.platform.generation.cold_loads import ColdLoads
+from loramux.platform.generation.cold_loads import ColdLoads, held_nowhere_else
 from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
@@ -128,8 +128,11 @@ class GatewayServices:
         metrics: GatewayMetrics | None = None,
         spool: SettlementSpool | None = None,
         tracing: Tracing | None = None,
+        is_held_elsewhere: Callable[[str], bool] = held_nowhere_else,
     ) -> GatewayServices:
         """Assemble a gateway. `executor` runs blocking calls, and `close` ends the compute threads.
+
+        `is_held_elsewhere` says whether another server can run requests for an adapter without loading it.
 
         Without a `spool`, settlements that the database rejects wait only in memory.
         """
@@ -140,7 +143,7 @@ class GatewayServices:
         commit = GroupCommit(admission, metrics.note_commit, health, admission.num_writers)
         metrics.database_connections.set_function(lambda: database.num_connections)
         settler = Settler(commit, metrics, health, spool)
-        cold_loads = ColdLoads(engine)
+        cold_loads = ColdLoads(engine, is_held_elsewhere=is_held_elsewhere)
         running = RunningRequests(commit, engine, metrics, database.now_us, health, settler, cold_loads)
         metrics.held_settlements.set_function(lambda: settler.num_held)
         if spool is not None:

@@ -18,12 +18,14 @@ from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.ledger.events import Ledger, UsageEvent
 from loramux.platform.openai_api.app import create_openai_app
 from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -81,15 +83,17 @@ async def open_gateway(
     spool: SettlementSpool | None = None,
     tracing: Tracing | None = None,
     max_model_len: int = 256,
+    routed: tuple[RoutedEngine, ScriptedEngine] | None = None,
 ) -> AsyncIterator[Gateway]:
-    engine = ScriptedEngine(max_model_len=max_model_len)
+    """Open a gateway over a scripted engine: a new one, or that of the server whose `routed` engine it uses."""
+    engine = ScriptedEngine(max_model_len=max_model_len) if routed is None else routed[1]
     tenants, api_keys = Tenants(database), ApiKeys(database, "the operator's key of 32 characters")
     services = GatewayServices.compose(
         database=database,
         tenants=tenants,
         api_keys=api_keys,
         registry=AdapterRegistry(database),
-        engine=engine,
+        engine=engine if routed is None else routed[0],
         tokenizer=tokenizer,
         templates=TenantTemplates(read_special_tokens(DEMO_BASE)),
         grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
@@ -98,8 +102,9 @@ async def open_gateway(
         settings=settings,
         spool=spool,
         tracing=tracing,
+        is_held_elsewhere=held_nowhere_else if routed is None else routed[0].holds_elsewhere,
     )
-    tenant = tenants.create("acme")
+    tenant = tenants.get("acme") or tenants.create("acme")
     key = api_keys.create(tenant.id, "test").secret
     app = create_openai_app(services)
     headers = {"authorization": f"Bearer {key}"}

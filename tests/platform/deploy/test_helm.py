@@ -30,6 +30,7 @@ REQUIRED: dict[str, Any] = {
 EVERYTHING = {
     **REQUIRED,
     "replicas": 3,
+    "shareRequests": True,
     "image": {**REQUIRED["image"], "tag": "cuda", "pullSecrets": ["registry"]},
     "settings": {"max_resident_adapters": 1024, "sandbox": "required"},
     "env": {"AWS_DEFAULT_REGION": "eu-central-1"},
@@ -82,9 +83,11 @@ def test_values_reach_the_server() -> None:
     assert ("PodDisruptionBudget", "loramux") in rendered
     pod = rendered["StatefulSet", "loramux"]["spec"]["template"]["spec"]
     (server,) = pod["containers"]
-    environment = {one["name"]: one["value"] for one in server["env"]}
+    environment = {one["name"]: one.get("value") for one in server["env"]}
     assert environment["LORAMUX_MAX_RESIDENT_ADAPTERS"] == "1024"
     assert environment["LORAMUX_DATABASE_URL"] == REQUIRED["database"]["url"]
+    assert environment["LORAMUX_PEER_ADDRESS"] == "$(POD_IP):8002"
+    assert {"name": "peers", "containerPort": 8002} in server["ports"]
     assert server["securityContext"]["readOnlyRootFilesystem"] is True
     assert server["resources"] == EVERYTHING["resources"]
     assert {mount["name"] for mount in server["volumeMounts"]} == {"data", "model", "tmp"}

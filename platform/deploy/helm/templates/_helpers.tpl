@@ -35,6 +35,12 @@ env:
     value: {{ required "blobs.url is required" .Values.blobs.url | quote }}
   - name: LORAMUX_SERVED_NAME
     value: {{ required "model.servedName is required" .Values.model.servedName | quote }}
+  {{- if .Values.shareRequests }}
+  - name: POD_IP
+    valueFrom: {fieldRef: {fieldPath: status.podIP}}
+  - name: LORAMUX_PEER_ADDRESS
+    value: $(POD_IP):8002
+  {{- end }}
   {{- range $name, $value := .Values.settings }}
   - name: LORAMUX_{{ upper $name }}
     value: {{ toString $value | quote }}

@@ -1,0 +1,108 @@
+"""Assembles what a server needs to share requests with other servers on its database."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import Executor
+from functools import partial
+from importlib.metadata import version
+from random import SystemRandom
+
+from loramux.admin.errors import StartRefused
+from loramux.admin.server.listeners import bind
+from loramux.admin.server.settings import Settings
+from loramux.engine.config import EngineConfig
+from loramux.engine.messages import PROTOCOL
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.platform.engine_link.local_engine import LocalEngine
+from loramux.platform.replicas.certificates import OwnCertificates
+from loramux.platform.replicas.peer_listener import PeerListener
+from loramux.platform.replicas.presence import Presence
+from loramux.platform.replicas.records import ReplicaRow, base_fingerprint
+from loramux.platform.replicas.replica_table import ReplicaTable
+from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.routing.router import Router
+from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.threads import call_on
+
+
+class Sharing:
+    """`engine` takes the place of the local engine in the gateway. `open_presence` needs a local engine that is ready.
+
+    `address` is the setting `peer_address`. If its port is 0, the listener's own port is published.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        listener: socket.socket,
+        config: EngineConfig,
+        local: LocalEngine,
+        database: Database,
+        metrics: GatewayMetrics,
+        executor: Executor,
+    ) -> None:
+        self.address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        self._listener = listener
+        self._config = config
+        self._local = local
+        self._database = database
+        self._metrics = metrics
+        self._executor = executor
+        self._id = new_id("rep")
+        router = Router(clock=time.monotonic, random=SystemRandom())
+        self.engine = RoutedEngine(local, self._id, router, lambda outcome: metrics.forwarded.labels(outcome).inc())
+
+    def open_presence(self) -> Presence:
+        """Listen for other servers. The caller runs and closes the Presence."""
+        ready = self._local.info
+        if ready is None:
+            raise StartRefused("the engine stopped during the start")
+        row = ReplicaRow(
+            id=self._id,
+            address=self.address,
+            base=base_fingerprint(ready),
+            version=version("loramux"),
+            protocol=PROTOCOL,
+            state="serving",
+            beat=0,
+            num_running=0,
+            num_waiting=0,
+            capacity=self._config.max_sequences,
+            num_pages=ready.num_pages,
+            num_free_pages=ready.num_pages,
+            certificates="",
+        )
+        metrics = self._metrics
+        listener = PeerListener(
+            self._listener, self._local, lambda reason: metrics.replica_refusals.labels(reason).inc()
+        )
+        listener.start()
+        return Presence(
+            own=row,
+            table=ReplicaTable(self._database),
+            certificates=OwnCertificates(self._id),
+            local=self._local,
+            engine=self.engine,
+            listener=listener,
+            metrics=metrics,
+            call=partial(call_on, self._executor),
+        )
+
+
+def bind_peers(settings: Settings, address: str) -> socket.socket:
+    """Bind the peer listener. Raises StartRefused if other servers could not use what this one uses."""
+    if settings.is_database_embedded:
+        raise StartRefused(
+            "servers share requests through their database, and this one has its own: set --database-url, "
+            "or remove peer_address"
+        )
+    if settings.blob_url is None:
+        raise StartRefused(
+            "servers that share requests load the same adapters, and this one keeps its own: set --blob-url, "
+            "or remove peer_address"
+        )
+    host, _, port = address.rpartition(":")
+    return bind(host.strip("[]"), int(port), "peer_address")

@@ -1,0 +1,140 @@
+"""Requests over HTTP whose sequences run on another server: their answers, bills and quotas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.migrations.database import Database
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.ready_adapters import digest_of
+from tests.platform.replicas.lab import Replica, acquaint, beat, open_replica, until
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A server with a gateway, and another that runs its requests."""
+
+    gateway: Gateway
+    first: Replica
+    second: Replica
+
+    async def complete(self, **more: Any) -> dict[str, Any]:
+        body = {"model": "base", "prompt": "abc", "max_tokens": 8, **more}
+        answer = await self.gateway.http.post("/v1/completions", json=body)
+        return {"status": answer.status_code, **answer.json()}
+
+    def bills(self) -> list[tuple[object, ...]]:
+        return [
+            (one.status, one.model, one.prompt_tokens, one.completion_tokens, one.cached_tokens)
+            for one in self.gateway.usage()
+        ]
+
+
+@asynccontextmanager
+async def open_pair(
+    database: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, directory: Path
+) -> AsyncIterator[Pair]:
+    async with (
+        open_replica("rep_a", database, threads, directory) as first,
+        open_replica("rep_b", database, threads, directory) as second,
+        open_gateway(database, tokenizer, threads, routed=(first.engine, first.scripted)) as gateway,
+    ):
+        await acquaint(first, second)
+        yield Pair(gateway=gateway, first=first, second=second)
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"stop": "b"},
+    {"n": 3, "max_tokens": 5},
+    {"prompt": ["abc", "abcdef"], "logprobs": 2},
+    {"echo": True, "max_tokens": 4},
+    {"max_tokens": 200, "ignore_eos": True},
+]
+
+
+async def test_forwarded_requests_have_the_same_answers_and_bills(
+    clocked: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with open_pair(clocked, tokenizer, threads, tmp_path) as pair:
+        answers, bills = [], []
+        for wanted in ("rep_a", "rep_b"):
+            pair.first.router.wanted = [wanted]
+            before = len(pair.bills())
+            answers.append([await pair.complete(**request) for request in REQUESTS])
+            bills.append(pair.bills()[before:])
+        for here, there in zip(*answers, strict=True):
+            assert (there["status"], there["choices"], there["usage"]) == (200, here["choices"], here["usage"])
+        assert bills[0] == bills[1]
+        assert len(bills[0]) == len(REQUESTS)
+        assert len(pair.second.scripted.adds) == len(pair.first.scripted.adds) == 9
+
+
+async def test_request_that_had_not_started_survives_the_death_of_its_server(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+        pair.first.router.wanted = ["rep_b"]
+        pair.second.scripted.script = lambda add: Script(token_ids=(1,) * 8, stall_after=0)
+        asking = asyncio.create_task(pair.complete())
+        await until(lambda: len(pair.second.scripted.adds) == 1)
+        await pair.second.listener.close()
+        answer = await asking
+        assert (answer["status"], answer["usage"]["completion_tokens"]) == (200, 8)
+        (moved,) = pair.first.scripted.adds
+        assert moved.sequence_id == pair.second.scripted.adds[0].sequence_id
+        assert [bill[0] for bill in pair.bills()] == ["completed"]
+        assert pair.first.metric("loramux_forwarded_sequences_total", outcome="moved") == 1
+        pair.second.scripted.die()
+
+
+async def test_request_that_had_started_ends_with_an_error_and_pays_what_it_got(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+        pair.first.router.wanted = ["rep_b"]
+        pair.second.scripted.script = lambda add: Script(token_ids=add.prompt[:1] * 8, stall_after=3)
+        body = {"model": "base", "prompt": "abc", "max_tokens": 8, "stream": True}
+        lines: list[str] = []
+
+        async def read() -> None:
+            async with pair.gateway.http.stream("POST", "/v1/completions", json=body) as answer:
+                lines.extend([line async for line in answer.aiter_lines() if line])
+
+        reading = asyncio.create_task(read())
+        await until(lambda: sum(pair.gateway.services.running.progress().values()) == 3)
+        await pair.second.listener.close()
+        await reading
+        assert "engine_unavailable" in lines[-1]
+        assert not pair.first.scripted.adds
+        ((status, _, _, completion_tokens, _),) = pair.bills()
+        assert (status, completion_tokens) == ("failed", 3)
+        assert pair.first.metric("loramux_forwarded_sequences_total", outcome="lost") == 1
+        pair.second.scripted.die()
+
+
+async def test_adapter_held_by_another_server_is_no_cold_load(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+        for name in ("held", "cold"):
+            pair.gateway.add_adapter("acme", name)
+        pair.gateway.limit("cold_loads_per_minute", 0)
+        pair.second.scripted.resident[digest_of("acme/held@1")] = 1
+        await beat(pair.second, pair.first)
+        pair.first.router.wanted = ["rep_b"]
+        assert (await pair.complete(model="held"))["status"] == 200
+        assert (await pair.complete(model="cold"))["status"] == 429
+        assert [add.digest for add in pair.second.scripted.adds] == [digest_of("acme/held@1")]
