@@ -253,6 +253,9 @@ bench-quantized: $(WARM) ## Products and decode steps with weights of 8 and 4 bi
 bench-simulation: $(READY) ## Engine steps per second on a simulated device (ARGS='--running 64')
 	$(VENV)/bin/python -m benchmarks.simulation $(ARGS)
 
+bench-routing: $(READY) ## The choice of replicas in a simulated fleet, compared with simpler policies, 10 minutes (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.routing $(ARGS)
+
 bench-admission: $(READY) ## Reserving and settling quota, one by one and by group commit, on both databases
 	$(VENV)/bin/python -m benchmarks.accounts.admission $(ARGS)
 

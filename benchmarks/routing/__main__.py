@@ -1,0 +1,128 @@
+"""Simulates a fleet of replicas and compares the router with simpler policies.
+
+The router is the product's own object. Gateways, replicas and time are simulated, so the figures do not depend on the
+machine, and equal seeds give equal figures. Every request must end exactly once, or still run or wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.machine import describe
+from benchmarks.routing.figures import MAX_IMBALANCE, MIN_HIT_RATE, best_hit_rate, measure
+from benchmarks.routing.fleet import Fleet, MakePolicy
+from benchmarks.routing.policies import POLICIES
+from benchmarks.routing.scenarios import Scenario, cold_burst, replica_dies, replica_joins
+from benchmarks.routing.setting import Setting
+from benchmarks.tables import open_console
+
+COLD_SETTLE_S = 300.0
+"""Simulated time in which empty pools fill before the measurement begins."""
+
+SCENARIOS: dict[str, Callable[[Setting, MakePolicy], Scenario]] = {
+    "dies": replica_dies,
+    "joins": replica_joins,
+    "burst": cold_burst,
+}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
+    defaults = Setting()
+    parser.add_argument("--adapters", type=int, default=defaults.num_adapters)
+    parser.add_argument("--replicas", type=int, default=defaults.num_replicas)
+    parser.add_argument("--pool", type=int, default=defaults.pool_adapters, help="adapters in one replica's pool")
+    parser.add_argument("--capacity", type=int, default=defaults.capacity, help="sequences that one replica runs")
+    parser.add_argument("--zipf", type=float, nargs="*", default=[0.8, 1.0, 1.2], help="none: only the scenarios")
+    parser.add_argument("--load", type=float, nargs="*", default=[0.7, 0.9], help="parts of the fleet's capacity")
+    parser.add_argument("--gateways", type=int, nargs="*", default=[4, 16])
+    parser.add_argument("--start", choices=("warm", "cold"), nargs="*", default=["warm", "cold"])
+    parser.add_argument("--policies", choices=POLICIES, nargs="*", default=list(POLICIES))
+    parser.add_argument("--scenarios", choices=SCENARIOS, nargs="*", default=list(SCENARIOS))
+    parser.add_argument("--settle-s", type=float, help="simulated seconds before measuring (default 60, cold 300)")
+    parser.add_argument("--measure-s", type=float, default=defaults.measure_s, help="simulated seconds measured")
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    console = open_console()
+    table = Table("start", "zipf", "load", "gateways", "policy", "hits", "imbalance", "p99 wait", "loads/s", "queues")
+    rows = []
+    started_s = time.process_time()
+    base = Setting(
+        num_adapters=arguments.adapters,
+        num_replicas=arguments.replicas,
+        pool_adapters=arguments.pool,
+        capacity=arguments.capacity,
+        measure_s=arguments.measure_s,
+        seed=arguments.seed,
+    )
+    axes = product(arguments.start, arguments.zipf, arguments.load, arguments.gateways)
+    for start, zipf, load, num_gateways in axes:
+        settle_s = arguments.settle_s or (base.settle_s if start == "warm" else COLD_SETTLE_S)
+        setting = dataclasses.replace(
+            base, is_warm=start == "warm", zipf=zipf, load=load, num_gateways=num_gateways, settle_s=settle_s
+        )
+        bound = best_hit_rate(setting)
+        table.add_row(start, str(zipf), str(load), str(num_gateways), "bound", f"{bound:.4f}", str(MAX_IMBALANCE))
+        for policy in arguments.policies:
+            row = run(setting, policy)
+            figures = row["figures"]
+            rows.append({**row, "best_hit_rate": bound})
+            table.add_row(
+                *("", "", "", "", policy),
+                f"{figures['hit_rate']:.4f}",
+                f"{figures['imbalance']:.2f}",
+                f"{figures['p99_wait_s']:.2f} s",
+                f"{figures['loads_per_s']:.1f}",
+                "diverge" if row["is_diverging"] else "",
+            )
+    if rows:
+        console.print(table)
+    events = [dataclasses.asdict(SCENARIOS[name](base, POLICIES["router"])) for name in arguments.scenarios]
+    for event in events:
+        console.print(event["name"], event["remarks"])
+        for phase in ("before", "during", "after"):
+            console.print(f"  {phase}:", event[phase])
+    routed = [row for row in rows if row["policy"] == "router"]
+    num_met = sum(row["meets_goals"] for row in routed)
+    console.print(f"the router meets the goals in {num_met} of {len(routed)} settings")
+    if arguments.out:
+        document = {
+            "machine": describe(),
+            "goals": {"min_hit_rate": MIN_HIT_RATE, "max_imbalance": MAX_IMBALANCE},
+            "cpu_s": round(time.process_time() - started_s, 1),
+            "rows": rows,
+            "scenarios": events,
+        }
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def run(setting: Setting, policy: str) -> dict[str, Any]:
+    fleet = Fleet(setting, POLICIES[policy])
+    fleet.run(setting.settle_s)
+    figures = measure(fleet, setting.measure_s)
+    fleet.check()
+    return {
+        "setting": dataclasses.asdict(setting),
+        "policy": policy,
+        "figures": dataclasses.asdict(figures),
+        "is_diverging": figures.is_diverging,
+        "meets_goals": figures.meets_goals,
+    }
+
+
+if __name__ == "__main__":
+    main()

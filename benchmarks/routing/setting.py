@@ -1,0 +1,49 @@
+"""What one run of the simulation assumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The defaults describe a model with 8 billion parameters and adapters of rank 16, 84 MB each."""
+
+    num_adapters: int = 10_000
+    num_replicas: int = 50
+    pool_adapters: int = 200
+    """Adapters that one replica's pool holds. The least recently used idle one is evicted."""
+    capacity: int = 32
+    """Sequences that one replica runs at once. Further ones wait, first come, first served."""
+    zipf: float = 1.0
+    """Exponent of the adapters' popularity."""
+    load: float = 0.7
+    """Offered load, as a part of the fleet's capacity."""
+    num_gateways: int = 4
+    is_warm: bool = True
+    """True if each adapter was requested once before the run, the least popular first."""
+    min_answer_s: float = 1.0
+    max_answer_s: float = 5.0
+    """A sequence's time in its slot is uniform between these."""
+    min_load_s: float = 0.2
+    max_load_s: float = 1.0
+    """An adapter's time from disk or blob store to the pool is uniform between these."""
+    parallel_loads: int = 4
+    """Adapters that one replica loads at once."""
+    report_s: float = 1.0
+    """Time between two reports of a replica, and between two readings by a gateway."""
+    settle_s: float = 60.0
+    """Simulated time before the measurement begins."""
+    measure_s: float = 120.0
+    seed: int = 1
+
+    def popularity(self) -> list[float]:
+        """Each adapter's part of the requests, the most popular first."""
+        weights = [(rank + 1) ** -self.zipf for rank in range(self.num_adapters)]
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+    @property
+    def requests_per_s(self) -> float:
+        mean_answer_s = (self.min_answer_s + self.max_answer_s) / 2
+        return self.load * self.num_replicas * self.capacity / mean_answer_s
