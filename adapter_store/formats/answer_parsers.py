@@ -17,8 +17,10 @@ OFF = "off"
 
 PARSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "tool_call_parser": ("functiongemma", "gemma4", "hermes", "llama3_json", "mistral", "phi", "pythonic"),
-        "reasoning_parser": ("gemma4", "mistral", "think"),
+        "tool_call_parser": (
+            *("functiongemma", "gemma4", "harmony", "hermes", "llama3_json", "mistral", "phi", "pythonic"),
+        ),
+        "reasoning_parser": ("gemma4", "harmony", "mistral", "think"),
     }
 )
 """The names of the parsers for each setting."""

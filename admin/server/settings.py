@@ -115,11 +115,12 @@ class Settings(DataSettings):
     """`auto`: the `generation_config.json` uploaded with an adapter's version takes precedence over the model's."""
     tool_call_parser: str = AUTO
     """How tool calls are found in answers to the model's own chat template. `auto`: the template decides. `off`: calls
-    are part of the text. Otherwise `functiongemma`, `gemma4`, `hermes`, `llama3_json`, `mistral`, `phi` or `pythonic`.
+    are part of the text. Otherwise `functiongemma`, `gemma4`, `harmony`, `hermes`, `llama3_json`, `mistral`, `phi` or
+    `pythonic`.
     """
     reasoning_parser: str = AUTO
     """How reasoning is separated from the rest of an answer to the model's own chat template. `auto`: the template
-    decides. `off`: reasoning is part of the text. Otherwise `gemma4`, `mistral` or `think`.
+    decides. `off`: reasoning is part of the text. Otherwise `gemma4`, `harmony`, `mistral` or `think`.
     """
     host: str = "127.0.0.1"
     port: Port = 8000

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.engine.messages import Add, Finished, PromptLogprob, SequenceOutput, TokenLogprobs
+from loramux.platform.generation.answer_text import answer_text
 from loramux.platform.generation.plan import TextRules
-from loramux.platform.tokenizer.detokenizer import StopStrings, new_detokenizer
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls.events import CallEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,11 @@ class ChoiceDelta:
     token_ids: tuple[int, ...] = ()
     """The new tokens, including one that ended the choice. Their text can be in a later delta."""
     reasoning: str = ""
-    """New text of the model's reasoning, which precedes the answer's text."""
+    """New text of the model's reasoning."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     """Log-probabilities of the prompt's tokens from the second on, if the choice's sequence scores the prompt."""
+    calls: tuple[CallEvent, ...] = ()
+    """Tool calls that special tokens mark. Calls that text marks are part of `text`."""
 
 
 class Choice:
@@ -30,14 +33,11 @@ class Choice:
     def __init__(self, index: int, add: Add, tokenizer: ModelTokenizer, rules: TextRules) -> None:
         self.index = index
         self.add = add
-        self._detokenizer = new_detokenizer(tokenizer, add.prompt, skip_special_tokens=rules.skip_special_tokens)
-        self._stops = StopStrings(rules.stops, is_shown=rules.include_stop_str_in_output)
+        self._answer = answer_text(tokenizer, add.prompt, rules)
         self._shows_stop = rules.include_stop_str_in_output
-        self._reasoning = rules.splitter()
-        self.num_reasoning = 0
-        """Number of received reasoning tokens, including the markers."""
         self._only_prompt = rules.only_prompt
         self._prompt_logprobs: list[PromptLogprob] = []
+        # As in vLLM, stop strings take effect only after this many tokens.
         self._min_tokens = add.sampling.min_tokens
         # Tokens that are in no delta yet, because their text was held back.
         self._unreported: list[int] = []
@@ -60,40 +60,36 @@ class Choice:
         self._prompt_logprobs += output.prompt_logprobs
         if self._only_prompt and output.token_ids:
             self.num_received += len(output.token_ids)
-            return self._last("", "", (), "length")
-        reasoning = text = ""
+            return self._last((), "length")
+        answer = self._answer
         for position, token_id in enumerate(output.token_ids):
             self.num_received += 1
             self._unreported.append(token_id)
-            was_reasoning = self._is_reasoning
-            more_reasoning, more_text = self._split(self._shown(self._detokenizer.feed(token_id)))
-            if was_reasoning or self._is_reasoning:
-                # Reasoning can only come first.
-                self.num_reasoning = self.num_received
-            reasoning, text = reasoning + more_reasoning, text + more_text
-            if self._stops.is_found:
+            answer.feed(token_id, self.num_received > self._min_tokens)
+            if answer.is_stopped:
                 self.keep = self.num_received
-                return self._last(reasoning, text, output.logprobs[: position + 1], "stop")
-        if not reasoning and not text and not output.logprobs:
+                return self._last(output.logprobs[: position + 1], "stop")
+        if not (answer.text or answer.reasoning or answer.calls or output.logprobs):
             return None
-        return self._delta(reasoning, text, output.logprobs, None)
+        return self._delta(output.logprobs, None)
 
     def finish(self, finished: Finished) -> ChoiceDelta | None:
         self.finished = finished
         if self.is_done or finished.reason not in ("stop", "length"):
             return None
         if self._only_prompt:
-            return self._last("", "", (), "length")
-        shown = self._shown(self._detokenizer.finish())
-        if self._stops.is_found:
+            return self._last((), "length")
+        self._answer.finish(
+            can_stop=self.num_received > self._min_tokens,
+            shown_token_id=finished.stop_token_id if self._shows_stop else None,
+            is_cut_off=finished.reason == "length",
+        )
+        if self._answer.is_stopped:
             self.keep = self.num_received
-            return self._last(*self._split(shown), (), "stop")
-        shown += self._stops.flush()
+            return self._last((), "stop")
         if finished.stop_token_id is not None:
             self._unreported.append(finished.stop_token_id)
-            if self._shows_stop:
-                shown += self._detokenizer.feed(finished.stop_token_id) + self._detokenizer.finish()
-        return self._last(*self._split(shown), (), finished.reason)
+        return self._last((), finished.reason)
 
     def give_up(self) -> None:
         """Record that the engine never reported the end. The prompt and the received tokens are charged."""
@@ -133,30 +129,30 @@ class Choice:
     def cached_tokens(self) -> int:
         return 0 if self.finished is None else self.finished.cached_tokens
 
-    def _shown(self, text: str) -> str:
-        # As in vLLM, stop strings take effect only after min_tokens tokens.
-        if self.num_received <= self._min_tokens:
-            return self._stops.flush() + text
-        return self._stops.feed(text)
-
     @property
-    def _is_reasoning(self) -> bool:
-        return self._reasoning is not None and self._reasoning.is_thinking
+    def num_reasoning(self) -> int:
+        """Number of received reasoning tokens, including the markers."""
+        return self._answer.num_reasoning
 
-    def _split(self, shown: str) -> tuple[str, str]:
-        """Split new text into reasoning and answer."""
-        return ("", shown) if self._reasoning is None else self._reasoning.feed(shown)
-
-    def _delta(
-        self, reasoning: str, text: str, logprobs: tuple[TokenLogprobs, ...], finish_reason: str | None
-    ) -> ChoiceDelta:
+    def _delta(self, logprobs: tuple[TokenLogprobs, ...], finish_reason: str | None) -> ChoiceDelta:
         token_ids = tuple(self._unreported)
         self._unreported.clear()
         prompt_logprobs = tuple(self._prompt_logprobs)
         self._prompt_logprobs.clear()
-        return ChoiceDelta(self.index, text, logprobs, finish_reason, token_ids, reasoning, prompt_logprobs)
+        answer = self._answer
+        delta = ChoiceDelta(
+            self.index,
+            answer.text,
+            logprobs,
+            finish_reason,
+            token_ids,
+            answer.reasoning,
+            prompt_logprobs,
+            tuple(answer.calls),
+        )
+        answer.clear()
+        return delta
 
-    def _last(self, reasoning: str, text: str, logprobs: tuple[TokenLogprobs, ...], finish_reason: str) -> ChoiceDelta:
+    def _last(self, logprobs: tuple[TokenLogprobs, ...], finish_reason: str) -> ChoiceDelta:
         self.is_done = True
-        held_reasoning, held_text = ("", "") if self._reasoning is None else self._reasoning.flush()
-        return self._delta(reasoning + held_reasoning, text + held_text, logprobs, finish_reason)
+        return self._delta(logprobs, finish_reason)

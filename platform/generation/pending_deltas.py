@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from loramux.engine.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.tool_calls.events import CallEvent
 
 
 class PendingDeltas:
@@ -60,6 +61,7 @@ class JoinedDeltas:
         self._logprobs: list[TokenLogprobs] = []
         self._token_ids: list[int] = []
         self._prompt_logprobs: list[PromptLogprob] = []
+        self._calls: list[CallEvent] = []
         self._last: ChoiceDelta | None = None
         for delta in deltas:
             self.add(delta)
@@ -70,6 +72,7 @@ class JoinedDeltas:
         self._logprobs.extend(delta.logprobs)
         self._token_ids.extend(delta.token_ids)
         self._prompt_logprobs.extend(delta.prompt_logprobs)
+        self._calls.extend(delta.calls)
         self._last = delta
 
     def delta(self) -> ChoiceDelta:
@@ -82,4 +85,5 @@ class JoinedDeltas:
             tuple(self._token_ids),
             "".join(self._reasoning),
             tuple(self._prompt_logprobs),
+            tuple(self._calls),
         )

@@ -12,6 +12,7 @@ from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import Share
 from loramux.platform.accounts.version_settings import VersionSettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls.harmony import Channels
 from loramux.platform.tool_calls.reasoning import Markers, ReasoningSplitter
 
 CHUNK_TOKENS = 1024
@@ -59,6 +60,8 @@ class TextRules:
     include_stop_str_in_output: bool = False
     reasoning: Reasoning | None = None
     """None if all text belongs to the answer."""
+    channels: Channels | None = None
+    """None if only the markers of `reasoning` divide the answer."""
     only_prompt: bool = False
     """True if only the prompt is wanted. The engine chooses at least one token, which is dropped and not billed."""
 

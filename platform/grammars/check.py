@@ -13,6 +13,7 @@ from loramux.engine.grammars.grammar import problem_of
 from loramux.engine.grammars.limits import parser_limits
 from loramux.platform.grammars.endless import is_endless_lark, is_endless_schema
 from loramux.platform.tool_calls.grammar import AnswerRules, lark_of
+from loramux.platform.tool_calls.harmony_grammar import harmony_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -123,11 +124,12 @@ def _answer_grammar(rules: AnswerRules) -> str:
         _refuse_nested_ids(tool.schema)
         if is_endless_schema(tool.schema):
             raise GrammarRefused(_ENDLESS)
+    lark = lark_of if rules.channels is None else harmony_lark
     if rules.grammar is None:
-        return lark_of(rules, JSON_OPTIONS, None)
+        return lark(rules, JSON_OPTIONS, None)
     grammars = _grammars(_grammar(*rules.grammar))
     grammars[0]["name"] = "answer"
-    return json.dumps({"grammars": [{"lark_grammar": lark_of(rules, JSON_OPTIONS, "@answer")}, *grammars]})
+    return json.dumps({"grammars": [{"lark_grammar": lark(rules, JSON_OPTIONS, "@answer")}, *grammars]})
 
 
 def _grammars(grammar: str) -> list[dict[str, Any]]:

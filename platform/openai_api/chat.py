@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from loramux.platform.generation.plan import Target
+from loramux.platform.generation.plan import Reasoning, Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.chat_answer import ChatAnswer
@@ -20,7 +20,11 @@ from loramux.platform.openai_api.request_life import serve
 from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.telemetry.tracing import traced
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls import harmony
+from loramux.platform.tool_calls.harmony import Channels, Harmony
 from loramux.platform.tool_calls.parsers import PARSERS
+from loramux.platform.tool_calls.reasoning import HARMONY
 
 router = APIRouter()
 
@@ -42,7 +46,7 @@ async def _prepare(services: GatewayServices, target: Target, received: Received
     def encoded(prompt: ChatPrompt) -> Prepared:
         limit, adds_special_tokens = longest_prompt(services, body), body.adds_special_tokens
         ids = target.tokenizer.encode_rendered(prompt.text, limit, add_special_tokens=adds_special_tokens)
-        return Prepared((ids,), prompt.reasoning, prompt.tool_format)
+        return _read_as(prompt, ids, target.tokenizer)
 
     if source is None:
         return await services.compute_if_long(
@@ -51,6 +55,22 @@ async def _prepare(services: GatewayServices, target: Target, received: Received
     with traced("render"), services.metrics.template_seconds.time():
         prompt = await services.chat_prompts.render_with(target.tenant_id, source, body, parsers)
     return await services.compute_if_long(len(prompt.text), encoded, prompt)
+
+
+def _read_as(prompt: ChatPrompt, ids: tuple[int, ...], tokenizer: ModelTokenizer) -> Prepared:
+    """Decide how the answer is read. Channels need the model's special tokens, so without them nothing is parsed."""
+    reasoning, tool_format = prompt.reasoning, prompt.tool_format
+    has_reasoning, has_calls = reasoning is not None and reasoning.markers is HARMONY, tool_format == harmony.NAME
+    if not has_reasoning and not has_calls:
+        return Prepared((ids,), reasoning, tool_format)
+    found = Harmony.of(tokenizer.special_token_id, tokenizer.token_bytes)
+    if found is None:
+        return Prepared((ids,))
+    place = found.end_of(ids)
+    channels = Channels(format=found, place=place, has_reasoning=has_reasoning, has_calls=has_calls)
+    if has_reasoning:
+        reasoning = Reasoning(HARMONY, is_open=place.message is not None and place.message.channel == harmony.ANALYSIS)
+    return Prepared((ids,), reasoning if has_reasoning else None, tool_format if has_calls else None, channels)
 
 
 def _constraint(target: Target, body: ChatRequest, prepared: Prepared) -> Constraint | None:
@@ -69,7 +89,7 @@ async def _shape(
         has_logprobs=bool(body.logprobs),
         include_usage=body.include_usage,
         tool_choice=body.choice_of_tools,
-        new_parser=None if tool_format is None else PARSERS[tool_format],
+        new_parser=None if tool_format is None else PARSERS.get(tool_format),
         note_call=None if tool_format is None else services.metrics.tool_calls.labels(tool_format).inc,
         prompt_token_ids=prepared.prompts[0] if body.return_token_ids else None,
         num_prompt_logprobs=body.prompt_logprobs,

@@ -9,7 +9,8 @@ from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.endpoint import Prepared
 from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool, Thinking
+from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool, OpenChannels, Thinking
+from loramux.platform.tool_calls.harmony import Place
 
 ANY_ARGUMENTS = {"type": "object"}
 
@@ -17,22 +18,31 @@ ANY_ARGUMENTS = {"type": "object"}
 def chat_constraint(tokenizer: ModelTokenizer, body: ChatRequest, prepared: Prepared) -> Constraint | None:
     wanted, reasoning = body.constraint(), prepared.reasoning
     calls = _calls(body, prepared.tool_format, is_constrained=wanted is not None)
-    if calls is None and (wanted is None or reasoning is None):
+    channels = prepared.channels
+    if calls is None and (wanted is None or (reasoning is None and channels is None)):
         return wanted
     if calls is not None and calls.is_forced:
         # The answer consists of calls.
         wanted = None
-    ids = {marker: tokenizer.marker_token_id(marker) for marker in prepared.markers}
+    ids: dict[str, int | None] = {marker: tokenizer.marker_token_id(marker) for marker in prepared.markers}
+    if channels is not None:
+        ids |= channels.format.ids
     rules = AnswerRules(
         thinking=None
-        if reasoning is None
+        if reasoning is None or channels is not None
         else Thinking(reasoning.markers.begin, reasoning.markers.end, reasoning.is_open),
+        channels=None if channels is None else _open_channels(channels.place),
         calls=calls,
         grammar=None if wanted is None else (wanted.kind, wanted.text),
         special_tokens={marker: token_id for marker, token_id in ids.items() if token_id is not None},
     )
     param = "tools" if wanted is None else wanted.param
     return Constraint.of_text("answer", msgspec.json.encode(rules).decode(), param)
+
+
+def _open_channels(place: Place) -> OpenChannels:
+    channel = None if place.message is None else place.message.channel
+    return OpenChannels(has_start=channel is None and bool(place.role), channel=channel)
 
 
 def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) -> Calls | None:

@@ -7,41 +7,48 @@ from collections.abc import Iterable, Iterator
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.openai_api.answers import Document
 from loramux.platform.tool_calls.call_parser import CallParser
-from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, Event, TextEvent
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, Event, TextEvent
 
 
 class MessageBuilder:
     """Turns a choice's deltas into deltas of OpenAI's messages.
 
-    `parser` finds tool calls in the text. Without a parser, all text is content. `call_ids` has an ID for each call.
+    `parser` finds tool calls in the text. Without a parser, all text is content. A delta's own `calls` were marked by
+    special tokens. `call_ids` has an ID for each call.
     """
 
     def __init__(self, parser: CallParser | None, call_ids: Iterator[str]) -> None:
         self._parser = parser
         self._call_ids = call_ids
         self.has_calls = False
+        self._is_in_call = False
+        """True after the start of a call that special tokens mark, until its end."""
 
     @property
     def ends_with_calls(self) -> bool:
         """True if the message has calls and none of them was cut off, by a stop string for example."""
-        return self.has_calls and self._parser is not None and not self._parser.is_cut_off
+        is_cut_off = self._is_in_call or (self._parser is not None and self._parser.is_cut_off)
+        return self.has_calls and not is_cut_off
 
     def feed(self, delta: ChoiceDelta) -> Iterator[Document]:
         """Yield the message deltas that `delta` adds. Consume them all before the next call."""
         if delta.reasoning:
             # vLLM's newer and older names for the field.
             yield {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
-        for event in self._events(delta):
+        for event in [*self._events(delta), *delta.calls]:
             match event:
                 case TextEvent(text):
                     yield {"content": text}
                 case CallBegun(index, name):
                     self.has_calls = True
+                    self._is_in_call = self._parser is None
                     function = {"name": name, "arguments": ""}
                     call = {"index": index, "id": next(self._call_ids), "type": "function", "function": function}
                     yield {"tool_calls": [call]}
                 case ArgumentsEvent(index, text):
                     yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+                case CallEnded():
+                    self._is_in_call = False
 
     def _events(self, delta: ChoiceDelta) -> Iterable[Event]:
         if self._parser is None:

@@ -16,6 +16,7 @@ from loramux.platform.tokenizer.conversation import TemplateRefused
 from loramux.platform.tokenizer.template_check import TemplateFeatures
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser, last_marker
+from loramux.platform.tool_calls.reasoning import HARMONY
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,10 @@ def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -
             param="thinking_token_budget",
             code="unsupported_parameter",
         )
-    if markers is not None:
+    if markers is HARMONY:
+        # Any message may end with the end marker. The prompt's tokens show whether it ends within the reasoning.
+        reasoning = Reasoning(markers, is_open=False)
+    elif markers is not None:
         last = last_marker(text, markers, _continued(body))
         # If the prompt has closed the thinking, the answer has none.
         if last != markers.end:

@@ -11,6 +11,7 @@ from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.answers import Answer
 from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.tool_calls.harmony import Channels
 from loramux.platform.tool_calls.parsers import PARSERS
 
 B = TypeVar("B", bound=GenerationRequest)
@@ -25,6 +26,8 @@ class Prepared:
     """None if the model does not reason before it answers."""
     tool_format: str | None = None
     """The format of tool calls. None if the request offers no tools, or if calls are not parsed."""
+    channels: Channels | None = None
+    """How the answer's channels are read. None if it has no channels."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token ids of words that the answer must not contain."""
     activations: tuple[int | None, ...] = ()
@@ -32,6 +35,9 @@ class Prepared:
 
     @property
     def markers(self) -> tuple[str, ...]:
+        """The markers of calls and reasoning that are part of the answer's text."""
+        if self.channels is not None:
+            return ()
         parser = None if self.tool_format is None else PARSERS[self.tool_format]
         calls = () if parser is None else (*parser.markers, *parser.ends)
         return calls if self.reasoning is None else (*calls, self.reasoning.markers.begin, self.reasoning.markers.end)

@@ -55,6 +55,10 @@ def make_plan(
     sampling = msgspec.structs.replace(
         body.sampling(defaults), bad_words=prepared.bad_words, thinking=_thinking(target, body, prepared)
     )
+    if prepared.channels is not None and not sampling.ignore_eos:
+        # Not every generation_config.json lists the token that ends a call.
+        stop_token_ids = (*sampling.stop_token_ids, *prepared.channels.format.final_ids)
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=stop_token_ids)
     text_rules = _text_rules(target, body, prepared)
     max_tokens = _max_tokens(services.max_model_len, body, prompts, defaults.max_new_tokens)
     # In the engine, each choice is a sequence with its own copy of the prompt.
@@ -100,7 +104,7 @@ def _thinking(target: Target, body: GenerationRequest, prepared: Prepared) -> Th
 
 def _text_rules(target: Target, body: GenerationRequest, prepared: Prepared) -> TextRules:
     """Return how tokens become text. Special tokens are shown if they mark calls or reasoning."""
-    rules = replace(body.text_rules(), reasoning=prepared.reasoning)
+    rules = replace(body.text_rules(), reasoning=prepared.reasoning, channels=prepared.channels)
     if any(target.tokenizer.special_token_id(marker) is not None for marker in prepared.markers):
         rules = replace(rules, skip_special_tokens=False)
     return rules

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Template
 
 from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
+from loramux.platform.tool_calls import harmony
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning for the template. Most templates read the first."""
@@ -57,14 +58,18 @@ def render(
     conversation: Conversation,
 ) -> str:
     """Raises TemplateRefused."""
-    messages = [_message(message) for message in conversation.messages]
+    has_channels = harmony.CHANNEL in source
+    messages = [_message(message, has_channels) for message in conversation.messages]
+    tools = None if conversation.tools is None else list(conversation.tools)
+    if tools is not None and has_channels:
+        tools = [_described(tool) for tool in tools]
     final = _tag_final(messages, source) if conversation.continue_final_message else None
     variables = {
         "documents": None,
         **conversation.kwargs,
         **special_tokens,
         "messages": messages,
-        "tools": None if conversation.tools is None else list(conversation.tools),
+        "tools": tools,
         "add_generation_prompt": conversation.add_generation_prompt,
     }
     try:
@@ -79,11 +84,21 @@ def reason(error: BaseException) -> str:
     return str(error)[:_MAX_REASON_CHARS].encode(errors="replace").decode() or type(error).__name__
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """gpt-oss's template fails for a function without a description, which OpenAI's API allows."""
+    return {**tool, "function": {"description": "", **tool["function"]}} if "function" in tool else tool
+
+
+def _message(message: Mapping[str, Any], has_channels: bool) -> dict[str, Any]:
     """Drop null fields, which many templates would print, and copy the reasoning to each of its names."""
     shown = {name: value for name, value in message.items() if value is not None}
     reasoning = next((shown[name] for name in _REASONING_FIELDS if name in shown), None)
-    return shown if reasoning is None else {"thinking": reasoning, **shown, "reasoning_content": reasoning}
+    if reasoning is None:
+        return shown
+    if has_channels and shown.get("content") and shown.get("tool_calls"):
+        # gpt-oss's template refuses a message with calls that has both content and `thinking`.
+        return {**shown, "reasoning_content": reasoning}
+    return {"thinking": reasoning, **shown, "reasoning_content": reasoning}
 
 
 def _tag_final(messages: list[dict[str, Any]], source: str) -> str:

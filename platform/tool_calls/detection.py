@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from loramux.adapter_store.formats.answer_parsers import AUTO, OFF, AnswerParsers
-from loramux.platform.tool_calls.reasoning import REASONING_MARKERS, Markers
+from loramux.platform.tool_calls import harmony
+from loramux.platform.tool_calls.reasoning import HARMONY, REASONING_MARKERS, Markers
 
 _SIGNS = (
     # Templates without a parser come first, because some use another format's markers.
     ("<function=", None),
     ("<arg_key>", None),
+    ("<|channel|>", harmony.NAME),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call>call:", "gemma4"),
     ("<start_function_call>", "functiongemma"),
@@ -32,8 +34,11 @@ def parser_name_of(template_source: str) -> str | None:
 
 def reasoning_markers_of(template_source: str) -> Markers | None:
     """Return the markers of the model's thinking, or None if its template has none."""
-    found = (one for one in REASONING_MARKERS.values() if one.begin in template_source or one.end in template_source)
-    return next(found, None)
+    if harmony.CHANNEL in template_source:
+        return HARMONY
+    # Many templates without thinking contain harmony's end marker.
+    markers = (one for one in REASONING_MARKERS.values() if one is not HARMONY)
+    return next((one for one in markers if one.begin in template_source or one.end in template_source), None)
 
 
 def chosen_parser(chosen: AnswerParsers, template_source: str) -> str | None:

@@ -26,4 +26,13 @@ class ArgumentsEvent:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The call is complete. Only calls that special tokens mark have this event."""
+
+    index: int
+
+
+CallEvent = CallBegun | ArgumentsEvent | CallEnded
+
 Event = TextEvent | CallBegun | ArgumentsEvent

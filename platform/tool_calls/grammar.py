@@ -41,8 +41,19 @@ class Calls(msgspec.Struct, frozen=True):
     """True if the answer can contain several calls."""
 
 
+class OpenChannels(msgspec.Struct, frozen=True):
+    """The place in harmony's channels where the prompt ends."""
+
+    has_start: bool
+    """True if it is after `<|start|>assistant`."""
+    channel: str | None
+    """The channel of the message that it is in, or None."""
+
+
 class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
     thinking: Thinking | None = None
+    channels: OpenChannels | None = None
+    """If set, `harmony_grammar.py` makes the grammar."""
     calls: Calls | None = None
     grammar: tuple[str, str] | None = None
     """Kind and text of the constraint on the part of the answer that is neither reasoning nor calls."""
@@ -94,10 +105,15 @@ def _add_objects(lines: list[str], calls: Calls, json_options: Mapping[str, Any]
     for index, tool in enumerate(calls.tools):
         before = syntax.before_arguments.replace("NAME", tool.name)
         lines.append(f"object_{index}: {_text(before)} arguments_{index} {_text(syntax.after_arguments)}")
-        lines.append(f"arguments_{index}: %json {json.dumps({**tool.schema, 'x-guidance': dict(json_options)})}")
+        lines.append(f"arguments_{index}: {json_rule(tool, json_options)}")
     lines.append("object: " + " | ".join(f"object_{index}" for index in range(len(calls.tools))))
     has_several = calls.is_parallel and syntax.is_grouped
     lines.append(f"objects: object ({_text(syntax.separator)} object)*" if has_several else "objects: object")
+
+
+def json_rule(tool: OfferedTool, json_options: Mapping[str, Any]) -> str:
+    """The expression for a tool's arguments."""
+    return f"%json {json.dumps({**tool.schema, 'x-guidance': dict(json_options)})}"
 
 
 def _forced_calls(lines: list[str], calls: Calls, ids: Mapping[str, int]) -> str:

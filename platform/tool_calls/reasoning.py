@@ -24,8 +24,11 @@ BRACKETED_THINK = Markers("[THINK]", "[/THINK]")
 CHANNEL = Markers("<|channel>thought", "<channel|>")
 """Gemma 4."""
 
+HARMONY = Markers("<|channel|>analysis<|message|>", "<|end|>")
+"""gpt-oss. `harmony.py` reads its answers by token IDs, because any message can end with this end marker."""
+
 REASONING_MARKERS: Mapping[str, Markers] = MappingProxyType(
-    {"think": THINK, "mistral": BRACKETED_THINK, "gemma4": CHANNEL}
+    {"harmony": HARMONY, "think": THINK, "mistral": BRACKETED_THINK, "gemma4": CHANNEL}
 )
 """The markers by their name in the setting `reasoning_parser`. Templates are searched in this order."""
 

@@ -15,6 +15,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate, migrated_sqlite
 from tests.platform.clocked_databases import FakeClock, empty
 from tests.platform.gateways import Gateway, listening, open_gateway
+from tests.platform.harmony_base import make_harmony_base
 from tests.platform.tool_base import make_tool_base
 from tests.postgres import create_database
 
@@ -92,6 +93,11 @@ async def gateway(
 @pytest.fixture(scope="session")
 def tool_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     return ModelTokenizer.load(make_tool_base(tmp_path_factory.mktemp("tool_base")))
+
+
+@pytest.fixture(scope="session")
+def harmony_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return ModelTokenizer.load(make_harmony_base(tmp_path_factory.mktemp("harmony_base")))
 
 
 @pytest.fixture

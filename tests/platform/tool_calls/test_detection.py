@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.adapter_store.formats import answer_parsers
+from loramux.platform.tool_calls import harmony
 from loramux.platform.tool_calls.detection import parser_name_of
 from loramux.platform.tool_calls.parsers import PARSERS
 from loramux.platform.tool_calls.reasoning import REASONING_MARKERS
@@ -30,6 +31,11 @@ SHOWN = {
     "Llama 4, by its marker": ("{{- '<|python_start|>' -}}", "pythonic"),
     "FunctionGemma": ("{{- '<start_function_call>call:' + function['name'] + '{' -}}", "functiongemma"),
     "Gemma 4": ("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "gemma4"),
+    "gpt-oss": (
+        "{%- if '<tool_call>' in message.content %}{% endif %}"
+        "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}",
+        "harmony",
+    ),
     "Qwen3-Coder": ("<tool_call>\n<function=example_function_name>", None),
     "no tools": ("{{ message.content }}", None),
 }
@@ -37,11 +43,11 @@ SHOWN = {
 
 def test_settings_name_every_parser() -> None:
     names = answer_parsers.PARSERS
-    assert names["tool_call_parser"] == tuple(sorted(PARSERS))
+    assert names["tool_call_parser"] == tuple(sorted([*PARSERS, harmony.NAME]))
     assert names["reasoning_parser"] == tuple(sorted(REASONING_MARKERS))
 
 
 @pytest.mark.parametrize(("source", "name"), SHOWN.values(), ids=SHOWN.keys())
 def test_template_decides_the_parser(source: str, name: str | None) -> None:
     assert parser_name_of(source) == name
-    assert name is None or name in PARSERS
+    assert name in (None, harmony.NAME, *PARSERS)

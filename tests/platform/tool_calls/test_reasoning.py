@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.platform.tool_calls.detection import last_marker, reasoning_markers_of
-from loramux.platform.tool_calls.reasoning import REASONING_MARKERS, THINK, Markers, ReasoningSplitter
+from loramux.platform.tool_calls.reasoning import HARMONY, REASONING_MARKERS, THINK, Markers, ReasoningSplitter
 
 
 def split(pieces: list[str], markers: Markers, *, is_open: bool) -> tuple[str, str]:
@@ -49,6 +49,9 @@ def test_markers_follow_from_the_template() -> None:
     markers = reasoning_markers_of("{{ '<think>' }}")
     assert markers is not None
     assert reasoning_markers_of("{{ messages }}") is None
+    assert reasoning_markers_of("<|start|>assistant<|channel|>analysis<|message|>") is HARMONY
+    # Phi's end of a message is also harmony's.
+    assert reasoning_markers_of("<|assistant|>{{ message.content }}<|end|>") is None
 
 
 @pytest.mark.parametrize(

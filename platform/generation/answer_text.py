@@ -1,0 +1,195 @@
+"""Turns the tokens of one choice into the text of its answer, its reasoning and its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from loramux.platform.generation.plan import TextRules
+from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings, new_detokenizer
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, CallEvent
+from loramux.platform.tool_calls.harmony import Channels, Destination
+
+
+class AnswerText(Protocol):
+    """The text of one choice since the last `clear`."""
+
+    text: str
+    reasoning: str
+    calls: list[CallEvent]
+    """Calls that special tokens mark. Calls that text marks are part of `text`."""
+    num_reasoning: int
+    """Number of reasoning tokens in the whole answer, including the markers."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a stop string was found. Nothing follows it."""
+
+    def feed(self, token_id: int, can_stop: bool) -> None:
+        """Stop strings count only if `can_stop`."""
+
+    def finish(self, *, can_stop: bool, shown_token_id: int | None, is_cut_off: bool) -> None:
+        """The engine has ended the choice. `shown_token_id` is the token that ended it, if the text shows it.
+        `is_cut_off` is True if the answer reached its limit.
+        """
+
+    def clear(self) -> None: ...
+
+
+def answer_text(tokenizer: ModelTokenizer, prompt: Sequence[int], rules: TextRules) -> AnswerText:
+    detokenizer = new_detokenizer(tokenizer, prompt, skip_special_tokens=rules.skip_special_tokens)
+    stops = StopStrings(rules.stops, is_shown=rules.include_stop_str_in_output)
+    if rules.channels is not None:
+        return ChannelText(detokenizer, stops, rules.channels)
+    return MarkedText(detokenizer, stops, rules)
+
+
+class MarkedText:
+    """One text. Markers in it can separate the reasoning from the answer."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings, rules: TextRules) -> None:
+        self.text = self.reasoning = ""
+        self.calls: list[CallEvent] = []
+        self.num_reasoning = 0
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._splitter = rules.splitter()
+        self._num_fed = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stops.is_found
+
+    def feed(self, token_id: int, can_stop: bool) -> None:
+        text = self._detokenizer.feed(token_id)
+        shown = self._stops.feed(text) if can_stop else self._stops.flush() + text
+        if self._splitter is None:
+            self.text += shown
+            return
+        self._num_fed += 1
+        was_reasoning = self._splitter.is_thinking
+        self._add(*self._splitter.feed(shown))
+        if was_reasoning or self._splitter.is_thinking:
+            # Reasoning can only come first.
+            self.num_reasoning = self._num_fed
+        if self.is_stopped:
+            self._add(*self._splitter.flush())
+
+    def finish(self, *, can_stop: bool, shown_token_id: int | None, is_cut_off: bool) -> None:
+        text = self._detokenizer.finish()
+        shown = self._stops.feed(text) if can_stop else self._stops.flush() + text
+        if not self.is_stopped:
+            shown += self._stops.flush()
+            if shown_token_id is not None:
+                shown += self._detokenizer.feed(shown_token_id) + self._detokenizer.finish()
+        if self._splitter is None:
+            self.text += shown
+        else:
+            self._add(*self._splitter.feed(shown))
+            self._add(*self._splitter.flush())
+
+    def clear(self) -> None:
+        self.text = self.reasoning = ""
+
+    def _add(self, reasoning: str, text: str) -> None:
+        self.reasoning += reasoning
+        self.text += text
+
+
+class ChannelText:
+    """Messages in channels. Their headers and markers are never shown.
+
+    Stop strings are searched in the text of each message. A line break separates messages with the same destination.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings, channels: Channels) -> None:
+        self.text = self.reasoning = ""
+        self.calls: list[CallEvent] = []
+        self.num_reasoning = 0
+        self.place = channels.place
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._channels = channels
+        self._open: Destination | None = None
+        """The destination of the open message. None in a header."""
+        self._has_text = False
+        """True if the open message has text."""
+        self._earlier: set[Destination] = set()
+        """The destinations, except calls, that earlier messages had text for."""
+        self._num_calls = 0
+        self._num_header = 0
+        """Number of tokens of the header that is being read."""
+        self._begin()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stops.is_found
+
+    def feed(self, token_id: int, can_stop: bool) -> None:
+        if self._open is None:
+            self._num_header += 1
+        elif self._open is Destination.REASONING:
+            self.num_reasoning += 1
+        if self._channels.format.is_text(self.place, token_id):
+            self._add(self._detokenizer.feed(token_id), can_stop)
+            return
+        before, self.place = self.place, self._channels.format.after(self.place, token_id)
+        if self.place is not before:
+            self._end(can_stop, is_cut_off=False)
+            if not self.is_stopped:
+                self._begin()
+
+    def finish(self, *, can_stop: bool, shown_token_id: int | None, is_cut_off: bool) -> None:
+        self._end(can_stop, is_cut_off=is_cut_off)
+
+    def clear(self) -> None:
+        self.text = self.reasoning = ""
+        self.calls.clear()
+
+    def _begin(self) -> None:
+        message = self.place.message
+        if message is None:
+            return
+        self._open = self._channels.destination(message)
+        self._has_text = False
+        if self._open is Destination.REASONING:
+            self.num_reasoning += self._num_header
+        self._num_header = 0
+        if self._open is Destination.CALL:
+            assert message.function is not None
+            self.calls.append(CallBegun(self._num_calls, message.function))
+            self._num_calls += 1
+
+    def _end(self, can_stop: bool, *, is_cut_off: bool) -> None:
+        if self._open is None:
+            return
+        self._add(self._detokenizer.finish(), can_stop)
+        if self.is_stopped:
+            return
+        self._show(self._stops.flush())
+        if self._open is Destination.CALL:
+            if not is_cut_off:
+                if not self._has_text:
+                    self._show("{}")
+                self.calls.append(CallEnded(self._num_calls - 1))
+        elif self._has_text:
+            self._earlier.add(self._open)
+        self._open = None
+
+    def _add(self, text: str, can_stop: bool) -> None:
+        self._show(self._stops.feed(text) if can_stop else self._stops.flush() + text)
+
+    def _show(self, text: str) -> None:
+        if not text:
+            return
+        assert self._open is not None
+        if not self._has_text and self._open in self._earlier:
+            text = "\n" + text
+        if self._open is Destination.CALL:
+            self.calls.append(ArgumentsEvent(self._num_calls - 1, text))
+        elif self._open is Destination.REASONING:
+            self.reasoning += text
+        else:
+            self.text += text
+        self._has_text = True
