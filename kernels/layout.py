@@ -78,13 +78,15 @@ class ExpertLinear:
 
     An adapter's file has its tensors under `name`, where `{}` stands for the expert's number, or stacked for all
     experts under `stack`. Either is None if the base has no such form. A linear without a `name` of its own contains
-    others that have one: a gate and an up in one linear.
+    others that have one: a gate and an up in one linear. With `alternates`, the outputs of this gate and up alternate
+    in an adapter's file.
     """
 
     name: str | None
     stack: str | None
     in_features: int
     out_features: int
+    alternates: bool = False
 
     def shape(self, expert: int, layers: tuple[int, ...] | None) -> LinearShape:
         name = f"{self.stack}.{expert}" if self.name is None else self.name.format(expert)

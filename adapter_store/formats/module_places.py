@@ -26,7 +26,7 @@ class ModulePlace:
 
     If the file stacks the tensors of `num_experts` experts, `key` is the name of the stack, and the module belongs to
     `expert`. As in PEFT, A has all ranks of expert 0, then all ranks of expert 1; B has rank 0 of all experts, then
-    rank 1.
+    rank 1. With `alternates`, the rows of B alternate between the gate and the up; a packed file has the gate first.
     """
 
     key: str
@@ -38,6 +38,7 @@ class ModulePlace:
     is_stacked: bool = False
     expert: int = 0
     num_experts: int = 1
+    alternates: bool = False
 
     @property
     def name(self) -> str:
@@ -108,4 +109,15 @@ def _expert_places(target: PackTarget, experts: ExpertModules, layer: int) -> It
         if linear.stack is not None:
             key = f"model.layers.{layer}.{linear.stack}"
             for expert, index in enumerate(indices):
-                yield ModulePlace(key, layer, index, modules[index], linear.stack, True, True, expert, num_experts)
+                yield ModulePlace(
+                    key,
+                    layer,
+                    index,
+                    modules[index],
+                    linear.stack,
+                    is_expert=True,
+                    is_stacked=True,
+                    expert=expert,
+                    num_experts=num_experts,
+                    alternates=linear.alternates,
+                )

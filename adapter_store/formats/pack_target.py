@@ -212,7 +212,7 @@ class PackTarget:
             "tp_rank": self.tp_rank,
         }
         # Omitted if there are no experts, so that older packed files stay valid.
-        return document if self.experts is None else {**document, "experts": asdict(self.experts)}
+        return document if self.experts is None else {**document, "experts": _experts_document(self.experts)}
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> PackTarget:
@@ -240,6 +240,15 @@ def _module_document(module: LinearShape) -> dict[str, Any]:
 def _parse_module(document: dict[str, Any]) -> LinearShape:
     layers = document.get("layers")
     return LinearShape(**{**document, "layers": None if layers is None else tuple(layers)})
+
+
+def _experts_document(experts: ExpertModules) -> dict[str, Any]:
+    document = asdict(experts)
+    for linear in document["linears"]:
+        if not linear["alternates"]:
+            # Left out, so that packed files from before the field was added stay valid.
+            del linear["alternates"]
+    return document
 
 
 def _parse_experts(document: dict[str, Any] | None) -> ExpertModules | None:

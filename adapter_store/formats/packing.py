@@ -139,7 +139,8 @@ class _StackedB:
     def of(self, place: ModulePlace) -> npt.NDArray[Any]:
         if self._whole is None:
             self._whole = self._file.converted(place.b_name, self._dtype)
-        return self._whole[:, place.b_columns]
+        of_expert = self._whole[:, place.b_columns]
+        return np.concatenate((of_expert[::2], of_expert[1::2])) if place.alternates else of_expert
 
 
 def _write(

@@ -33,14 +33,11 @@ class LayerAdapters:
         x: torch.Tensor,
         y: torch.Tensor,
         flag: LayerGroups,
-        group: ModuleGroup | None,
+        group: ModuleGroup,
         pairs: Segments | None = None,
     ) -> torch.Tensor:
-        """Add the adapters' outputs for `x` to `y`, the base's output. For a group of experts, `pairs` is given.
-
-        A group of None has no modules, so that no adapter changes it.
-        """
-        if group is not None and flag in self.groups:
+        """Add the adapters' outputs for `x` to `y`, the base's output. For a group of experts, `pairs` is given."""
+        if flag in self.groups:
             segments = self.segments if pairs is None else pairs
             self.kernels.lora_add(x, LoraCall(self.layer, group, self.tables, segments), y)
         return y

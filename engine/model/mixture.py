@@ -18,18 +18,15 @@ from loramux.kernels.tables import ModuleGroup
 
 @dataclass(frozen=True, slots=True)
 class MixtureGroups:
-    """The modules of a mixture, grouped by their input: first the routers' modules, then each expert's.
-
-    The groups of experts are None if adapters cannot target experts.
-    """
+    """The modules of a mixture, grouped by their input: first the routers' modules, then each expert's."""
 
     router: ModuleGroup
-    gate_up: ModuleGroup | None
-    down: ModuleGroup | None
+    gate_up: ModuleGroup
+    down: ModuleGroup
 
     @property
     def all(self) -> tuple[ModuleGroup, ...]:
-        return tuple(group for group in (self.router, self.gate_up, self.down) if group is not None)
+        return self.router, self.gate_up, self.down
 
 
 class Mixture:
@@ -70,7 +67,7 @@ class Mixture:
         logits = adapters.add(x, logits, LayerGroups.ROUTER, groups.router)
         num_experts = self._routing.num_experts
         routing = kernels.route(logits[:, :num_experts], self._routing, self._choice_bias)
-        pairs = None if groups.gate_up is None else adapters.pairs(routing)
+        pairs = adapters.pairs(routing)
         gate_up = kernels.multiply_experts(x, self._gate_up, routing)
         inner = gate_and_mul(adapters.add(x, gate_up, LayerGroups.EXPERTS_GATE_UP, groups.gate_up, pairs))
         y = kernels.multiply_experts(inner, self._down, routing)
@@ -80,8 +77,6 @@ class Mixture:
 
 def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup, first_expert: int) -> MixtureGroups:
     """The groups of a mixture. The modules of expert 0 are on the axis of modules from `first_expert` on."""
-    if not config.has_expert_modules:
-        return MixtureGroups(router, None, None)
     *gate_up, down = config.expert_linears(hidden_size)
     stride, size = len(gate_up) + 1, config.expert_size
     return MixtureGroups(

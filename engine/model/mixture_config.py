@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
@@ -101,11 +101,6 @@ class MixtureConfig:
     names: ExpertNames
 
     @property
-    def has_expert_modules(self) -> bool:
-        """True if adapters can target the experts, which must not be transposed, with gate and up alternating."""
-        return not self.names.has_biases
-
-    @property
     def choice_bias_shape(self) -> tuple[int, ...]:
         num_experts = self.routing.num_experts
         return (1, num_experts) if self.names.choice_bias_in_row else (num_experts,)
@@ -125,7 +120,7 @@ class MixtureConfig:
             own = None if name is None or names.up is None else f"{names.experts}.{{}}.{name}"
             return ExpertLinear(own, None if stack is None else f"{names.stack}.{stack}", in_features, out_features)
 
-        gate_up = linear(None, "gate_up_proj", hidden_size, 2 * size)
+        gate_up = replace(linear(None, "gate_up_proj", hidden_size, 2 * size), alternates=names.has_biases)
         parts = () if names.up is None else (names.gate, names.up)
         down = linear(names.down, "down_proj", size, hidden_size)
         return (gate_up, *(linear(name, None, hidden_size, size) for name in parts), down)

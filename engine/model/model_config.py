@@ -142,7 +142,7 @@ class ModelConfig:
     @property
     def experts(self) -> ExpertModules | None:
         """The linears of experts that adapters can target, or None."""
-        if self.mixture is None or not self.mixture.has_expert_modules:
+        if self.mixture is None:
             return None
         linears = self.mixture.expert_linears(self.hidden_size)
         names, num_experts = self.mixture.names, self.mixture.routing.num_experts

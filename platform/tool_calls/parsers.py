@@ -24,7 +24,7 @@ PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
         "pythonic": PythonicParser,
     }
 )
-"""The parsers by name, which is vLLM's if vLLM has the parser. One parser reads one answer.
+"""The parsers by name. A parser that vLLM also has is called by vLLM's name. One parser reads one answer.
 
 `harmony.py` is not among them, because it reads tokens.
 """

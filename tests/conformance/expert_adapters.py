@@ -68,7 +68,7 @@ SINGLE_NAMES = {"mixtral": _MIXTRAL_NAMES, "minimax-m2": _MIXTRAL_NAMES}
 """The router, the experts, gate, up and down in transformers 4, where they differ from Qwen's."""
 
 QWEN_NAMES = ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-STACKED_ONLY = ("granite-moe", "granite-moe-shared")
+STACKED_ONLY = ("granite-moe", "granite-moe-shared", "gpt-oss")
 """Families whose checkpoints have always stacked the experts."""
 
 

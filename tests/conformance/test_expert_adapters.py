@@ -21,16 +21,14 @@ from tests.engine.device.gpu_backend import gpu_backend
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NUM_TOKENS = 3
 
-FREQUENT = ("qwen2-moe", "granite-moe")
-"""Families for every test run. Adapters cannot target the experts of gpt-oss."""
+FREQUENT = ("qwen2-moe", "gpt-oss")
+"""Families for every test run."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(family, marks=() if family in FREQUENT else pytest.mark.campaign)
-        for family in MIXTURE_FAMILIES
-        if family != "gpt-oss"
+        pytest.param(family, marks=() if family in FREQUENT else pytest.mark.campaign) for family in MIXTURE_FAMILIES
     ],
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ExpertSubject:
@@ -94,7 +92,7 @@ INTERPRETED = {
     "qwen3-moe": ("stacked",),
     "qwen2-moe": ("stacked-router", "single-few"),
     "glm4_moe": ("stacked-router", "single-router"),
-    **dict.fromkeys(("granite-moe", "mixtral", "olmoe"), ("stacked", "stacked-router")),
+    **dict.fromkeys(("gpt-oss", "granite-moe", "mixtral", "olmoe"), ("stacked", "stacked-router")),
 }
 """The adapters that run on interpreted kernels, by family. The first family runs in every test run."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,22 @@ def test_stacked_tensors_give_each_expert_its_own(tmp_path: Path) -> None:
             assert np.array_equal(part(found, target, name, B), b.reshape(-1, 3, 4)[:, :, expert].T)
     assert set(found.scales[found.layout.ranks > 0].tolist()) == {2.0}
     assert not found.layout.ranks[0].any()
+
+
+def test_alternating_outputs_of_gate_and_up_are_packed_one_after_the_other(tmp_path: Path) -> None:
+    plain = expert_target()
+    assert plain.experts is not None
+    gate_up, *_, down = plain.experts.linears
+    linears = (replace(gate_up, alternates=True), replace(down, name=None))
+    target = replace(plain, experts=replace(plain.experts, linears=linears))
+    assert PackTarget.from_document(target.document()) == target
+    assert target.pack_key != plain.pack_key
+    files = stacked_files(rank=3)
+    found = packed(files, target, tmp_path)
+    b = files.tensors["base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"].reshape(-1, 3, 4)
+    for expert in range(4):
+        halves = np.concatenate((b[::2, :, expert], b[1::2, :, expert]))
+        assert np.array_equal(part(found, target, f"mlp.experts.gate_up_proj.{expert}", B), halves.T)
 
 
 def test_both_forms_of_equal_weights_take_equal_pages(tmp_path: Path) -> None:

@@ -145,8 +145,10 @@ def test_gpt_oss_has_sinks_clamps_and_alternate_windows(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}
     rope = load(tmp_path, {**GPT_OSS, "rope_theta": 10000, "rope_scaling": scaling}).layer_ropes[0]
     assert (rope.theta, rope.factor) == (10000.0, 8.0)
-    # Adapters can target the router, but not the experts.
-    assert config.experts is None
+    assert config.experts is not None
+    gate_up, down = config.experts.linears
+    assert (gate_up.name, gate_up.stack, gate_up.alternates) == (None, "mlp.experts.gate_up_proj", True)
+    assert (down.name, down.stack, down.alternates) == (None, "mlp.experts.down_proj", False)
     assert "mlp.router" in {module.name for module in config.modules}
     assert not load(tmp_path, MIXTRAL).has_sinks
 
