@@ -106,7 +106,7 @@ class PackTarget:
             elements += (num_rows + MAX_EXTRA_TOKENS) * row_len
         if self.experts is not None:
             linears = (linear for linear, counts in self._expert_linears if counts)
-            of_one = sum(MAX_EXPERT_RANK * (linear.in_features + linear.out_features) for linear in linears)
+            of_one = _max_elements(linears, MAX_EXPERT_RANK)
             elements += self._num_expert_layers * self.experts.num_experts * of_one
         return self.max_header_bytes + 8 + elements * _WIDEST_ITEMSIZE
 
@@ -115,7 +115,7 @@ class PackTarget:
         """Largest header of an uploaded safetensors file, in bytes, with room for the tensors of each expert."""
         if self.experts is None:
             return _MAX_HEADER_BYTES
-        num_tensors = 2 * self._num_expert_layers * self.experts.num_experts * len(self.experts.linears)
+        num_tensors = 3 * self._num_expert_layers * self.experts.num_experts * len(self.experts.linears)
         return _MAX_HEADER_BYTES + num_tensors * _MAX_ENTRY_BYTES
 
     @property
@@ -285,6 +285,6 @@ def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: b
     )
 
 
-def _max_elements(modules: Iterable[LinearShape]) -> int:
+def _max_elements(modules: Iterable[LinearShape | ExpertLinear], rank: int = MAX_RANK) -> int:
     """Number of elements of these modules at the highest rank, with a magnitude or bias per output."""
-    return sum(MAX_RANK * (module.in_features + module.out_features) + module.out_features for module in modules)
+    return sum(rank * (module.in_features + module.out_features) + module.out_features for module in modules)

@@ -58,9 +58,6 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
         vector_name = place.magnitude_name if config.use_dora else place.bias_name if config.lora_bias else None
         if config.lora_bias and place.shape.is_embedding:
             raise AdapterRejected("unsupported_config", "PEFT does not support lora_bias for embeddings", "lora_bias")
-        if vector_name is not None and place.is_expert:
-            param = "use_dora" if config.use_dora else "lora_bias"
-            raise AdapterRejected("unsupported_config", f"{param} is not supported for experts", param)
         facts = {field.name: getattr(place, field.name) for field in fields(place)}
         expected.append(ExpectedModule(**facts, rank=rank, scale=scale, vector_name=vector_name))
     if not expected:

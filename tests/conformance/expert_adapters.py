@@ -36,6 +36,7 @@ class ExpertPlan:
     modules: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
 
@@ -47,6 +48,7 @@ class ExpertPlan:
             "target_modules": list(self.modules),
             "target_parameters": list(self.parameters) or None,
             "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
             "rank_pattern": self.rank_pattern,
             "alpha_pattern": self.alpha_pattern,
             "task_type": "CAUSAL_LM",
@@ -105,6 +107,7 @@ def plans_for(family: str) -> list[ExpertPlan]:
             alpha_pattern={f"layers.{layer}.{experts}.0.{gate}": 5.0},
         ),
         ExpertPlan("single-few", 6, modules=few),
+        ExpertPlan("single-dora", 3, modules=("q_proj", gate, up, down), use_dora=True),
         ExpertPlan("single-router", 2, modules=(router.rpartition(".")[2], f"experts.1.{up}")),
     ]
 
@@ -187,6 +190,10 @@ def _merged(base: PreTrainedModel, family: str, plan: ExpertPlan, directory: Pat
         rank = plan.rank_of(key)
         a, b = torch.randn(rank, weight.shape[1]) * 0.08, torch.randn(weight.shape[0], rank) * 0.08
         weight += plan.scale_of(key) * (b @ a)
+        if plan.use_dora:
+            magnitude = torch.rand(weight.shape[0]) + 0.5
+            weight *= (magnitude / weight.norm(dim=1))[:, None]
+            tensors[f"base_model.model.{key}.lora_magnitude_vector"] = magnitude
         tensors[f"base_model.model.{key}.lora_A.weight"] = a
         tensors[f"base_model.model.{key}.lora_B.weight"] = b
     directory.mkdir()

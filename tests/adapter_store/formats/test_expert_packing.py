@@ -12,7 +12,7 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import read_packed, write_packed
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
-from loramux.kernels.layout import A, B, part_layout
+from loramux.kernels.layout import AFFINE, A, B, part_layout
 from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
 from tests.adapter_store.expert_base import EXPERT_SIZE, expert_target, experts_named, stacked_files
 from tests.adapter_store.small_base import HIDDEN
@@ -31,12 +31,12 @@ def packed(files: AdapterFiles, target: PackTarget, directory: Path) -> PackedAd
 
 
 def part(found: PackedAdapter, target: PackTarget, module: str, index: int, layer: int = 1) -> np.ndarray:
-    """A module's A `[rank, in_features]` or B transposed `[rank, out_features]`, read from the pages."""
+    """A module's A `[rank, in_features]`, B transposed `[rank, out_features]` or affine `[2, out_features]`."""
     m = [one.name for one in target.all_modules].index(module)
     rank, offsets = found.layout.rank_and_offsets(layer, m)
     layout = part_layout(target.all_modules[m], index, rank, target.geometry.adapter_elements)
     stream = found.payload.view(target.storage_dtype)[:, layer].reshape(-1)
-    rows = stream[offsets[index] : offsets[index] + layout.num_elements].reshape(rank, layout.row.padded_len)
+    rows = stream[offsets[index] : offsets[index] + layout.num_elements].reshape(-1, layout.row.padded_len)
     return rows[:, : layout.row.row_len]
 
 
@@ -71,6 +71,17 @@ def test_stacked_tensors_give_each_expert_its_own(tmp_path: Path) -> None:
             assert np.array_equal(part(found, target, name, B), b.reshape(-1, 3, 4)[:, :, expert].T)
     assert set(found.scales[found.layout.ranks > 0].tolist()) == {2.0}
     assert not found.layout.ranks[0].any()
+
+
+def test_biases_of_experts_are_shifts(tmp_path: Path) -> None:
+    target = expert_target()
+    files = AdapterMaker(target)(rank=2, modules=experts_named("down_proj"), layers=(1,), lora_bias=True)
+    found = packed(files, target, tmp_path)
+    for expert in range(4):
+        bias = files.tensors[f"base_model.model.model.layers.1.mlp.experts.{expert}.down_proj.lora_B.bias"]
+        gain, shift = part(found, target, f"mlp.experts.{expert}.down_proj", AFFINE)
+        assert not gain.any()
+        assert np.array_equal(shift, 2 * bias)
 
 
 def test_alternating_outputs_of_gate_and_up_are_packed_one_after_the_other(tmp_path: Path) -> None:
@@ -119,7 +130,8 @@ def test_a_packed_file_keeps_an_adapter_of_experts(tmp_path: Path) -> None:
 
 def test_uploads_are_bounded_by_the_rank_of_experts() -> None:
     target, dense = expert_target(128), expert_target(1)
-    of_one = 64 * (2 * (HIDDEN + EXPERT_SIZE) + EXPERT_SIZE + HIDDEN) * 4
+    outputs = 2 * EXPERT_SIZE + HIDDEN
+    of_one = (64 * (2 * HIDDEN + EXPERT_SIZE + outputs) + outputs) * 4
     tensors = target.max_tensors_bytes - target.max_header_bytes
     router = 127 * 4 * (256 + 1)
     assert tensors - (dense.max_tensors_bytes - dense.max_header_bytes) == 127 * of_one + 2 * router

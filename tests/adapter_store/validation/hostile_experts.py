@@ -15,6 +15,7 @@ STACK = "base_model.model.model.layers.1.mlp.experts.{}lora_{}.weight"
 INNER_A, OUTER_A = STACK.format("base_layer.", "A"), STACK.format("", "A")
 TWICE = INNER_A.replace("base_layer", "gate_up_proj")
 OUTER_B = STACK.format("", "B")
+MAGNITUDE = "base_model.model.model.layers.1.mlp.experts.2.down_proj.lora_magnitude_vector"
 
 
 def expert_tensor(expert: int, half: str = "A") -> str:
@@ -80,8 +81,7 @@ EXPERTS = [
     _single("an expert with another rank", "rank_mismatch", expert_tensor(3),
             _set(expert_tensor(3), np.ones((5, 24), np.float32))),
     _single("NaN in one expert", "not_finite", expert_tensor(3), _nan(expert_tensor(3), 1)),
-    _single("DoRA of an expert", "unsupported_config", "use_dora", use_dora=True),
-    _single("biases of an expert", "unsupported_config", "lora_bias", lora_bias=True),
+    _single("DoRA without an expert's magnitude", "missing_tensor", MAGNITUDE, _drop(MAGNITUDE), use_dora=True),
     _single("stacked tensors without their parameter", "unexpected_tensor", OUTER_A,
             _set(OUTER_A, np.ones((16, 24), np.float32))),
     _stacked("experts in both forms", "ambiguous_names", "model.layers.1.mlp.experts.0.down_proj", _add(0, 1, 2, 3),
