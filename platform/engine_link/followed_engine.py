@@ -89,6 +89,8 @@ class FollowedEngine(ConnectedEngine, ABC):
                 return await self._join()
             except Exception as error:
                 # Retry after any failure.
+                if self._trouble != str(error):
+                    log.info("engine cannot be joined; trying again", place=self._place, reason=str(error))
                 self._trouble = str(error)
             delay_s = min(2 * delay_s, self._joining.max_delay_s)
 

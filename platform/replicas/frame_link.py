@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
@@ -79,8 +80,8 @@ class FrameLink(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports over TLS have the methods of asyncio's, but not its base class.
+        self._transport = cast(asyncio.Transport, transport)
         self._beat()
 
     def data_received(self, data: bytes) -> None:

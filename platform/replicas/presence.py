@@ -140,6 +140,9 @@ class Presence:
         await self._listener.close()
         try:
             async with asyncio.timeout(EXCHANGE_WAIT_S):
+                if self._exchange is not None:
+                    # A beat that is still being written would bring the row back.
+                    await asyncio.wait((self._exchange,))
                 await self._call(self._table.remove, self._row.id)
         except (SQLAlchemyError, TimeoutError):
             log.info("the row in the table of replicas stays until other servers delete it")
