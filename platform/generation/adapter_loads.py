@@ -61,7 +61,7 @@ class AdapterLoads:
 
         try:
             async with asyncio.timeout(CHARGE_WAIT_S):
-                await self._cold_loads.admit(charge.tenant_id, digest, count)
+                await self._cold_loads.admit(charge.tenant_id, digest, count, is_tied=True)
         except TimeoutError:
             raise DatabaseTrouble("the charge took too long") from None
 

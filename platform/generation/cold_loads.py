@@ -63,39 +63,43 @@ class ColdLoads:
         self._asking = asyncio.Lock()
         self._last_asked_s = -math.inf
 
-    async def admit(self, tenant_id: str, digest: str, hold: Callable[[bool], Awaitable[T]]) -> T:
+    async def admit(
+        self, tenant_id: str, digest: str, hold: Callable[[bool], Awaitable[T]], is_tied: bool = False
+    ) -> T:
         """Call `hold` with True if the engine must load the adapter, and return its result.
+
+        With `is_tied`, this server's own engine must have the adapter, whatever others hold.
 
         If a limit refuses the cold load, ask the engine for a new report, because another gateway may have loaded the
         adapter. If it has, call `hold` again.
         """
         try:
-            async with self.admitting(tenant_id, digest) as is_cold:
+            async with self.admitting(tenant_id, digest, is_tied) as is_cold:
                 return await hold(is_cold)
         except QuotaExceeded as refusal:
             if refusal.policy.metric != COLD_LOADS_PER_MINUTE:
                 raise
             await self._renew(self._clock())
-            if self._is_cold(digest):
+            if self._is_cold(digest, is_tied):
                 raise
         return await hold(False)
 
     @asynccontextmanager
-    async def admitting(self, tenant_id: str, digest: str) -> AsyncIterator[bool]:
+    async def admitting(self, tenant_id: str, digest: str, is_tied: bool = False) -> AsyncIterator[bool]:
         """Yield True if the request that this context admits will make the engine load the adapter.
 
         In that case, the tenant's other requests for the adapter wait for this request. They then count as warm unless
         an exception was raised.
         """
         self._was_asked = True
-        if self._resident is None or self._is_cold(digest):
+        if self._resident is None or self._is_cold(digest, is_tied):
             await self._renew(self._clock() - STALE_S)
-        if not self._is_cold(digest):
+        if not self._is_cold(digest, is_tied):
             yield False
             return
         turn = self._turns.setdefault((tenant_id, digest), asyncio.Lock())
         async with turn:
-            is_cold = self._is_cold(digest)
+            is_cold = self._is_cold(digest, is_tied)
             yield is_cold
             if is_cold:
                 self._loading[digest] = self._clock()
@@ -138,7 +142,7 @@ class ColdLoads:
             if self._last_asked_s <= since_s:
                 await self.refresh()
 
-    def _is_cold(self, digest: str) -> bool:
+    def _is_cold(self, digest: str, is_tied: bool) -> bool:
         if self._resident is None or digest in self._resident or digest in self._loading:
             return False
-        return not self._is_held_elsewhere(digest)
+        return is_tied or not self._is_held_elsewhere(digest)

@@ -252,3 +252,16 @@ async def test_stale_report_is_refreshed_before_an_adapter_is_called_cold(
     now_s[0] = STALE_S
     async with adapters.admitting("ten_1", "digest") as is_cold:
         assert not is_cold
+
+
+@pytest.mark.anyio
+async def test_adapter_held_by_another_server_is_cold_only_for_the_own_pool() -> None:
+    engine, held = ScriptedEngine(), {digest("held")}
+    cold_loads = ColdLoads(engine, is_held_elsewhere=held.__contains__)
+
+    async def is_cold(name: str, is_tied: bool = False) -> bool:
+        async with cold_loads.admitting("ten_1", digest(name), is_tied) as is_cold:
+            return is_cold
+
+    assert [await is_cold(name) for name in ("held", "other")] == [False, True]
+    assert await is_cold("held", is_tied=True)
