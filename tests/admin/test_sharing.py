@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,11 @@ class Server:
         }
         arguments = [str(part) for flag in flags.items() for part in flag]
         command = [sys.executable, "-m", "loramux.admin.cli", "serve", *arguments]
-        variables = {**ENVIRONMENT, "LORAMUX_ADMIN_KEY": "the operator's key of 32 characters", "LORAMUX_DRAIN_S": "5"}
+        variables = {
+            **ENVIRONMENT,
+            "LORAMUX_ADMIN_KEY": "the operator's key of 32 characters",
+            "LORAMUX_MAX_SEQUENCES": "2",
+        }
         self.process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline() for _ in range(5)]
@@ -121,7 +126,8 @@ def test_servers_share_requests_until_one_is_killed(servers: list[Server], tmp_p
             body = {"model": "base", "prompt": f"Tell {number}", "max_tokens": max_tokens, "ignore_eos": True}
             return http.post(f"{first.url}/v1/completions", json=body, headers=headers)
 
-        answers = [ask(number) for number in range(40)]
+        with ThreadPoolExecutor(8) as clients:
+            answers = list(clients.map(ask, range(40)))
         assert {answer.status_code for answer in answers} == {200}
         forwarded = first.metric('loramux_forwarded_sequences_total{outcome="completed"}')
         assert 0 < forwarded < 40, "both engines run requests for the base"
@@ -135,7 +141,8 @@ def test_servers_share_requests_until_one_is_killed(servers: list[Server], tmp_p
 
         os.kill(second.process.pid, signal.SIGKILL)
         second.process.wait()
-        answers += [ask(number) for number in range(20)]
+        with ThreadPoolExecutor(8) as clients:
+            answers += clients.map(ask, range(20))
         assert {answer.status_code for answer in answers} == {200}
         until(lambda: first.metric(connected) == 0)
     used = sum(answer.json()["usage"]["completion_tokens"] for answer in answers) + 4 * 16
