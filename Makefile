@@ -181,7 +181,7 @@ campaign-sampling: $(WARM) ## Sampling at the extremes of its settings against f
 
 campaign-processes: $(WARM) ## Servers and engines that hang, die, restart or stop early
 	$(VENV)/bin/python -m pytest tests/platform/engine_link/test_supervision.py tests/platform/engine_link/test_joined_engine.py \
-		tests/admin/test_serve.py -m 'campaign or not campaign' --timeout 3600 $(ARGS)
+		tests/admin/test_serve.py tests/admin/test_sharing.py -m 'campaign or not campaign' --timeout 3600 $(ARGS)
 
 campaign-schemas: $(WARM) ## JSON Schema's own test suite against structured output (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m tests.conformance.schema_suite $(ARGS)
@@ -246,6 +246,9 @@ bench-hot-load: $(READY) ## Loading adapters from the disk tier, compared with p
 
 bench-trained-rows: $(READY) ## Memory and time of a trained head, compared with the base's own (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.trained_rows $(ARGS)
+
+bench-forwarding: $(READY) ## What it adds to run a request on another server, per request and per chunk (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.sharing.forwarding $(ARGS)
 
 bench-quantized: $(WARM) ## Products and decode steps with weights of 8 and 4 bits, compared with bfloat16 (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.quantized $(ARGS)

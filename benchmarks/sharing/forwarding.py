@@ -1,0 +1,171 @@
+"""Measures what forwarding a sequence to another server adds, compared with this server's own engine.
+
+Three processes: an engine whose tokens are the time of their emission, another server that relays to it, and this one.
+Both ways reach the same engine in turn: its socket, and the other server over TLS. The first token answers a request at
+once, so its arrival after the submission is the request's overhead. The age of each later token at its arrival is the
+overhead of a chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.table import Table
+
+from benchmarks.machine import add_allow_busy, describe, require_idle
+from benchmarks.sharing.stamping_engine import now_us
+from benchmarks.tables import open_console
+from loramux.engine.messages import Add, Finished, SamplingParams
+from loramux.platform.engine_link.engine_connection import EngineConnection
+from loramux.platform.engine_link.engine_session import EngineSession
+from loramux.platform.replicas.certificates import OwnCertificates, read_certificates
+from loramux.platform.replicas.peer_connection import PeerConnection
+
+PROMPT = tuple(range(512))
+
+
+class CheckError(Exception):
+    """An answer is wrong, so nothing is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    requests_us: list[int]
+    chunks_us: list[int]
+
+
+async def ask(session: EngineSession, name: str, num_tokens: int, sample: Sample) -> None:
+    add = Add(sequence_id=name, prompt=PROMPT, max_tokens=num_tokens, sampling=SamplingParams())
+    begin_us, num_received = now_us(), 0
+    async for item in session.submit(add):
+        if isinstance(item, Finished):
+            break
+        arrived_us = now_us()
+        if num_received == 0:
+            sample.requests_us.append(arrived_us - begin_us)
+        else:
+            sample.chunks_us.append(arrived_us - item.token_ids[0])
+        num_received += len(item.token_ids)
+    if num_received != num_tokens:
+        raise CheckError(f"{num_received} tokens arrived instead of {num_tokens}")
+
+
+async def run(session: EngineSession, num_clients: int, num_requests: int, num_tokens: int, sample: Sample) -> None:
+    async def client(number: int) -> None:
+        for turn in range(num_requests):
+            await ask(session, f"{number}-{turn}", num_tokens, sample)
+
+    await asyncio.gather(*(client(number) for number in range(num_clients)))
+
+
+@asynccontextmanager
+async def connected(path: Path, server: subprocess.Popen[str]) -> AsyncIterator[dict[str, EngineSession]]:
+    """Connect to the engine at `path` directly, and through `server`."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    own = OwnCertificates("client")
+    told = json.loads(server.stdout.readline())
+    server.stdin.write(json.dumps({"certificates": own.pem}) + "\n")
+    server.stdin.flush()
+    server.stdout.readline()
+    certificates = read_certificates(told["certificates"])
+    local = await EngineConnection.open(path, lambda *_: None)
+    peer = await PeerConnection.open("127.0.0.1", told["port"], own.in_use, certificates, lambda *_: None, 10.0)
+    yield {"own engine": local, "another server": peer}
+    local.close(frozenset())
+    peer.close(frozenset())
+
+
+@contextmanager
+def processes(interval_ms: float) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """Start an engine and a server that relays to it. Yield the engine's socket and the server."""
+    with tempfile.TemporaryDirectory(prefix="loramux-bench-") as directory:
+        path = Path(directory, "engine.sock")
+        python = (sys.executable, "-m")
+        engine = subprocess.Popen([*python, "benchmarks.sharing.stamping_engine", str(path), str(interval_ms)])
+        command = [*python, "benchmarks.sharing.peer_server", str(path)]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            yield path, server
+        finally:
+            engine.kill()
+            server.kill()
+            engine.wait()
+            server.communicate()
+
+
+def figures(times_us: Sequence[int]) -> dict[str, float]:
+    cuts = statistics.quantiles(times_us, n=100)
+    return {"p50_us": round(cuts[49]), "p99_us": round(cuts[98]), "count": len(times_us)}
+
+
+async def measure(options: argparse.Namespace, path: Path, server: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    async with connected(path, server) as sessions:
+        for num_clients in options.clients:
+            samples = {way: Sample([], []) for way in sessions}
+            for _ in range(options.rounds):
+                for way, session in sessions.items():
+                    await run(session, num_clients, options.requests, options.tokens, samples[way])
+            for way, sample in samples.items():
+                rows.append(
+                    {
+                        "clients": num_clients,
+                        "way": way,
+                        "request": figures(sample.requests_us),
+                        "chunk": figures(sample.chunks_us),
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--requests", type=int, default=20, help="requests of each client per round")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--interval-ms", type=float, default=20.0, help="time between two steps")
+    parser.add_argument("--out", type=Path)
+    add_allow_busy(parser)
+    options = parser.parse_args()
+    busy = require_idle(options.allow_busy)
+    with (
+        processes(options.interval_ms) as (path, server),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        rows = runner.run(measure(options, path, server))
+    table = Table(title="Forwarding, in microseconds", title_justify="left")
+    for name in ("clients", "way", "request p50", "request p99", "chunk p50", "chunk p99"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for row in rows:
+        cells = [row[kind][cut] for kind in ("request", "chunk") for cut in ("p50_us", "p99_us")]
+        table.add_row(str(row["clients"]), row["way"], *map(str, cells))
+    open_console().print(table)
+    workload = {name: getattr(options, name) for name in ("requests", "tokens", "rounds", "interval_ms")}
+    report = {
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "busy_share": busy,
+        "machine": describe(),
+        "workload": {**workload, "prompt_tokens": len(PROMPT)},
+        "rows": rows,
+    }
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
