@@ -110,7 +110,7 @@ class PeerListener:
             await self._relay(relay, accepted, context)
         finally:
             self._relays.pop(relay, None)
-            relay.close()
+            relay.end("this server closed the connection")
             with contextlib.suppress(TimeoutError):
                 await relay.link.ended(CLOSE_WAIT_S)
 

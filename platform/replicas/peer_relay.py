@@ -15,6 +15,8 @@ from loramux.engine.messages import Abort, Add, Credit, Extend, Finished, Load, 
 from loramux.platform.engine_link.engine_session import INITIAL_CREDIT
 from loramux.platform.replicas.frame_link import FrameLink, FrameRefused
 
+MAX_EARLY_FRAMES = 16
+"""Maximum number of frames that can arrive before the other server's certificate has been checked."""
 MAX_SEQUENCES = 65_536
 """Maximum number of unfinished sequences of one connection."""
 DEATH_POLL_S = 0.02
@@ -54,15 +56,14 @@ class PeerRelay:
     """
 
     def __init__(self, context: zmq.asyncio.Context, engine: RelayedEngine) -> None:
+        self._context = context
         self._engine = engine
         self._decoder = msgspec.msgpack.Decoder(FromPeer)
         self._envelopes = msgspec.msgpack.Decoder(_Envelope)
         self._encoder = msgspec.msgpack.Encoder()
         self._prompt_tokens: dict[str, int] = {}
-        self._socket = context.socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self._socket.setsockopt(option, 0)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket: zmq.asyncio.Socket | None = None
+        self._early_frames: list[bytes] = []
         self.link = FrameLink(self._receive)
 
     @property
@@ -70,33 +71,48 @@ class PeerRelay:
         return len(self._prompt_tokens)
 
     async def run(self) -> str:
-        """Relay until either side ends the connection. Return the reason."""
-        self._socket.connect(f"ipc://{self._engine.socket_path}")
-        passing_on = asyncio.create_task(self._pass_on())
-        engine_lost = asyncio.ensure_future(recv_monitor_message(self._monitor))
+        """Relay until either side ends the connection. Return the reason. Call it once the other server is known."""
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            socket.setsockopt(option, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(f"ipc://{self._engine.socket_path}")
+        passing_on = asyncio.create_task(self._pass_on(socket))
+        engine_lost = asyncio.ensure_future(recv_monitor_message(monitor))
         try:
+            self._receive_early()
             await asyncio.wait((self.link.lost, passing_on, engine_lost), return_when=asyncio.FIRST_COMPLETED)
             if engine_lost.done() and not self.link.lost.done():
                 await self._until_examined()
                 passing_on.cancel()
-                self._pass_on_what_arrived()
+                self._pass_on_what_arrived(socket)
                 self._report_death()
         finally:
             passing_on.cancel()
             engine_lost.cancel()
+            socket.disable_monitor()
+            monitor.close()
+            socket.close()
         self.link.close("the engine stopped")
         return self.link.lost.result()
 
     def end(self, reason: str) -> None:
         self.link.close(reason)
 
-    def close(self) -> None:
-        self.link.close("this server closed the connection")
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
+    def _receive_early(self) -> None:
+        early, self._early_frames = self._early_frames, []
+        try:
+            for frame in early:
+                self._receive(frame)
+        except FrameRefused as error:
+            self.link.abort(str(error))
 
     def _receive(self, frame: bytes) -> None:
+        if self._socket is None:
+            if len(self._early_frames) >= MAX_EARLY_FRAMES:
+                raise FrameRefused("it sent too much before it was known")
+            self._early_frames.append(frame)
+            return
         try:
             message = self._decoder.decode(frame)
         except msgspec.MsgspecError:
@@ -112,9 +128,9 @@ class PeerRelay:
                 pass
         self._socket.send(frame)
 
-    async def _pass_on(self) -> None:
+    async def _pass_on(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            self._pass_one_on(await self._socket.recv())
+            self._pass_one_on(await socket.recv())
             await self.link.writable()
 
     def _pass_one_on(self, data: bytes) -> None:
@@ -130,11 +146,11 @@ class PeerRelay:
                 return
             await asyncio.sleep(DEATH_POLL_S)
 
-    def _pass_on_what_arrived(self) -> None:
-        socket: Any = zmq.Socket.shadow(self._socket.underlying)
+    def _pass_on_what_arrived(self, socket: zmq.asyncio.Socket) -> None:
+        shadow: Any = zmq.Socket.shadow(socket.underlying)
         while True:
             try:
-                self._pass_one_on(socket.recv(zmq.NOBLOCK))
+                self._pass_one_on(shadow.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq.asyncio
 
 from loramux.engine.messages import Add, Credit, EngineReady, Pin, SequenceOutput, Unload
 from loramux.platform.engine_link.engine_client import EngineUnavailable
@@ -30,6 +31,7 @@ from loramux.platform.replicas.frame_link import FrameLink
 from loramux.platform.replicas.peer_connection import PeerConnection
 from loramux.platform.replicas.peer_engine import PeerEngine
 from loramux.platform.replicas.peer_listener import PeerListener
+from loramux.platform.replicas.peer_relay import MAX_EARLY_FRAMES, PeerRelay
 from loramux.platform.replicas.records import base_fingerprint
 from loramux.platform.replicas.replica_book import Peer
 from tests.platform.replicas.lab import add, bound, collect, own_row, until
@@ -197,6 +199,15 @@ async def test_row_that_lies_about_its_base_is_not_joined(tmp_path: Path) -> Non
         assert "another base" in str(engine.trouble)
         assert not engine.is_ready
         await engine.close()
+
+
+async def test_flood_before_the_certificate_is_checked_ends_the_connection(tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        link = PeerRelay(zmq.asyncio.Context.instance(), side.served).link
+        link.data_received(framed(Credit(count=1)) * MAX_EARLY_FRAMES)
+        assert not link.lost.done()
+        link.data_received(framed(Credit(count=1)))
+        assert "too much" in link.lost.result()
 
 
 async def test_silent_peer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
