@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-import msgspec
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -17,12 +16,12 @@ from loramux.engine.messages import Stats
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.replicas.certificates import Now, OwnCertificates, utc_now
 from loramux.platform.replicas.claim_checks import ClaimChecks
+from loramux.platform.replicas.own_replica import OwnReplica, view_of
 from loramux.platform.replicas.peer_engine import PeerEngine
 from loramux.platform.replicas.peer_listener import PeerListener
-from loramux.platform.replicas.records import ReplicaRow, num_reclaimable_pages
+from loramux.platform.replicas.records import ReplicaRow
 from loramux.platform.replicas.replica_book import ReplicaBook
 from loramux.platform.replicas.replica_table import ReplicaTable, Summary, TableReading
-from loramux.platform.replicas.residency import read_summary, summarise
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.views import ReplicaView
 from loramux.platform.telemetry.metrics import GatewayMetrics
@@ -63,7 +62,7 @@ class Presence:
         clock: Callable[[], float] = time.monotonic,
         now: Now = utc_now,
     ) -> None:
-        self._row = own
+        self._own = OwnReplica(own, certificates)
         self._table = table
         self._certificates = certificates
         self._local = local
@@ -75,7 +74,6 @@ class Presence:
         self._book = ReplicaBook(own, self._count_refusal, clock, now)
         self._claims = ClaimChecks(self._count_refusal, clock)
         self._peers: dict[str, PeerEngine] = {}
-        self._summary = Summary(version=0, prefixes=b"")
         self._published_version = -1
         self._exchange: asyncio.Task[TableReading] | None = None
         self._is_database_lost = False
@@ -90,7 +88,7 @@ class Presence:
 
     def drain(self) -> None:
         """Ask for no more requests from the next beat on. Requests that this server has accepted still run."""
-        self._row = msgspec.structs.replace(self._row, state="draining")
+        self._own.drain()
 
     def start(self, drain: asyncio.Event) -> None:
         """Beat every second until `close`, and drain from the time that `drain` is set."""
@@ -107,7 +105,7 @@ class Presence:
     async def beat(self) -> None:
         """Publish this server, read the others, and tell the router."""
         self._certificates.renew_if_due()
-        self._observe(await self._stats())
+        self._own.observe(await self._stats())
         reading = await self._exchanged()
         if reading is not None:
             self._book.note(reading)
@@ -143,7 +141,7 @@ class Presence:
                 if self._exchange is not None:
                     # A beat that is still being written would bring the row back.
                     await asyncio.wait((self._exchange,))
-                await self._call(self._table.remove, self._row.id)
+                await self._call(self._table.remove, self._own.row.id)
         except (SQLAlchemyError, TimeoutError):
             log.info("the row in the table of replicas stays until other servers delete it")
 
@@ -169,26 +167,11 @@ class Presence:
         except (EngineUnavailable, TimeoutError):
             return None
 
-    def _observe(self, stats: Stats | None) -> None:
-        """Describe this server by its engine's statistics. Without them, it holds nothing."""
-        changes: dict[str, Any] = {"beat": self._row.beat + 1, "certificates": self._certificates.pem}
-        if stats is not None:
-            changes |= {
-                "num_running": stats.num_running,
-                "num_waiting": stats.num_waiting,
-                "num_pages": stats.num_pages,
-                "num_free_pages": num_reclaimable_pages(stats),
-            }
-        self._row = msgspec.structs.replace(self._row, **changes)
-        prefixes = b"" if stats is None else summarise(one.digest for one in stats.adapters)
-        if prefixes != self._summary.prefixes:
-            self._summary = Summary(version=self._summary.version + 1, prefixes=prefixes)
-
     async def _exchanged(self) -> TableReading | None:
         """Write and read the tables. Return None if the database fails or does not answer."""
         if self._exchange is None:
             self._exchange = asyncio.ensure_future(
-                self._call(self._publish_and_read, self._row, self._summary, self._book.summary_versions)
+                self._call(self._publish_and_read, self._own.row, self._own.summary, self._book.summary_versions)
             )
         # A database that hangs holds one thread, because the next beats wait for the same call.
         await asyncio.wait({self._exchange}, timeout=EXCHANGE_WAIT_S)
@@ -228,7 +211,7 @@ class Presence:
             if name in self._peers:
                 self._peers[name].peer = peer
             else:
-                engine = PeerEngine(peer, lambda: self._certificates.in_use, self._row.base, clock=self._clock)
+                engine = PeerEngine(peer, lambda: self._certificates.in_use, self._own.row.base, clock=self._clock)
                 self._peers[name] = engine
                 engine.follow()
         for name in self._peers.keys() - self._book.peers.keys():
@@ -237,38 +220,13 @@ class Presence:
                 await self._peers.pop(name).close()
 
     def _route(self) -> None:
-        views = [self._own_view()]
+        views = [self._own.view(self._clock())]
         for name, peer in self._book.peers.items():
             if self._peers[name].is_ready:
-                views.append(
-                    ReplicaView(
-                        id=name,
-                        is_local=False,
-                        num_running=peer.row.num_running,
-                        num_waiting=peer.row.num_waiting,
-                        capacity=peer.row.capacity,
-                        pages_free_fraction=peer.row.pages_free_fraction,
-                        is_draining=peer.row.state == "draining",
-                        holds=peer.holds if self._claims.is_trusted(name) else frozenset(),
-                        since_s=peer.since_s,
-                    )
-                )
+                holds = peer.holds if self._claims.is_trusted(name) else frozenset[int]()
+                views.append(view_of(peer.row, holds, peer.since_s))
         self._engine.update(views, self._peers)
         self._count_peers(views)
-
-    def _own_view(self) -> ReplicaView:
-        row = self._row
-        return ReplicaView(
-            id=row.id,
-            is_local=True,
-            num_running=row.num_running,
-            num_waiting=row.num_waiting,
-            capacity=row.capacity,
-            pages_free_fraction=row.pages_free_fraction,
-            is_draining=row.state == "draining",
-            holds=read_summary(self._summary.prefixes),
-            since_s=self._clock(),
-        )
 
     def _count_peers(self, views: list[ReplicaView]) -> None:
         peers = [view for view in views if not view.is_local]

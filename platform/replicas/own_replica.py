@@ -1,0 +1,58 @@
+"""What this server publishes about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from loramux.engine.messages import Stats
+from loramux.platform.replicas.certificates import OwnCertificates
+from loramux.platform.replicas.records import ReplicaRow, num_reclaimable_pages
+from loramux.platform.replicas.replica_table import Summary
+from loramux.platform.replicas.residency import read_summary, summarise
+from loramux.platform.routing.views import ReplicaView
+
+
+class OwnReplica:
+    """This server's row and the summary of its adapters, as of the last `observe`."""
+
+    def __init__(self, row: ReplicaRow, certificates: OwnCertificates) -> None:
+        self.row = row
+        self.summary = Summary(version=0, prefixes=b"")
+        self._certificates = certificates
+
+    def drain(self) -> None:
+        self.row = msgspec.structs.replace(self.row, state="draining")
+
+    def observe(self, stats: Stats | None) -> None:
+        """Begin a beat with the engine's statistics. Without them, the server holds nothing."""
+        changes: dict[str, Any] = {"beat": self.row.beat + 1, "certificates": self._certificates.pem}
+        if stats is not None:
+            changes |= {
+                "num_running": stats.num_running,
+                "num_waiting": stats.num_waiting,
+                "num_pages": stats.num_pages,
+                "num_free_pages": num_reclaimable_pages(stats),
+            }
+        self.row = msgspec.structs.replace(self.row, **changes)
+        prefixes = b"" if stats is None else summarise(one.digest for one in stats.adapters)
+        if prefixes != self.summary.prefixes:
+            self.summary = Summary(version=self.summary.version + 1, prefixes=prefixes)
+
+    def view(self, since_s: float) -> ReplicaView:
+        return view_of(self.row, read_summary(self.summary.prefixes), since_s, is_local=True)
+
+
+def view_of(row: ReplicaRow, holds: frozenset[int], since_s: float, is_local: bool = False) -> ReplicaView:
+    return ReplicaView(
+        id=row.id,
+        is_local=is_local,
+        num_running=row.num_running,
+        num_waiting=row.num_waiting,
+        capacity=row.capacity,
+        pages_free_fraction=row.pages_free_fraction,
+        is_draining=row.state == "draining",
+        holds=holds,
+        since_s=since_s,
+    )
