@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
@@ -102,7 +103,11 @@ def own_row(name: str, scripted: ScriptedEngine, **changes: Any) -> ReplicaRow:
 
 @asynccontextmanager
 async def open_replica(
-    name: str, database: Database, threads: Executor, directory: Path, **changes: Any
+    name: str,
+    database: Database,
+    threads: Executor,
+    directory: Path,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Replica]:
     scripted, metrics, router = ScriptedEngine(), GatewayMetrics(), ChosenRouter()
     served = ServedEngine(scripted, directory / f"{name}.sock")
@@ -111,7 +116,7 @@ async def open_replica(
     listener = PeerListener(listening, served, lambda reason: metrics.replica_refusals.labels(reason).inc())
     engine = RoutedEngine(scripted, name, router, lambda outcome: metrics.forwarded.labels(outcome).inc())
     presence = Presence(
-        own=own_row(name, scripted, **{"address": f"{host}:{port}", **changes}),
+        own=own_row(name, scripted, address=f"{host}:{port}"),
         table=ReplicaTable(database),
         certificates=OwnCertificates(name),
         local=scripted,
@@ -119,6 +124,7 @@ async def open_replica(
         listener=listener,
         metrics=metrics,
         call=partial(call_on, threads),
+        clock=clock,
     )
     listener.start()
     try:

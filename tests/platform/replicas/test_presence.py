@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loramux.engine.messages import Finished, SequenceOutput
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.replicas import presence, replica_book
+from loramux.platform.replicas.replica_table import ReplicaTable, Summary
 from tests.platform.ready_adapters import digest_of
-from tests.platform.replicas.lab import acquaint, add, beat, collect, open_replica, until
+from tests.platform.replicas.lab import acquaint, add, beat, collect, open_replica, own_row, until
 
 pytestmark = pytest.mark.anyio
 
@@ -115,3 +120,50 @@ async def test_without_the_database_known_replicas_stay(
         await beat(first)
         await collect(first.engine.submit(add("alone")))
         assert len(first.scripted.adds) == 1
+
+
+async def test_database_that_hangs_holds_one_thread_and_no_request(
+    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        open_replica("rep_a", accounts, threads, tmp_path) as first,
+        open_replica("rep_b", accounts, threads, tmp_path) as second,
+    ):
+        await acquaint(first, second)
+        first.router.wanted = ["rep_b"]
+        monkeypatch.setattr(presence, "EXCHANGE_WAIT_S", 0.01)
+        answers, calls = asyncio.Event(), []
+        call = first.presence._call
+
+        async def hang(function: Callable[..., Any], *arguments: Any) -> Any:
+            calls.append(function)
+            await answers.wait()
+            return await call(function, *arguments)
+
+        first.presence._call = hang
+        for _ in range(3):
+            await beat(first)
+        assert len(calls) == 1
+        await collect(first.engine.submit(add("forwarded")))
+        assert len(second.scripted.adds) == 1
+        monkeypatch.undo()
+        answers.set()
+        await beat(first)
+        await beat(first)
+        assert len(calls) == 2, "the first beat takes the late answer"
+
+
+async def test_row_of_a_killed_server_is_deleted_by_another(
+    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_book, "FORGOTTEN_S", 8.0)
+    now_s = 0.0
+    table = ReplicaTable(accounts)
+    async with open_replica("rep_a", accounts, threads, tmp_path, lambda: now_s) as first:
+        table.publish(own_row("rep_killed", first.scripted), Summary(version=1, prefixes=b""), has_changed=True)
+        for _ in range(6):
+            assert len(table.read({}).rows) == 1 + (first.presence._own.row.beat > 0)
+            await beat(first)
+            now_s += 2.0
+        await beat(first)
+        assert [values["id"] for values in table.read({}).rows] == ["rep_a"]
