@@ -49,8 +49,9 @@ def replica_joins(setting: Setting, make_policy: MakePolicy) -> Scenario:
 
         fleet.after(1.0, watch)
         return lambda: {
-            "load_over_mean_after_10_s": round(loads[9], 2),
-            "load_over_mean_after_30_s": round(loads[29], 2),
+            "load_over_mean_in_5_to_15_s": _mean(loads[5:15]),
+            "load_over_mean_in_20_to_30_s": _mean(loads[20:30]),
+            "load_over_mean_in_50_to_60_s": _mean(loads[50:60]),
             "highest_load_over_mean": round(max(loads), 2),
         }
 
@@ -78,6 +79,10 @@ def cold_burst(setting: Setting, make_policy: MakePolicy) -> Scenario:
         return remarks
 
     return _run("burst on a cold adapter", setting, make_policy, burst)
+
+
+def _mean(loads: list[float]) -> float:
+    return round(sum(loads) / len(loads), 2)
 
 
 def _run(

@@ -13,7 +13,7 @@ from loramux.platform.routing.rendezvous import RendezvousOrder
 from loramux.platform.routing.share_parts import ShareParts
 from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, RoutingRequest, digest_prefix
 
-COPY_PART = 1 / 16
+COPY_PART = 1 / 4
 """Part of a replica's capacity that one copy of an adapter is meant to serve. More demand needs more copies."""
 
 NUM_SPARE_HOMES = 1

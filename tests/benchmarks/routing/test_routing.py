@@ -46,7 +46,7 @@ def test_replica_dies() -> None:
 
 def test_new_replica_is_neither_starved_nor_flooded() -> None:
     scenario = replica_joins(SMALL, POLICIES["router"])
-    assert scenario.remarks["load_over_mean_after_30_s"] > 0.6
+    assert scenario.remarks["load_over_mean_in_20_to_30_s"] > 0.6
     assert scenario.remarks["highest_load_over_mean"] < 1.6
 
 
