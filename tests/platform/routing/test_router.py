@@ -72,6 +72,16 @@ def test_draining_replica_receives_nothing(
     assert {one.replica_id for one in made.prefetches()} <= serving
 
 
+def test_home_that_begins_to_drain_loads_nothing() -> None:
+    home, other, third, *_, last = homes("x")
+    made = router([view(one, holds=["x"] * (one == last)) for one in IDS])
+    assert made.choose(ask("x")) == last
+    made.update([view(one, holds=["x"] * (one == last), is_draining=one in (home, other)) for one in IDS])
+    assert made.prefetches() == []
+    assert made.choose(ask("x")) == last
+    assert [prefetch.replica_id for prefetch in made.prefetches()] == [third]
+
+
 def test_no_replica_is_known() -> None:
     with pytest.raises(NoReplica):
         router([]).choose(ask("x"))
@@ -134,6 +144,12 @@ def test_overloaded_home_spills_to_a_copy_elsewhere_first() -> None:
     home, *_, last = homes("x")
     views = [view(one, load=2.0 if one == home else 0.5, holds=["x"] * (one in (home, last))) for one in IDS]
     assert {router(views, seed).choose(ask("x")) for seed in range(20)} == {last}
+
+
+def test_idle_fleet_keeps_requests_at_home() -> None:
+    home, *_, last = homes("x")
+    views = [view(one, load=0.4 if one == home else 0.0, holds=["x"] * (one in (home, last))) for one in IDS]
+    assert {router(views, seed).choose(ask("x")) for seed in range(20)} == {home}
 
 
 def test_pool_without_free_pages_is_avoided() -> None:
@@ -233,6 +249,17 @@ def test_share_beyond_its_part_of_a_full_fleet_stays_on_its_copies() -> None:
     assert home not in chosen(1.0, "polite")
     # While slots are free, nobody is held back.
     assert home not in chosen(0.8, "flood")
+
+
+@pytest.mark.parametrize(("weight", "grows"), [(1, False), (4, True)])
+def test_share_beyond_its_part_of_a_full_fleet_gets_no_more_copies(weight: int, grows: bool) -> None:
+    made = router([view(one, load=1.0, holds=["x"] * (one == homes("x")[0])) for one in IDS])
+    for _ in range(30):
+        made.note_started(IDS[0], ask("x", share="one", weight=weight))
+    for _ in range(20):
+        made.note_started(IDS[1], ask("y", share="other"))
+    assert made.choose(ask("x", share="one", weight=weight)) == homes("x")[0]
+    assert bool(made.prefetches()) == grows
 
 
 @given(st.floats(-1e9, 1e9), st.lists(st.floats(-1e5, 1e5), max_size=10))
