@@ -91,7 +91,7 @@ class Harmony:
     """
 
     def __init__(self, ids: Mapping[str, int], spelled: Callable[[int], bytes]) -> None:
-        """`ids` are those of the markers. `spelled` returns the bytes of a token."""
+        """`ids` has the token ID of each marker. `spelled` returns the bytes of a token."""
         self.ids = ids
         self._markers = {token_id: marker for marker, token_id in ids.items()}
         self._spelled = spelled
