@@ -6,9 +6,9 @@ _BY_FEATURE: dict[str, str] = {
     "its kind of router, shared experts or expert layout": """
         AfmoeForCausalLM AriaForConditionalGeneration AriaTextForCausalLM BeamForCausalLM Cohere2MoeForCausalLM
         DbrxForCausalLM DeepseekOcr2ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
-        FlintForCausalLM Glm4vMoeForConditionalGeneration GraniteMoeSWAForCausalLM HYV3ForCausalLM
+        FlintForCausalLM GraniteMoeSWAForCausalLM HYV3ForCausalLM
         HunYuanMoEV1ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM Llama4ForCausalLM
-        Llama4ForConditionalGeneration MellumForCausalLM MiMoV2FlashForCausalLM
+        Llama4ForConditionalGeneration MiMoV2FlashForCausalLM
         MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM MuseSparkForConditionalGeneration
         PhimoeForCausalLM Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLMoeForConditionalGeneration
         Step3p7ForConditionalGeneration UnlimitedOcrForConditionalGeneration

@@ -259,6 +259,32 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         ),
         draft_tensors=("model.mtp_",),
     ),
+    "MellumForCausalLM": Family(
+        layer_kinds=without_windows,
+        has_layer_types=True,
+        assumed={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "rope_theta": 500000.0,
+            "window_rope_theta": 10000.0,
+            "sliding_window": 1024,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 896,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 0,
+        },
+        reads=("attention_bias", *NUM_EXPERTS),
+        qk_norm=HEAD_WIDE,
+        # Each kind of layer has its own entry in rope_parameters; this is the default of the windowed ones.
+        window_theta_field="window_rope_theta",
+        mixture=MixtureTraits(
+            names=_QWEN_NAMES,
+            assumed_experts=64,
+            layers=listed_or_after_dense,
+            size_field="moe_intermediate_size",
+        ),
+        draft_tensors=("mtp.",),
+    ),
     "GptOssForCausalLM": Family(
         layer_kinds=full_every(2),
         has_layer_types=True,

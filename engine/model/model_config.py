@@ -358,7 +358,8 @@ def _has_qk_norm(raw: Mapping[str, Any], family: Family) -> bool:
 
 def _draft_layers(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     """The prefixes of the tensors of extra layers that follow the last layer and predict further tokens."""
-    count = not_negative({"num_nextn_predict_layers": 0, **raw}, "num_nextn_predict_layers")
+    name = "num_nextn_predict_layers"
+    count = 0 if raw.get(name) is None else not_negative(raw, name)
     return [f"model.layers.{num_layers + layer}." for layer in range(min(count, MAX_LAYERS))]
 
 

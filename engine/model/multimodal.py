@@ -94,6 +94,9 @@ WRAPPERS: dict[str, Wrapper] = {
     "FastVlmForConditionalGeneration": Wrapper(_QWEN2),
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm46VForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": Wrapper(
+        {"glm4v_moe_text": "Glm4MoeForCausalLM"}, {"attention_bias": True}, {"use_qk_norm": False}, has_mrope=True
+    ),
     "GotOcr2ForConditionalGeneration": Wrapper(_QWEN2, _TIED),
     "HyperCLOVAXVisionV2ForConditionalGeneration": Wrapper({"hyperclovax": "HyperCLOVAXForCausalLM"}, _TIED),
     "Idefics2ForConditionalGeneration": Wrapper({"mistral": "MistralForCausalLM"}),

@@ -19,6 +19,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
@@ -119,6 +121,24 @@ def _gpt_oss(shape: dict[str, Any], window: int) -> PreTrainedModel:
     return GptOssForCausalLM(config)
 
 
+def _mellum(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    """A Mellum with a dense layer, and a windowed one with its own rotary embedding."""
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 56}
+    num_layers = shape["num_hidden_layers"]
+    scaled = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 256}
+    config = MellumConfig(
+        **shape,
+        **sizes,
+        head_dim=16,
+        sliding_window=window,
+        layer_types=["sliding_attention", *["full_attention"] * (num_layers - 1)],
+        mlp_layer_types=["dense", *["sparse"] * (num_layers - 1)],
+        rope_parameters={"full_attention": scaled, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        pad_token_id=0,
+    )
+    return MellumForCausalLM(config)
+
+
 CORRECTED_FAMILIES: dict[str, MakeModel] = {
     "glm4_moe": _glm4_moe,
     "solar-open": _solar_open,
@@ -129,4 +149,5 @@ CORRECTED_FAMILIES: dict[str, MakeModel] = {
     "flex-olmo": _flex_olmo,
     "granite-moe-shared": _granite_moe_shared,
     "gpt-oss": _gpt_oss,
+    "mellum": _mellum,
 }

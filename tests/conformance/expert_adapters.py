@@ -73,6 +73,9 @@ QWEN_NAMES = ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 STACKED_ONLY = ("granite-moe", "granite-moe-shared", "gpt-oss")
 """Families whose checkpoints have always stacked the experts."""
 
+WRAPPED = "glm4v_moe"
+"""A family with a vision tower, whose linears have the names of the experts' linears."""
+
 
 def plans_for(family: str) -> list[ExpertPlan]:
     router, experts, gate, up, down = SINGLE_NAMES.get(family, QWEN_NAMES)
@@ -91,7 +94,7 @@ def plans_for(family: str) -> list[ExpertPlan]:
             rank_pattern={f"{last}.weight": 2},
         ),
     ]
-    if family in STACKED_ONLY:
+    if family in (*STACKED_ONLY, WRAPPED):
         return plans
     few = tuple(f"experts.{expert}.{name}" for expert in (0, 2) for name in (gate, up, down))
     return [

@@ -23,7 +23,6 @@ from loramux.engine.messages import Add, Finished
 from loramux.engine.model.decoder import Decoder, HeadAdapters
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.vocabularies import FORBIDDEN
-from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.tiny_models import (
     PLANS,
     SHAPE,
@@ -87,11 +86,12 @@ def make_subject(
     window: int = WINDOW,
 ) -> Subject:
     base = make_base(family, directory / "base", shape, window)
+    config = ModelConfig.load(directory / "base")
     plans = [plan.for_family(family) for plan in plans]
-    if family in MIXTURE_FAMILIES:
+    if config.mixture is not None:
         plans = [plan.for_experts(base) for plan in plans]
     reference = add_adapters(base, plans, directory / "adapters")
-    target = pack_target(ModelConfig.load(directory / "base"), "float32")
+    target = pack_target(config, "float32")
     packed = {
         plan.name: pack_peft_directory(directory / "adapters" / plan.name, target, directory / "base") for plan in plans
     }

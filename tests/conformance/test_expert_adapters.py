@@ -12,7 +12,7 @@ import torch
 from loramux.engine.device.backend import Backend
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.messages import Add, SamplingParams, StatsRequest
-from tests.conformance.expert_adapters import ExpertSubject, make_expert_subject, plans_for
+from tests.conformance.expert_adapters import WRAPPED, ExpertSubject, make_expert_subject, plans_for
 from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.parity import Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE
@@ -28,7 +28,8 @@ FREQUENT = ("qwen2-moe", "gpt-oss")
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(family, marks=() if family in FREQUENT else pytest.mark.campaign) for family in MIXTURE_FAMILIES
+        pytest.param(family, marks=() if family in FREQUENT else pytest.mark.campaign)
+        for family in (*MIXTURE_FAMILIES, WRAPPED)
     ],
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ExpertSubject:
@@ -90,7 +91,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 INTERPRETED = {
     "qwen3-moe": ("stacked",),
-    "qwen2-moe": ("stacked-router", "single-few"),
+    "qwen2-moe": ("stacked-router", "single-few", "single-dora"),
     "glm4_moe": ("stacked-router", "single-router"),
     **dict.fromkeys(("gpt-oss", "granite-moe", "mixtral", "olmoe"), ("stacked", "stacked-router")),
 }

@@ -42,6 +42,10 @@ def _wrapping(name: str, model_type: str, vision: dict[str, Any], **further: Any
                 "rope_theta": 1e4,
                 "mrope_section": [quarter, quarter, 2 * quarter],
             }
+        if model_type == "glm4v_moe_text":
+            text |= {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 56}
+            rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            text |= {"n_group": 4, "topk_group": 2, "rope_parameters": {**rope, "mrope_section": [1, 1, 2]}}
         if model_type == "ministral3":
             rope = {**YARN, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}
             text |= {"head_dim": 16, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.4}}
@@ -60,6 +64,7 @@ WRAPPED_FAMILIES: dict[str, MakeModel] = {
     "exaone4_5": _wrapping("Exaone4_5_", "exaone4", {**_DEPTH, "num_key_value_heads": 1}),
     "fast_vlm": _wrapping("FastVlm", "qwen2", _SIGLIP),
     "glm4v": _wrapping("Glm4v", "glm4v_text", _DEPTH),
+    "glm4v_moe": _wrapping("Glm4vMoe", "glm4v_moe_text", _DEPTH),
     "glm46v": _wrapping("Glm46V", "glm4v_text", {**_DEPTH, "model_type": "glm4v_vision"}),
     "got_ocr2": _wrapping("GotOcr2", "qwen2", _GOT_OCR),
     "hyperclovax_vision": _wrapping("HyperCLOVAXVisionV2", "hyperclovax", _DEPTH),

@@ -39,6 +39,7 @@ EXAONE_MOE = {"architectures": ["ExaoneMoeForCausalLM"]}
 ERNIE_MOE = {"architectures": ["Ernie4_5_MoeForCausalLM"]}
 MINIMAX_M2 = {"architectures": ["MiniMaxM2ForCausalLM"]}
 FLEX_OLMO = {"architectures": ["FlexOlmoForCausalLM"]}
+MELLUM = {"architectures": ["MellumForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
 
 
@@ -58,6 +59,7 @@ DEFAULTS = {
     "minimax-m2": (MINIMAX_M2, RoutingSpec(256, 8, normalizes=True, has_sigmoid=True), 96, None),
     "flex-olmo": (FLEX_OLMO, RoutingSpec(7, 5, normalizes=False), 96, None),
     "gpt-oss": (GPT_OSS, RoutingSpec(128, 4, normalizes=True), 96, None),
+    "mellum": (MELLUM, RoutingSpec(64, 8, normalizes=True), 896, None),
 }
 
 
@@ -130,6 +132,16 @@ def test_experts_are_chosen_among_groups(tmp_path: Path) -> None:
     assert routing(4, 4) == replace(grouped, num_groups=1, top_groups=1)
 
 
+def test_mellum_has_rotary_embeddings_for_each_kind_of_layer(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    local, whole = load(tmp_path, {**MELLUM, "layer_types": kinds}).layer_ropes[:2]
+    assert (local.theta, whole.theta) == (10000.0, 500000.0)
+    ropes = {"sliding_attention": {"rope_theta": 5.0}, "full_attention": {"rope_theta": 7.0, "factor": 2.0}}
+    ropes["full_attention"]["rope_type"] = "linear"
+    local, whole = load(tmp_path, {**MELLUM, "layer_types": kinds, "rope_parameters": ropes}).layer_ropes[:2]
+    assert [(rope.kind, rope.theta) for rope in (local, whole)] == [("default", 5.0), ("linear", 7.0)]
+
+
 def test_gpt_oss_has_sinks_clamps_and_alternate_windows(tmp_path: Path) -> None:
     config = load(tmp_path, GPT_OSS)
     assert config.has_sinks
@@ -169,6 +181,7 @@ def test_minimax_gives_the_number_of_rotated_channels(tmp_path: Path) -> None:
 def test_layers_that_predict_further_tokens_are_known(tmp_path: Path) -> None:
     config = load(tmp_path, {**GLM4_MOE, "num_nextn_predict_layers": 2})
     assert config.draft_tensors == ("model.layers.4.", "model.layers.5.")
+    assert load(tmp_path, {**GLM4_MOE, "num_nextn_predict_layers": None}).draft_tensors == ()
     assert load(tmp_path, EXAONE_MOE).draft_tensors == ("mtp.",)
 
 
