@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -277,7 +277,10 @@ def load_decoder(
             return Decoder(model, weights, dtype, max_model_len, backend)
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
         with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
-            return Decoder(model, opened, dtype, max_model_len, backend)
+            # A quantised head is a weight of its own, even if the float model's head is tied to the embedding.
+            is_tied = model.tied_embeddings and not opened.has_quantized_head
+            own = replace(model, tied_embeddings=is_tied)
+            return Decoder(own, opened, dtype, max_model_len, backend)
     except torch.OutOfMemoryError as error:
         if memory is None:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,18 @@ INT4 = np.arange(16, dtype=np.float32) - 8
 
 UINT4 = np.arange(16, dtype=np.float32)
 """Codebook of unsigned 4-bit values, with zero points."""
+
+
+def _e4m3() -> npt.NDArray[np.float32]:
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    value = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    value[code & 127 == 127] = np.nan
+    return np.where(code < 128, value, -value).astype(np.float32)
+
+
+E4M3 = _e4m3()
+"""float8_e4m3fn: a sign, 4 bits of exponent with bias 7 and 3 bits of mantissa; `0x7f` and `0xff` are NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +86,13 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
+    def outputs(self, indices: npt.NDArray[np.intp]) -> QuantizedWeight:
+        """The weight of some outputs, in the order of `indices`."""
+        zeros = None if self.zeros is None else self.zeros[indices]
+        return QuantizedWeight(
+            codes=self.codes[indices], codebook=self.codebook, scales=self.scales[indices], zeros=zeros
+        )
+
     def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
         """The float weights of outputs `[begin, end)`, which specify every product with a quantised weight."""
         codes, scales = self.codes[begin:end], self.scales[begin:end]
@@ -89,10 +109,31 @@ class QuantizedWeight:
         return values
 
 
+def is_same_codebook(first: QuantizedWeight, second: QuantizedWeight) -> bool:
+    return np.array_equal(first.codebook, second.codebook, equal_nan=True)
+
+
+class CodeKind(Enum):
+    """How codes become values by arithmetic: as integers, or as bits of a float. Other codes need a table."""
+
+    INTEGERS = "integers"
+    E4M3 = "e4m3"
+    TABLE = "table"
+
+
+def code_kind(codebook: npt.NDArray[np.float32]) -> CodeKind | None:
+    """The kind of a codebook, or None if it has 8 bits and is neither integers nor E4M3."""
+    if any(np.array_equal(codebook, integers) for integers in (INT8, UINT8, INT4, UINT4)):
+        return CodeKind.INTEGERS
+    if codebook.size == 16:
+        return CodeKind.TABLE if np.isfinite(codebook).all() else None
+    return CodeKind.E4M3 if np.array_equal(codebook, E4M3, equal_nan=True) else None
+
+
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Concatenate the outputs of all parts to one weight, or return None if their codebooks or groups differ."""
     first = parts[0]
-    if any(part.group != first.group or not np.array_equal(part.codebook, first.codebook) for part in parts):
+    if any(part.group != first.group or not is_same_codebook(part, first) for part in parts):
         return None
     if len(parts) == 1:
         return first

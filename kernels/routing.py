@@ -9,7 +9,7 @@ import torch
 
 
 class ExpertWeights(Protocol):
-    """One linear layer of all experts: a `StackedExperts`, or a CPU's own layout."""
+    """One linear layer of all experts: a `StackedExperts`, or a device's own layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

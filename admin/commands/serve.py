@@ -64,7 +64,9 @@ def serve(
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="int8, int4 or fp8: quantise a float model at the start (default: do not).", show_default=False
+            help="int8, int4 or fp8: quantise a float model at the start; with +head, such as int4+head, also its "
+            "head, to int8 (default: do not).",
+            show_default=False,
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,

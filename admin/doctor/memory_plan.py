@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +11,27 @@ from pathlib import Path
 import numpy as np
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.quantization.base_format import Checkpoint, CodedTensor
+from loramux.adapter_store.formats.quantization.base_format import Checkpoint
+from loramux.adapter_store.formats.quantization.mxfp4 import Mxfp4Experts
+from loramux.adapter_store.formats.quantization.parts import CodedWeight
+from loramux.adapter_store.formats.quantization.reordered import ReorderedWeight
 from loramux.engine.config import ITEMSIZE, resolve_dtype
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
 from loramux.engine.model.weight_shapes import check_shapes, weight_shapes
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
-from loramux.engine.quantizing.methods import METHODS
+from loramux.engine.quantizing.methods import CHOICES, METHODS, WITH_HEAD
 from loramux.engine.quantizing.quantize import quantized_names
 from loramux.kernels.cpu.capability import host_features, integer_products
+from loramux.kernels.gpu.code_layout import can_place, placed_bytes
 from loramux.kernels.quantized import QuantizedWeight
 
 PROCESS_BYTES = 570 << 20
 """Memory of a server's processes without model, pool and host tier, measured on Linux with Python 3.11 on a CPU."""
 
 _SCALE_BYTES = 4
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Plan:
 
 def has_products_by_codes(device: str) -> bool:
     """Whether a device keeps codes in memory; others dequantise weights when they load them."""
-    return device == "cpu" and integer_products(host_features()) is not None
+    return device != "cpu" or integer_products(host_features()) is not None
 
 
 def plan_memory(
@@ -67,9 +73,9 @@ def plan_memory(
     sizes = _Sizes(config, "bfloat16", device)
     plans = [Plan("bfloat16", sizes.total({}), pool, process)]
     names = quantized_names(config)
-    for method in METHODS if config.quantization is None else ():
+    for method in CHOICES if config.quantization is None else ():
         try:
-            codes = _method_bytes(config, names, method) if keeps and method != "fp8" else {}
+            codes = _method_bytes(config, names, method, device) if keeps else {}
         except ModelNotSupported as error:
             plans.append(Plan(method, problem=str(error)))
         else:
@@ -77,7 +83,7 @@ def plan_memory(
     own = resolve_dtype("auto", config, device)
     if config.quantization is not None:
         try:
-            codes = _coded_bytes(checkpoint, names) if keeps else {}
+            codes = _coded_bytes(checkpoint, device) if keeps else {}
         except BaseNotSupported as error:
             raise ModelNotSupported(str(error)) from error
         plans.append(Plan(config.quantization.name, _Sizes(config, own, device).total(codes), pool, process))
@@ -98,42 +104,60 @@ class _Sizes:
 
     def total(self, codes: dict[str, int]) -> int:
         """Size in bytes if the weights in `codes` take as many bytes as it says."""
-        return sum(codes.get(name, self._itemsize * count) for name, count in self._elements.items())
+        sizes = {name: self._itemsize * count for name, count in self._elements.items()}
+        # A head that is tied to the embedding can be quantised as a weight of its own.
+        return sum({**sizes, **{name: size for name, size in codes.items() if name in {*sizes, HEAD}}}.values())
 
 
-def _method_bytes(config: ModelConfig, names: Collection[str], method: str) -> dict[str, int]:
-    shapes = {name: weight_shapes(config)[name] for name in names}
-    how = METHODS[method]
-    group = how.group({in_features for _, in_features in shapes.values()})
-    bits = 4 if method == "int4" else 8
-    return {
+def _method_bytes(config: ModelConfig, names: Collection[str], method: str, device: str) -> dict[str, int]:
+    """The sizes of the weights that stay quantised on a device."""
+    known = weight_shapes(config)
+    shapes = {name: known[name] for name in names}
+    linears = method.removesuffix(WITH_HEAD)
+    group = METHODS[linears].group({in_features for _, in_features in shapes.values()})
+    bits = 4 if linears == "int4" else 8
+    # A CPU dequantises FP8.
+    kept = {} if linears == "fp8" and device == "cpu" else shapes
+    sizes = {
         name: out * in_features * bits // 8 + _SCALE_BYTES * out * (in_features // (group or in_features))
-        for name, (out, in_features) in shapes.items()
+        for name, (out, in_features) in kept.items()
     }
+    if method.endswith(WITH_HEAD):
+        out, in_features = known[EMBEDDING]
+        sizes[HEAD] = out * (in_features + _SCALE_BYTES)
+    return sizes
 
 
-def _coded_bytes(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, int]:
-    """The size of each linear that stays quantised, after the first one of its name, shape and tensors."""
+def _coded_bytes(checkpoint: Checkpoint, device: str) -> dict[str, int]:
+    """The size of each weight that stays quantised, after the first one of its name, shape and tensors."""
     known: dict[tuple[str, tuple[int, ...], frozenset[str]], int | None] = {}
     sizes: dict[str, int] = {}
-    for name in names:
-        coded = checkpoint.coded.get(name)
-        if coded is None:
+    for name, coded in checkpoint.coded.items():
+        if name == EMBEDDING:
             continue
-        kind = (name.split(".", 3)[-1], coded.shape, frozenset(coded.parts.tensors))
+        # Layers are alike, and so are experts.
+        kind = (_NUMBER.sub("", name), coded.shape, frozenset(coded.parts.tensors))
         if kind not in known:
-            known[kind] = _kept_bytes(coded)
+            known[kind] = _kept_bytes(coded.read(), device)
         kept = known[kind]
         if kept is not None:
             sizes[name] = kept
     return sizes
 
 
-def _kept_bytes(coded: CodedTensor) -> int | None:
-    """The size of a weight whose codes can be multiplied, or None: 4 bits, or 8 bits whose values are integers."""
-    weight = coded.read()
-    if not isinstance(weight, QuantizedWeight):
-        return None
+def _kept_bytes(weight: CodedWeight, device: str) -> int | None:
+    """The size of a weight that stays quantised on a device, or None.
+
+    On a CPU, these are weights of 4 bits, or of 8 bits whose values are integers.
+    """
+    if isinstance(weight, Mxfp4Experts):
+        size = _kept_bytes(weight.experts[0], device)
+        return None if size is None else size * len(weight.experts)
+    if isinstance(weight, ReorderedWeight):
+        weight = weight.by_group
+    assert isinstance(weight, QuantizedWeight)
+    if device != "cpu":
+        return placed_bytes(weight) if can_place(weight) else None
     is_integer = bool((np.nan_to_num(weight.codebook, nan=0.5) % 1 == 0).all())
     return weight.nbytes if weight.bits == 4 or is_integer else None
 

@@ -139,8 +139,9 @@ class Settings(DataSettings):
     admin_key: SecretStr | None = None
     metrics_token: SecretStr | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    quantization: Literal["int8", "int4", "fp8"] | None = None
-    """Quantise the float weights of the model's linear layers at the start. The result is kept in the data directory.
+    quantization: Literal["int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"] | None = None
+    """Quantise the float weights of the model's linear layers at the start, and with `+head` the head, to int8. The
+    result is kept in the data directory.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None

@@ -72,6 +72,14 @@ def stack_experts(num_experts: int, weights: Iterator[torch.Tensor], bias: torch
     return StackedExperts(stacked, bias)
 
 
+class MakeQuantizedExperts(Protocol):
+    """Like `MakeExperts` for quantised weights, but returns None if the device cannot multiply by the codes of all."""
+
+    def __call__(
+        self, num_experts: int, weights: Iterator[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None
+    ) -> ExpertWeights | None: ...
+
+
 class SampleTokens(Protocol):
     def __call__(
         self,
@@ -92,7 +100,7 @@ class SampleTokens(Protocol):
 class Backend:
     """The device-specific parts of one engine. `activation_dtype` None means the dtype of the weights.
 
-    Quantised weights for which there is no `make_quantized_linear`, or for which it returns None, are dequantised.
+    Quantised weights are dequantised if `make_quantized_linear` or `make_quantized_experts` is None or returns None.
 
     `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
     its steps are padded, captured as graphs, and submitted before the host has the previous step's tokens. If
@@ -106,6 +114,7 @@ class Backend:
     activation_dtype: torch.dtype | None
     make_quantized_linear: MakeQuantizedLinear | None = None
     make_experts: MakeExperts = stack_experts
+    make_quantized_experts: MakeQuantizedExperts | None = None
     sample_tokens: SampleTokens | None = None
     compiles: bool = False
     compile_ahead: CompileAhead | None = None
@@ -129,6 +138,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
         # Imported here because a GPU does not need numba.
+        from loramux.kernels.cpu.coded_experts import make_coded_experts
         from loramux.kernels.cpu.experts import PackedExperts
         from loramux.kernels.cpu.linear import PackedLinear
         from loramux.kernels.cpu.quantized_linear import make_quantized_linear
@@ -141,6 +151,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
             activation_dtype=torch.float32,
             make_quantized_linear=make_quantized_linear,
             make_experts=lambda num_experts, weights, bias: PackedExperts(weights, bias),
+            make_quantized_experts=make_coded_experts,
             set_num_threads=set_num_threads,
         )
     missing = missing_for_cuda()
@@ -149,6 +160,8 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
     if not torch.cuda.is_available():
         raise DeviceNotUsable("PyTorch cannot use this machine's GPU: update its driver, or use --device cpu")
     # Imported here because a CPU does not need Triton.
+    from loramux.kernels.gpu.coded_linear import make_coded_linear
+    from loramux.kernels.gpu.coded_weights import place_codes
     from loramux.kernels.gpu.sampling import sample_tokens
 
     def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
@@ -163,6 +176,8 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
         make_kernels=lambda pool, shapes: select_kernels(accelerator.device, pool, shapes, pdl),
         make_linear=DenseLinear,
         activation_dtype=None,
+        make_quantized_linear=lambda weight, bias: make_coded_linear(weight, bias, accelerator.device),
+        make_quantized_experts=lambda number, weights, bias: place_codes(weights, number, bias, accelerator.device),
         sample_tokens=sample_tokens,
         compiles=True,
         compile_ahead=compile_ahead,

@@ -119,10 +119,10 @@ class Decoder:
             for layer in range(config.num_layers)
         ]
         self._final_norm = place.norm("model.norm", config.hidden_size)
-        head = self._embedding
-        if not config.tied_embeddings:
-            head = place.tensor("lm_head.weight", (config.vocab_size, config.hidden_size))
-        self._head = backend.make_linear(head, None)
+        if config.tied_embeddings:
+            self._head = backend.make_linear(self._embedding, None)
+        else:
+            self._head = place.linear("", [config.outer_modules[HEAD]], has_bias=False)
         self._rotary = [
             (cos.to(backend.device), sin.to(backend.device))
             for cos, sin in (rotary_tables(rope, config.head_dim, max_len) for rope in ropes)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 
+from loramux.adapter_store.formats.quantization.mxfp4 import Mxfp4Experts
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.model.layer_adapters import LayerAdapters
 from loramux.engine.model.mixture_config import MixtureConfig
-from loramux.engine.model.placement import Placement
+from loramux.engine.model.placement import ExpertWeight, Placement
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape
+from loramux.kernels.quantized import QuantizedWeight
 from loramux.kernels.tables import ModuleGroup
 
 
@@ -48,10 +52,11 @@ class Mixture:
         # One product computes the logits of the experts and of the shared expert's gate.
         self._router = in_router.linear(prefix, config.router_linears(hidden_size), config.names.has_biases)
         self._has_gate = config.shared is not None and config.shared.gate is not None
-        make = place.backend.make_experts
         gate_up_bias, down_bias = _biases(config, hidden_size, place, prefix)
-        self._gate_up = make(num_experts, _gate_up_weights(config, hidden_size, place, prefix), gate_up_bias)
-        self._down = make(num_experts, _down_weights(config, hidden_size, place, prefix), down_bias)
+        gate_up = partial(_gate_up_weights, config, hidden_size, place, prefix)
+        down = partial(_down_weights, config, hidden_size, place, prefix)
+        self._gate_up = place.experts(num_experts, gate_up, gate_up_bias)
+        self._down = place.experts(num_experts, down, down_bias)
 
     def __call__(
         self,
@@ -99,12 +104,12 @@ def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup,
     )
 
 
-def _gate_up_weights(config: MixtureConfig, hidden_size: int, place: Placement, prefix: str) -> Iterator[torch.Tensor]:
+def _gate_up_weights(config: MixtureConfig, hidden_size: int, place: Placement, prefix: str) -> Iterator[ExpertWeight]:
     """Each expert's gate and up weights, `[2 * expert_size, hidden_size]`."""
     names, size, num_experts = config.names, config.expert_size, config.routing.num_experts
     if names.has_biases:
-        for one in place.tensor(f"{prefix}.{names.experts}.{names.gate}", (num_experts, hidden_size, 2 * size)):
-            yield _in_halves(one.T)
+        shape = num_experts, hidden_size, 2 * size
+        yield from map(_in_halves, _transposed(place, f"{prefix}.{names.experts}.{names.gate}", shape))
         return
     if names.up is None:
         yield from place.tensor(f"{prefix}.{names.experts}.{names.gate}.weight", (num_experts, 2 * size, hidden_size))
@@ -114,18 +119,27 @@ def _gate_up_weights(config: MixtureConfig, hidden_size: int, place: Placement, 
         yield place.fused_weight(prefix, parts)
 
 
-def _down_weights(config: MixtureConfig, hidden_size: int, place: Placement, prefix: str) -> Iterator[torch.Tensor]:
+def _down_weights(config: MixtureConfig, hidden_size: int, place: Placement, prefix: str) -> Iterator[ExpertWeight]:
     """Each expert's down weight, `[hidden_size, expert_size]`."""
     names, size, num_experts = config.names, config.expert_size, config.routing.num_experts
     if names.has_biases:
-        for one in place.tensor(f"{prefix}.{names.experts}.{names.down}", (num_experts, size, hidden_size)):
-            yield one.T.contiguous()
+        yield from _transposed(place, f"{prefix}.{names.experts}.{names.down}", (num_experts, size, hidden_size))
         return
     if names.up is None:
         yield from place.tensor(f"{prefix}.{names.experts}.{names.down}.weight", (num_experts, hidden_size, size))
         return
     for expert in range(num_experts):
-        yield place.tensor(f"{prefix}.{names.experts}.{expert}.{names.down}.weight", (hidden_size, size))
+        yield place.fused_weight(prefix, [LinearShape(f"{names.experts}.{expert}.{names.down}", size, hidden_size)])
+
+
+def _transposed(place: Placement, name: str, shape: tuple[int, int, int]) -> Iterator[ExpertWeight]:
+    """Each expert's weight `[out_features, in_features]` from a tensor `[num_experts, in_features, out_features]`."""
+    stored = place.weights.tensor(name, shape)
+    if isinstance(stored, Mxfp4Experts):
+        yield from stored.experts
+        return
+    for one in place.tensor(name, shape):
+        yield one.T.contiguous()
 
 
 def _biases(
@@ -137,9 +151,14 @@ def _biases(
         return None, None
     gate_up = place.tensor(f"{prefix}.{names.experts}.{names.gate}_bias", (num_experts, 2 * size))
     down = place.tensor(f"{prefix}.{names.experts}.{names.down}_bias", (num_experts, hidden_size))
-    return _in_halves(gate_up.T).T.contiguous(), down
+    return gate_up[:, _halves(2 * size)].contiguous(), down
 
 
-def _in_halves(gate_up: torch.Tensor) -> torch.Tensor:
+def _in_halves(gate_up: ExpertWeight) -> ExpertWeight:
     """Move the gate's features, which are every second row, before the features of up."""
-    return torch.cat((gate_up[::2], gate_up[1::2]))
+    order = _halves(gate_up.shape[0])
+    return gate_up.outputs(np.array(order)) if isinstance(gate_up, QuantizedWeight) else gate_up[order]
+
+
+def _halves(num_features: int) -> list[int]:
+    return [*range(0, num_features, 2), *range(1, num_features, 2)]

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
-from loramux.engine.device.backend import Backend, Linear
+from loramux.adapter_store.formats.quantization.reordered import ReorderedWeight
+from loramux.engine.device.backend import Backend, Linear, MakeQuantizedLinear
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.norms import LayerNorm, Norm, RmsNorm
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.layout import LinearShape
 from loramux.kernels.quantized import QuantizedWeight, concatenate
+from loramux.kernels.routing import ExpertWeights
 
 _BLOCK_ELEMENTS = 1 << 22
 """Number of elements of a quantised weight to dequantise at a time."""
+
+
+ExpertWeight = torch.Tensor | QuantizedWeight
+
+
+class ReorderedLinear:
+    """A linear whose input `i` is input `inputs[i]` of `x`."""
+
+    def __init__(self, linear: Linear, inputs: torch.Tensor) -> None:
+        self._linear = linear
+        self._inputs = inputs
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.index_select(1, self._inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +77,57 @@ class Placement:
         return tensor
 
     def linear(self, prefix: str, shapes: Iterable[LinearShape], has_bias: bool) -> Linear:
-        """Fuse linears that share an input into one linear that concatenates their outputs."""
+        """Fuse linears that share an input into one linear that concatenates their outputs.
+
+        They are below `prefix`, or not below anything if it is empty.
+        """
         shapes = list(shapes)
         bias = None
         if has_bias:
             bias = torch.cat([self.tensor(f"{prefix}.{one.name}.bias", (one.out_features,)) for one in shapes])
         stored = self._stored(prefix, shapes)
-        codes = [part for part in stored if isinstance(part, QuantizedWeight)]
-        make, linear = self.backend.make_quantized_linear, None
-        if make is not None and len(codes) == len(stored):
-            weight = concatenate(codes)
-            linear = None if weight is None else make(weight, bias)
+        make = self.backend.make_quantized_linear
+        linear = None if make is None else self._linear_of_codes(stored, bias, make)
         return linear or self.backend.make_linear(self._floats(stored), bias)
 
-    def fused_weight(self, prefix: str, shapes: Sequence[LinearShape]) -> torch.Tensor:
-        """The concatenated weights of linears that share an input, dequantised."""
-        return self._floats(self._stored(prefix, shapes))
+    def experts(
+        self, num_experts: int, weights: Callable[[], Iterator[ExpertWeight]], bias: torch.Tensor | None
+    ) -> ExpertWeights:
+        """Lay out one linear of all experts, by codes if possible. `weights` yields the weights in order, each time."""
+        make = self.backend.make_quantized_experts
+        found = None if make is None else make(num_experts, weights(), bias)
+        if found is not None:
+            return found
+        return self.backend.make_experts(num_experts, (self._placed(one, self.dtype) for one in weights()), bias)
+
+    def fused_weight(self, prefix: str, shapes: Sequence[LinearShape]) -> ExpertWeight:
+        """The weights of linears that share an input, concatenated: as codes if all have the same groups, or floats."""
+        stored = self._stored(prefix, shapes)
+        codes = [part for part in stored if isinstance(part, QuantizedWeight)]
+        fused = concatenate(codes) if len(codes) == len(stored) else None
+        return self._floats(stored) if fused is None else fused
+
+    def _linear_of_codes(
+        self, stored: list[torch.Tensor | CodedWeight], bias: torch.Tensor | None, make: MakeQuantizedLinear
+    ) -> Linear | None:
+        """The linear of weights that are all quantised alike, or None."""
+        reordered = [part for part in stored if isinstance(part, ReorderedWeight)]
+        if reordered and any(not np.array_equal(part.inputs, reordered[0].inputs) for part in reordered):
+            return None
+        is_reordered = len(reordered) == len(stored)
+        codes = [part.by_group for part in reordered] if is_reordered else []
+        codes += [part for part in stored if isinstance(part, QuantizedWeight)]
+        weight = concatenate(codes) if len(codes) == len(stored) else None
+        linear = None if weight is None else make(weight, bias)
+        if linear is None or not is_reordered:
+            return linear
+        return ReorderedLinear(linear, torch.from_numpy(reordered[0].inputs).to(self.backend.device))
 
     def _stored(self, prefix: str, shapes: Sequence[LinearShape]) -> list[torch.Tensor | CodedWeight]:
+        names = [f"{prefix}.{one.name}.weight".removeprefix(".") for one in shapes]
         return [
-            self.weights.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes
+            self.weights.tensor(name, (one.out_features, one.in_features))
+            for name, one in zip(names, shapes, strict=True)
         ]
 
     def _floats(self, stored: list[torch.Tensor | CodedWeight]) -> torch.Tensor:

@@ -56,6 +56,10 @@ class Weights:
             raise misshapen(name, tuple(tensor.shape), shape)
         return tensor
 
+    @property
+    def has_quantized_head(self) -> bool:
+        return HEAD in self._coded
+
     def check_all_read(self) -> None:
         """Raise ModelNotSupported if any tensor is unread, because the model then needs an unsupported computation."""
         unused = unused_tensors(self._unread, self._draft_tensors)

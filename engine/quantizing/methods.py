@@ -85,4 +85,12 @@ METHODS: dict[str, Method] = {
     "int4": Method(".weight_packed", "I32", 8, _int4, _weights(4, "int", "group"), GROUPS),
     "fp8": Method(".weight", "F8_E4M3", 1, _fp8, _weights(8, "float", "channel")),
 }
-"""What `--quantization` can do."""
+"""How `--quantization` can quantise the linears of layers."""
+
+WITH_HEAD = "+head"
+"""The suffix of a value of `--quantization` that also quantises the head, always to int8."""
+
+HEAD_METHOD = METHODS["int8"]
+
+CHOICES = (*METHODS, *(method + WITH_HEAD for method in METHODS))
+"""The values of `--quantization`."""

@@ -20,9 +20,9 @@ from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.adapter_store.formats.mapped_tensors import STORED, MappedTensor
 from loramux.engine.errors import ConfigNotUsable, ModelNotSupported
 from loramux.engine.model.model_config import ModelConfig
-from loramux.engine.model.weight_files import checkpoint_of, stored_tensors
+from loramux.engine.model.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
 from loramux.engine.model.weight_shapes import check_shapes
-from loramux.engine.quantizing.methods import METHODS, Method
+from loramux.engine.quantizing.methods import HEAD_METHOD, METHODS, WITH_HEAD, Method
 
 VERSION = 2
 """Changes when the meaning of the files changes, so that files of older versions are not used."""
@@ -45,6 +45,16 @@ class _Entry:
         return math.prod(self.shape) * STORED[self.dtype].itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A weight to quantise under a name, in groups of `group` inputs, or in one group per output."""
+
+    name: str
+    tensor: MappedTensor
+    method: Method
+    group: int | None
+
+
 def quantized_directory(root: Path, model_dir: Path, method: str) -> Path:
     """Where the quantised weights of this model are kept below `root`."""
     identity = f"{VERSION} {method} {BaseWeights(model_dir).fingerprint}"
@@ -52,7 +62,7 @@ def quantized_directory(root: Path, model_dir: Path, method: str) -> Path:
 
 
 def quantized_names(config: ModelConfig) -> list[str]:
-    """The weights that are quantised: the linears of layers, without routers, experts, embeddings and the head."""
+    """The weights that every method quantises: the linears of layers, without routers and experts."""
     modules = config.modules
     return [
         f"model.layers.{layer}.{modules[index].name}.weight"
@@ -66,6 +76,8 @@ def quantized_names(config: ModelConfig) -> list[str]:
 def quantize(model_dir: Path, destination: Path, method: str, progress: Callable[[int, int], None]) -> None:
     """Write `destination` in the format of compressed-tensors. It appears once it is complete.
 
+    `method` is one of `CHOICES`.
+
     `progress` is called with the numbers of weights done and in total. Raises ModelNotSupported or ConfigNotUsable.
     """
     config = ModelConfig.load(model_dir)
@@ -74,15 +86,19 @@ def quantize(model_dir: Path, destination: Path, method: str, progress: Callable
     check_shapes(config, stored_tensors(model_dir))
     plain = checkpoint_of(model_dir).plain
     tensors = {name: plain[name] for name in quantized_names(config)}
-    how = METHODS[method]
+    how = METHODS[method.removesuffix(WITH_HEAD)]
     group = how.group({tensor.shape[1] for tensor in tensors.values()})
+    jobs = [_Job(name, tensor, how, group) for name, tensor in tensors.items()]
+    if method.endswith(WITH_HEAD):
+        # A head that is tied to the embedding becomes a weight of its own.
+        jobs.append(_Job(HEAD, plain[EMBEDDING if config.tied_embeddings else HEAD], HEAD_METHOD, None))
     unfinished = destination.with_name(f"{_UNFINISHED}{os.getpid()}")
     for left in destination.parent.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        _write(unfinished / "model.safetensors", tensors, how, group, progress)
-        (unfinished / "config.json").write_text(json.dumps({"quantization_config": _description(how, group)}))
+        _write(unfinished / "model.safetensors", jobs, progress)
+        (unfinished / "config.json").write_text(json.dumps({"quantization_config": _description(jobs)}))
         os.replace(unfinished, destination)
     except OSError as error:
         raise ConfigNotUsable(f"the quantised weights cannot be written to {destination}: {error.strerror}") from error
@@ -90,55 +106,54 @@ def quantize(model_dir: Path, destination: Path, method: str, progress: Callable
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _description(method: Method, group: int | None) -> dict[str, Any]:
-    weights = {**method.weights, "group_size": group}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+def _description(jobs: list[_Job]) -> dict[str, Any]:
+    schemes: list[dict[str, Any]] = []
+    for job in jobs:
+        scheme = {**job.method.weights, "group_size": job.group}
+        if scheme not in schemes:
+            schemes.append(scheme)
+    groups = {f"group_{index}": {"targets": ["Linear"], "weights": scheme} for index, scheme in enumerate(schemes)}
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
-def _write(
-    path: Path,
-    tensors: dict[str, MappedTensor],
-    method: Method,
-    group: int | None,
-    progress: Callable[[int, int], None],
-) -> None:
-    entries = [entry for name, tensor in tensors.items() for entry in _entries(name, tensor, method, group)]
+def _write(path: Path, jobs: list[_Job], progress: Callable[[int, int], None]) -> None:
+    entries = [entry for job in jobs for entry in _entries(job)]
     needed = sum(entry.nbytes for entry in entries)
     free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise ConfigNotUsable(f"the quantised weights take {needed} bytes, but {path.parent} has {free} bytes free")
-    done, total = 0, sum(math.prod(tensor.shape) for tensor in tensors.values())
+    done, total = 0, sum(math.prod(job.tensor.shape) for job in jobs)
     with path.open("wb") as file:
         _write_header(file, entries)
-        for name, tensor in tensors.items():
-            out_features, in_features = tensor.shape
+        for job in jobs:
+            out_features, in_features = job.tensor.shape
             scales: list[npt.NDArray[np.float32]] = []
             num_rows = max(1, _BLOCK_ELEMENTS // in_features)
             for begin in range(0, out_features, num_rows):
-                rows = tensor.float_rows(begin, min(begin + num_rows, out_features))
+                rows = job.tensor.float_rows(begin, min(begin + num_rows, out_features))
                 if not np.isfinite(rows).all():
-                    raise ModelNotSupported(f"the tensor {name} contains a value that is not finite")
-                items, block_scales = method.encode(rows, group or in_features)
+                    raise ModelNotSupported(f"the tensor {job.name} contains a value that is not finite")
+                items, block_scales = job.method.encode(rows, job.group or in_features)
                 file.write(np.ascontiguousarray(items).data)
                 scales.append(block_scales)
                 done += rows.size
                 progress(done, total)
             file.write(np.concatenate(scales).astype("<f4").data)
-            if method.suffix == ".weight_packed":
-                file.write(np.array(tensor.shape, "<i8").data)
+            if job.method.suffix == ".weight_packed":
+                file.write(np.array(job.tensor.shape, "<i8").data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _entries(name: str, tensor: MappedTensor, method: Method, group: int | None) -> list[_Entry]:
+def _entries(job: _Job) -> list[_Entry]:
+    method, tensor = job.method, job.tensor
     if tensor.dtype not in STORAGE:
-        raise ModelNotSupported(f"the tensor {name} has dtype {tensor.dtype}; only float weights can be quantised")
+        raise ModelNotSupported(f"the tensor {job.name} has dtype {tensor.dtype}; only float weights can be quantised")
     out_features, in_features = tensor.shape
-    module = name.removesuffix(".weight")
+    module = job.name.removesuffix(".weight")
     entries = [
         _Entry(module + method.suffix, method.dtype, (out_features, in_features // method.codes_per_item)),
-        _Entry(f"{module}.weight_scale", "F32", (out_features, in_features // (group or in_features))),
+        _Entry(f"{module}.weight_scale", "F32", (out_features, in_features // (job.group or in_features))),
     ]
     if method.suffix == ".weight_packed":
         entries.append(_Entry(f"{module}.weight_shape", "I64", (2,)))

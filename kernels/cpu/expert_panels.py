@@ -77,7 +77,7 @@ def _gather_row(x_address: int, out_address: int, size: int) -> None:
 
 
 @helper
-def _place(task: int, num_panels: int, chosen: Any, is_spread: bool) -> tuple[int, int]:
+def place_task(task: int, num_panels: int, chosen: Any, is_spread: bool) -> tuple[int, int]:
     """The expert and the panel of a task."""
     if is_spread:
         return chosen[task % len(chosen)], task // len(chosen)
@@ -85,7 +85,7 @@ def _place(task: int, num_panels: int, chosen: Any, is_spread: bool) -> tuple[in
 
 
 @helper
-def _scatter(
+def scatter(
     pairs: Any, begin: int, end: int, sums: int, sums_step: int, y: int, y_step: int, first: int, size: int
 ) -> None:
     """Copy outputs of the sorted pairs `begin` to `end` to the places of the pairs."""
@@ -125,7 +125,7 @@ def multiply_pair_panels(
         avx512_bf16.round_row(x_row, in_features, rows + i * rows_step, 2 * num_words)
     is_spread = len(pairs) > ROWS_TO_SPREAD * len(chosen)
     for task in prange(len(chosen) * num_panels):
-        expert, panel = _place(task, num_panels, chosen, is_spread)
+        expert, panel = place_task(task, num_panels, chosen, is_spread)
         begin, end = starts[expert], starts[expert + 1]
         # The panels of all experts are consecutive, but each expert's sums begin at the first column.
         shift = expert * num_panels
@@ -134,7 +134,7 @@ def multiply_pair_panels(
             sums + begin * sums_step - 4 * width * shift, sums_step,
         )  # fmt: skip
         first = panel * width
-        _scatter(pairs, begin, end, sums, sums_step, y, 4 * out_features, first, min(width, out_features - first))
+        scatter(pairs, begin, end, sums, sums_step, y, 4 * out_features, first, min(width, out_features - first))
 
 
 @kernel
@@ -162,7 +162,7 @@ def multiply_float_panels(
         _gather_row(x + 4 * x_stride * (pairs[i] // pairs_per_row), rows + i * rows_step, in_features)
     is_spread = len(pairs) > ROWS_TO_SPREAD * len(chosen)
     for task in prange(len(chosen) * num_panels):
-        expert, panel = _place(task, num_panels, chosen, is_spread)
+        expert, panel = place_task(task, num_panels, chosen, is_spread)
         begin, end = starts[expert], starts[expert + 1]
         shift = expert * num_panels
         linear.multiply_panel(
@@ -170,4 +170,4 @@ def multiply_float_panels(
             sums + begin * sums_step - 4 * PANEL * shift, sums_step,
         )  # fmt: skip
         first = panel * PANEL
-        _scatter(pairs, begin, end, sums, sums_step, y, 4 * out_features, first, min(PANEL, out_features - first))
+        scatter(pairs, begin, end, sums, sums_step, y, 4 * out_features, first, min(PANEL, out_features - first))

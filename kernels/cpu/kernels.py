@@ -12,6 +12,7 @@ from loramux.kernels.cpu import kv as cpu_kv
 from loramux.kernels.cpu import routing as cpu_routing
 from loramux.kernels.cpu.adapters import CpuLora
 from loramux.kernels.cpu.arrays import array, rows_of
+from loramux.kernels.cpu.coded_experts import CodedExperts
 from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.vectors import LANES
 from loramux.kernels.delta_spec import DeltaSpec
@@ -151,7 +152,7 @@ class CpuKernels(CpuLora):
         return build_pair_segments(routing, slots, self.segment_rows, segments.max_rank)
 
     def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
-        assert isinstance(experts, PackedExperts)
+        assert isinstance(experts, PackedExperts | CodedExperts)
         return experts.multiply(x, routing)
 
     def sum_experts(

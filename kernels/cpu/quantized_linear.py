@@ -77,7 +77,7 @@ class QuantizedLinear:
 
 
 @helper
-def _multiply_panel(
+def multiply_panel(
     panel: int, x: int, x_step: int, factors: int, factor_step: int, num_rows: int, panels: Any, num_groups: int,
     group: int, block: int, has_zeros: bool, table: Any, bias: int, y: int, y_step: int,
 ) -> None:  # fmt: skip
@@ -133,13 +133,13 @@ def multiply_codes(
     round_blocks(x, 4 * x_stride, num_rows, num_blocks, block, limit, rounded, x_step, factors, factor_step)
     if num_rows * num_blocks * block * num_panels * OUTPUTS < SERIAL_WORK:
         for panel in range(num_panels):
-            _multiply_panel(
+            multiply_panel(
                 panel, rounded, x_step, factors, factor_step, num_rows, panels, num_groups, group, block, has_zeros,
                 table, bias, y, y_step,
             )  # fmt: skip
     else:
         for panel in prange(num_panels):
-            _multiply_panel(
+            multiply_panel(
                 panel, rounded, x_step, factors, factor_step, num_rows, panels, num_groups, group, block, has_zeros,
                 table, bias, y, y_step,
             )  # fmt: skip

@@ -81,7 +81,7 @@ def _round(typing_context: Any, x: Any, size: Any, factor: Any, out: Any) -> Any
 
 
 @helper
-def _round_row(x: int, num_blocks: int, block: int, limit: Any, rounded: int, factors: int) -> None:
+def round_row(x: int, num_blocks: int, block: int, limit: Any, rounded: int, factors: int) -> None:
     scales, sums = floats_at(factors), integers_at(factors)
     for b in range(num_blocks):
         inputs = x + 4 * block * b
@@ -110,7 +110,7 @@ def round_blocks(
     """
     if num_rows * num_blocks * block < SERIAL_ROUNDING:
         for t in range(num_rows):
-            _round_row(x + t * x_step, num_blocks, block, limit, rounded + t * rounded_step, factors + t * factor_step)
+            round_row(x + t * x_step, num_blocks, block, limit, rounded + t * rounded_step, factors + t * factor_step)
     else:
         for t in prange(num_rows):
-            _round_row(x + t * x_step, num_blocks, block, limit, rounded + t * rounded_step, factors + t * factor_step)
+            round_row(x + t * x_step, num_blocks, block, limit, rounded + t * rounded_step, factors + t * factor_step)

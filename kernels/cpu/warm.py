@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from loramux.kernels.cpu.coded_experts import make_coded_experts
 from loramux.kernels.cpu.compiled import cache_directory
 from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
@@ -69,6 +70,7 @@ def warm(dtype: torch.dtype) -> None:
     kernels.gelu_and_mul(x)
     kernels.clamped_silu_and_mul(x, 1.0, 1.0)
     PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
+    routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
     # Integers of 8 bits, 4-bit codes of small integers, and 4-bit codes of large ones.
     for codebook in (INT8, INT4, 1000 * INT4):
         codes = np.zeros((width, width if codebook is INT8 else width // 2), np.uint8)
@@ -78,7 +80,9 @@ def warm(dtype: torch.dtype) -> None:
             linear(x)
             # Many rows use AMX.
             linear(torch.zeros(64, width))
-    routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
+        experts = make_coded_experts(4, [weight] * 4, None)
+        if experts is not None:
+            kernels.multiply_experts(x, experts, routing)
     y = kernels.multiply_experts(x, PackedExperts(torch.zeros(4, width, width, dtype=dtype)), routing)
     kernels.sum_experts(y, routing, x, x[:, :1])
     warm_delta(kernels, geometry, batch)

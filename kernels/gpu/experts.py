@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.addresses import IS_COMPILED
+from loramux.kernels.gpu.addresses import dot_dtype
 from loramux.kernels.gpu.sigmoid import sigmoid
 from loramux.kernels.routing import Routing, StackedExperts
 
@@ -46,17 +46,10 @@ def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing)
         _multiply[triton.cdiv(out_features, BLOCK_COLUMNS), triton.cdiv(num_tokens, rows), num_experts](
             x, weight, weight if bias is None else bias, y, routing.pairs, routing.starts, x.stride(0),
             HAS_BIAS=bias is not None, PAIRS_PER_ROW=routing.pairs_per_row(x), IN=in_features, OUT=out_features,
-            ROWS=rows, BLOCK_N=BLOCK_COLUMNS, BLOCK_K=BLOCK_COLUMNS, DOT_DTYPE=_dot_dtype(x.dtype),
+            ROWS=rows, BLOCK_N=BLOCK_COLUMNS, BLOCK_K=BLOCK_COLUMNS, DOT_DTYPE=dot_dtype(x.dtype, x.dtype),
             num_warps=4, num_stages=4,
         )  # fmt: skip
     return y
-
-
-def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The dtype for tensor cores. float32 is computed as three tf32 products."""
-    return (
-        {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32) if IS_COMPILED else tl.float32
-    )
 
 
 @triton.jit

@@ -11,6 +11,8 @@ from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.gpu.adapter_pairs import adapter_pairs
 from loramux.kernels.gpu.addresses import check_geometry
 from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_attention, paged_attention
+from loramux.kernels.gpu.coded_products import multiply_coded_experts
+from loramux.kernels.gpu.coded_weights import CodedWeights
 from loramux.kernels.gpu.delta import check_delta, convolve, delta_rule
 from loramux.kernels.gpu.expand import lora_expand
 from loramux.kernels.gpu.experts import multiply_experts, sum_experts
@@ -155,6 +157,8 @@ class GpuKernels(GpuLora):
         return adapter_pairs(routing, slots, segments)
 
     def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
+        if isinstance(experts, CodedWeights):
+            return multiply_coded_experts(x, experts, routing)
         assert isinstance(experts, StackedExperts)
         return multiply_experts(x, experts, routing)
 

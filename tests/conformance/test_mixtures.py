@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.messages import Add, Finished, SamplingParams
-from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject, run
+from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import SMALL_SHAPE, AdapterPlan, make_base
-from tests.quantized_layouts import bytes_of, mx_scales
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 POISON = 2
@@ -54,42 +51,6 @@ def test_files_that_contradict_the_configuration_are_refused(
     change(base(family, tmp_path), **fields)
     with pytest.raises(ModelNotSupported, match=message):
         Subject(tmp_path, None, {}, {}, {}).assemble()
-
-
-def test_gpt_oss_is_served_from_its_released_mxfp4_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits equal those of transformers over the weights that the codes mean."""
-    model = make_base("gpt-oss", tmp_path, {**SMALL_SHAPE, "intermediate_size": 96})
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            codes, exponents, values = mx_scales(parameter.detach().transpose(1, 2).contiguous())
-            parameter.data = values.transpose(1, 2).contiguous()
-            del tensors[name]
-            tensors |= {f"{name}_blocks": bytes_of(codes).unflatten(-1, (-1, 16)), f"{name}_scales": exponents}
-    save_file(tensors, path)
-    change(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    subject = Subject(tmp_path, _WithoutAdapters(model), {}, {}, {})
-    assembled = subject.assemble()
-    recorder = Recorder(assembled.engine, monkeypatch)
-    add = Add(sequence_id="one", prompt=tuple(range(3, 40)), max_tokens=4, sampling=GREEDY)
-    assembled.engine.add(b"", add)
-    run(assembled.engine)
-    assert_parity(subject, None, add, recorder.by_sequence["one"])
-    assembled.adapters.close()
-
-
-class _WithoutAdapters:
-    """A model with the part of a PeftModel that a `Subject` needs."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def disable_adapter(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def __call__(self, **inputs: Any) -> Any:
-        return self._model(**inputs)
 
 
 def test_a_missing_expert_and_a_superfluous_one_are_refused(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.engine.config import pack_target
-from loramux.engine.device.backend import Backend, open_backend
+from loramux.engine.device.backend import Backend, Linear, open_backend
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.model.model_config import ModelConfig
+from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, add_adapters, pack_peft_directory
+from tests.engine.device.gpu_backend import gpu_backend
 from tests.quantized_layouts import LAYOUTS, quantize_directory
 
 SHAPE = {**SMALL_SHAPE, "intermediate_size": 256, "initializer_range": 0.1}
@@ -25,6 +27,8 @@ PLANS = [
 ]
 FREQUENT = ("fp8-blocks", "ct-w4a16-asymmetric", "gptq-act-order")
 """The layouts of every test run. `make campaign-parity` adds the others."""
+
+FREQUENT_ON_GPU = ("gptq-act-order",)
 
 CODES_TOLERANCE = 1e-3
 """Products by codes round `x` to 13 bits for NF4, else to 16."""
@@ -49,15 +53,33 @@ def make_quantized(directory: Path, layout: str, plans: Sequence[AdapterPlan], k
     )
 
 
+class CountedLinears:
+    """Counts the linears that multiply by dequantised weights."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.num_made = 0
+        self._make = backend.make_linear
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        self.num_made += 1
+        return self._make(weight, bias)
+
+
 def check(subject: Subject, names: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare an engine that dequantises its weights, then one that multiplies by their codes."""
     backend = open_backend("cpu")
-    check_engine(subject, names, replace(backend, make_quantized_linear=None), TOLERANCE, monkeypatch)
+    dequantizing = replace(backend, make_quantized_linear=None, make_quantized_experts=None)
+    check_engine(subject, names, dequantizing, TOLERANCE, monkeypatch)
     check_engine(subject, names, backend, CODES_TOLERANCE, monkeypatch)
 
 
 def check_engine(
-    subject: Subject, names: list[str | None], backend: Backend, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    subject: Subject,
+    names: list[str | None],
+    backend: Backend,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int = 3,
 ) -> None:
     assembled = subject.assemble(backend, pool_bytes=8 << 20)
     recorder = Recorder(assembled.engine, monkeypatch)
@@ -66,7 +88,7 @@ def check_engine(
         add = Add(
             sequence_id=str(name),
             prompt=(5, 90, 11, 200, 7, 301),
-            max_tokens=3,
+            max_tokens=num_tokens,
             sampling=SamplingParams(temperature=0.0, ignore_eos=True),
             digest=None if name is None else subject.digests[name],
         )
@@ -85,6 +107,26 @@ def test_every_layout_serves_the_weights_that_it_means(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(make_quantized(tmp_path, layout, PLANS[:1]), [None, "r8"], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in FREQUENT_ON_GPU else pytest.mark.campaign) for name in LAYOUTS]
+)
+def test_a_gpu_keeps_the_codes_of_every_layout(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is quantised, too, so no linear is dequantised."""
+    backend = gpu_backend(monkeypatch)
+    counted = CountedLinears(backend)
+    subject = make_quantized(tmp_path, layout, PLANS[:1], keep="no linear")
+    check_engine(subject, ["r8"], replace(backend, make_linear=counted), TOLERANCE, monkeypatch, num_tokens=1)
+    assert counted.num_made == 0
+
+
+def test_a_quantised_head_keeps_its_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = open_backend("cpu")
+    counted = CountedLinears(backend)
+    subject = make_quantized(tmp_path, "ct-w8a8", PLANS[:1], keep="no linear")
+    check_engine(subject, [None, "r8"], replace(backend, make_linear=counted), CODES_TOLERANCE, monkeypatch)
+    assert counted.num_made == (0 if IS_SUPPORTED else 9)
 
 
 def test_modules_that_are_not_converted_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

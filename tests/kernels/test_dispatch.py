@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.cpu import amx, avx512_bf16, expert_panels, quantized_amx, quantized_linear, rounded_rows
+from loramux.kernels.cpu import (
+    amx,
+    avx512_bf16,
+    coded_experts,
+    expert_panels,
+    quantized_amx,
+    quantized_linear,
+    rounded_rows,
+)
 from loramux.kernels.cpu import attention as cpu_attention
 from loramux.kernels.cpu import delta as cpu_delta
 from loramux.kernels.cpu import experts as cpu_experts
@@ -25,6 +33,7 @@ from loramux.kernels.cpu import linear as cpu_linear
 from loramux.kernels.cpu import low_rank as cpu_low_rank
 from loramux.kernels.cpu import routing as cpu_routing
 from loramux.kernels.cpu import trained_rows as cpu_trained_rows
+from loramux.kernels.cpu.coded_experts import make_coded_experts
 from loramux.kernels.cpu.compiled import cache_directory
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.quantized_linear import make_quantized_linear
@@ -49,6 +58,7 @@ COMPILED = (
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
     cpu_fused.clamped_silu_and_mul, cpu_routing.route, cpu_experts.sum_experts, cpu_delta.convolve,
     cpu_delta.delta_rule, expert_panels.multiply_pair_panels, expert_panels.multiply_float_panels,
+    coded_experts.multiply_expert_codes,
 )  # fmt: skip
 
 
@@ -279,8 +289,11 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], None)
     kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], qkv[:, 5:6])
     for codebook in (INT8, UINT4, NF4):
-        linear = make_quantized_linear(random_weight(codebook, codebook is UINT4, 70, 64, 32), None)
+        weight = random_weight(codebook, codebook is UINT4, 70, 64, 32)
+        linear = make_quantized_linear(weight, None)
         assert linear is None or len(linear(x)) + len(linear(torch.zeros(40, 64))) == 43
+        experts = make_coded_experts(5, [weight] * 5, None)
+        assert experts is None or len(kernels.multiply_experts(x, experts, routing)) == 9
     spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=2, k_dim=12, v_dim=8, conv_len=3)
     mixed = kernels.convolve(qkv[:, : spec.channels], torch.zeros(3, spec.channels), 0, batch, spec)
     kernels.delta_rule(mixed, qkv[:, :4], torch.zeros(2, 2), 0, batch, spec)

@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.mapped_tensors import MappedTensor
-from loramux.adapter_store.formats.quantization.codebooks import E4M3
 from loramux.adapter_store.formats.quantization.grids import grouped_scales
 from loramux.adapter_store.formats.quantization.parts import Parts
 from loramux.adapter_store.formats.quantization.weight_format import matrix_shape
-from loramux.kernels.quantized import QuantizedWeight
+from loramux.kernels.quantized import E4M3, QuantizedWeight
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
 

@@ -19,7 +19,7 @@ _BLOCK_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StackedExperts:
+class Mxfp4Experts:
     """The weights of all experts, `[num_experts, in, out]`. Each expert's quantised weight is `[out, in]`."""
 
     experts: tuple[QuantizedWeight, ...]
@@ -55,13 +55,13 @@ class Mxfp4Format:
             raise parts.wrong("_blocks", f"has shape {list(shape)}, not [experts, outputs, blocks, {_BLOCK_BYTES}]")
         return shape[0], shape[2] * _BLOCK_BYTES * 2, shape[1]
 
-    def read(self, parts: Parts) -> StackedExperts:
+    def read(self, parts: Parts) -> Mxfp4Experts:
         num_experts, in_features, out_features = self.shape(parts)
         blocks = parts.tensor("_blocks", "U8").array().reshape(num_experts, out_features, in_features // 2)
         exponents = parts.array("_scales", "U8", (num_experts, out_features, in_features // 32))
         if (exponents == 255).any():
             raise parts.wrong("_scales", "contains a value that is not finite")
-        return StackedExperts(
+        return Mxfp4Experts(
             tuple(
                 QuantizedWeight(codes=codes, codebook=E2M1, scales=E8M0.take(scales))
                 for codes, scales in zip(blocks, exponents, strict=True)

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
 from loramux.adapter_store.formats.mapped_tensors import MappedTensor
-from loramux.adapter_store.formats.quantization.codebooks import E4M3, E8M0
+from loramux.adapter_store.formats.quantization.codebooks import E8M0
+from loramux.kernels.quantized import E4M3
 
 
 class CodedWeight(Protocol):

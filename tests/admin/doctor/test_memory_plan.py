@@ -27,6 +27,12 @@ OUTER = 2 * (2 * VOCAB * HIDDEN + HIDDEN + 2 * LAYERS * HIDDEN)
 """The embedding, the head and the norms in bfloat16."""
 
 
+HEAD_CHANGE = VOCAB * (4 - HIDDEN)
+"""Bytes that a head in int8 takes more than in bfloat16: a scale per output, and a byte less per weight."""
+
+FORMATS = ["bfloat16", "int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"]
+
+
 def save(directory: Path, **changes: object) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).bfloat16()
     model.save_pretrained(directory)
@@ -46,8 +52,11 @@ def test_formats_of_a_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "int4": OUTER + NUM_WEIGHTS // 2 + 4 * NUM_WEIGHTS // 64,
         # No product by FP8 codes exists, so they are dequantised.
         "fp8": OUTER + 2 * NUM_WEIGHTS,
+        "int8+head": OUTER + NUM_WEIGHTS + 4 * NUM_OUTPUTS + HEAD_CHANGE,
+        "int4+head": OUTER + NUM_WEIGHTS // 2 + 4 * NUM_WEIGHTS // 64 + HEAD_CHANGE,
+        "fp8+head": OUTER + 2 * NUM_WEIGHTS + HEAD_CHANGE,
     }
-    assert set(weights(tmp_path, "cuda").values()) == {OUTER + 2 * NUM_WEIGHTS}
+    assert weights(tmp_path, "cuda")["fp8"] == weights(tmp_path)["int8"]
     monkeypatch.setattr(memory_plan, "host_features", lambda: set())
     assert set(weights(tmp_path).values()) == {OUTER + 2 * NUM_WEIGHTS}
 
@@ -66,24 +75,27 @@ def test_pool_and_processes_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "per_weight"),
+    ("layout", "device", "per_weight"),
     [
-        ("awq", 0.5 + (4 + 2) / 32),
-        ("ct-w4a16", 0.5 + 4 / 64),
-        ("nf4-double", 0.5 + 4 / 64),
-        ("gptq-int8", 1 + 4 / 32),
-        # These are dequantised.
-        ("gptq-act-order", 2),
-        ("ct-fp8-channel", 2),
+        ("awq", "cpu", 0.5 + (4 + 2) / 32),
+        ("ct-w4a16", "cpu", 0.5 + 4 / 64),
+        ("nf4-double", "cpu", 0.5 + 4 / 64),
+        ("gptq-int8", "cpu", 1 + 4 / 32),
+        ("gptq-act-order", "cpu", 0.5 + (4 + 2) / 32),
+        # No product by FP8 codes exists on a CPU.
+        ("fp8-blocks", "cpu", 2),
+        ("ct-w8a16-asymmetric", "cuda", 1 + (2 + 2) / 64),
+        ("awq", "cuda", 0.5 + (2 + 2) / 32),
+        ("ct-mxfp4", "cuda", 0.5 + 2 / 32),
     ],
 )
 def test_a_checkpoint_that_is_quantised_has_its_own_format(
-    tmp_path: Path, layout: str, per_weight: float, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, layout: str, device: str, per_weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_plan, "host_features", lambda: {"avx2"})
     torch.manual_seed(0)
     quantize_directory(save(tmp_path), tmp_path, LAYOUTS[layout])
-    planned = weights(tmp_path)
+    planned = weights(tmp_path, device)
     [own] = planned.keys() - {"bfloat16"}
     assert planned[own] == OUTER + math.floor(per_weight * NUM_WEIGHTS)
 
@@ -91,7 +103,7 @@ def test_a_checkpoint_that_is_quantised_has_its_own_format(
 def test_a_format_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     save(tmp_path, intermediate_size=104)
     problems = {plan.format: plan.problem for plan in plan_memory(tmp_path, "cpu") if plan.problem}
-    assert list(problems) == ["int4"]
+    assert list(problems) == ["int4", "int4+head"]
     assert "use --quantization int8" in str(problems["int4"])
 
 
@@ -99,9 +111,9 @@ def test_command(loramux: Run, tmp_path: Path) -> None:
     save(tmp_path, intermediate_size=104)
     text = loramux("doctor", "--plan", str(tmp_path))
     assert text.exit_code == 0
-    assert [line.split()[0] for line in text.stdout.splitlines()[1:]] == ["format", "bfloat16", "int8", "int4", "fp8"]
+    assert [line.split()[0] for line in text.stdout.splitlines()[1:]] == ["format", *FORMATS]
     document = json.loads(loramux("doctor", "--plan", str(tmp_path), "--json").stdout)
-    assert [row["format"] for row in document["data"]] == ["bfloat16", "int8", "int4", "fp8"]
+    assert [row["format"] for row in document["data"]] == FORMATS
     first = document["data"][0]
     assert first["total_bytes"] == first["weights_bytes"] + first["pool_bytes"] + first["process_bytes"]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from loramux.engine.adapters.stager import MemoryStager
@@ -17,6 +18,9 @@ from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.config import EngineConfig
 from loramux.engine.device.accelerator import Accelerator, HostAccelerator
 from loramux.engine.device.backend import Backend, CompileAhead, DenseLinear
+from loramux.engine.model.weights import WeightSource
+from loramux.kernels.gpu.coded_weights import place_codes
+from loramux.kernels.quantized import E4M3, INT8, UINT4, QuantizedWeight
 
 SIZES = {
     "vocab_size": 320,
@@ -71,6 +75,32 @@ DEVICES = itertools.count(1000)
 class ZeroWeights:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+CODEBOOKS = {
+    "self_attn": UINT4,
+    "o_proj": E4M3,
+    "mlp": np.linspace(-1, 1, 16, dtype=np.float32) ** 3,
+    "down_proj": INT8,
+}
+"""Codebooks by a part of a linear's name. The last part counts."""
+
+
+class CodedZeroWeights:
+    """Zero weights whose linears in layers are quantised in several formats."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | QuantizedWeight:
+        codebook = next((CODEBOOKS[part] for part in reversed(name.split(".")) if part in CODEBOOKS), None)
+        if codebook is None or len(shape) != 2:
+            return torch.zeros(shape, dtype=torch.bfloat16)
+        num_codes = shape[1] if codebook.size == 256 else shape[1] // 2
+        groups = shape[0], shape[1] // 16
+        return QuantizedWeight(
+            codes=np.zeros((shape[0], num_codes), np.uint8),
+            codebook=codebook,
+            scales=np.ones(groups, np.float32),
+            zeros=np.ones(groups, np.int16) if codebook is UINT4 else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +159,22 @@ def start_engine(
     model: dict[str, Any],
     compile_ahead: CompileAhead | None,
     accelerator: Accelerator | None = None,
+    weights: WeightSource | None = None,
     **settings: Any,
 ) -> AssembledEngine:
     """Start an engine that is set up for a GPU but uses host memory."""
     (directory / "config.json").write_text(json.dumps(model))
-    gpu, sampling = (importlib.import_module(f"loramux.kernels.gpu.{name}") for name in ("kernels", "sampling"))
+    names = "kernels", "sampling", "coded_linear"
+    gpu, sampling, coded_linear = (importlib.import_module(f"loramux.kernels.gpu.{name}") for name in names)
+    accelerator = accelerator or HostAccelerator()
+    device = accelerator.device
     backend = Backend(
-        accelerator=accelerator or HostAccelerator(),
+        accelerator=accelerator,
         make_kernels=lambda pool, shapes: gpu.GpuKernels(pool, num_processors=132),
         make_linear=DenseLinear,
         activation_dtype=None,
+        make_quantized_linear=lambda weight, bias: coded_linear.make_coded_linear(weight, bias, device),
+        make_quantized_experts=lambda number, weights, bias: place_codes(weights, number, bias, device),
         sample_tokens=sampling.sample_tokens,
         compiles=True,
         compile_ahead=compile_ahead,
@@ -150,4 +186,4 @@ def start_engine(
         dtype="bfloat16",
         **{"pool_bytes": 8 << 20, "max_batch_tokens": 16, "max_sequences": 4, **settings},
     )
-    return assemble_engine(config, lambda: None, MemoryStager({}), ZeroWeights(), backend)
+    return assemble_engine(config, lambda: None, MemoryStager({}), weights or ZeroWeights(), backend)

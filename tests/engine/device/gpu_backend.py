@@ -4,6 +4,7 @@ import pytest
 
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
+from loramux.kernels.gpu.coded_weights import place_codes
 from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpreted
 
 
@@ -12,11 +13,14 @@ def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     if HAS_GPU:
         return open_backend("cuda")
     run_interpreted(monkeypatch)
-    gpu, sampling = import_kernels("kernels", "sampling")
+    gpu, sampling, coded_linear = import_kernels("kernels", "sampling", "coded_linear")
+    accelerator = HostAccelerator()
     return Backend(
-        accelerator=HostAccelerator(),
+        accelerator=accelerator,
         make_kernels=lambda pool, shapes: gpu.GpuKernels(pool),
         make_linear=DenseLinear,
         activation_dtype=None,
+        make_quantized_linear=lambda weight, bias: coded_linear.make_coded_linear(weight, bias, accelerator.device),
+        make_quantized_experts=lambda number, weights, bias: place_codes(weights, number, bias, accelerator.device),
         sample_tokens=sampling.sample_tokens,
     )

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.model.weights import WeightSource
 from tests.engine.device.fake_gpu import (
     GEMMA,
     HYBRID,
     LLAMA,
     MIXTURE,
+    CodedZeroWeights,
     UnlaunchedProgram,
     cache_key,
     fake_driver,
@@ -30,17 +32,18 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime import JITFunction
 from loramux.kernels.gpu.ahead import compile_ahead
-from tests.engine.device.fake_gpu import GEMMA, HYBRID, LLAMA, MIXTURE, fake_driver, start_engine
+from tests.engine.device.fake_gpu import GEMMA, HYBRID, LLAMA, MIXTURE, CodedZeroWeights, fake_driver, start_engine
 
 run = JITFunction.run
 JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
 found = []
 knobs.compilation.listener = lambda **said: found.append(said["cache_hit"])
 model, capability, directory = sys.argv[1:]
-models = {"llama": LLAMA, "gemma": GEMMA, "mixture": MIXTURE, "hybrid": HYBRID}
+models = {"llama": LLAMA, "gemma": GEMMA, "mixture": MIXTURE, "hybrid": HYBRID, "quantized": MIXTURE}
+weights = CodedZeroWeights() if model == "quantized" else None
 for _ in range(2):
     with fake_driver(int(capability)):
-        start_engine(Path(directory), models[model], compile_ahead).adapters.close()
+        start_engine(Path(directory), models[model], compile_ahead, weights=weights).adapters.close()
 assert all(found), f"{found.count(False)} of {len(found)} programs were compiled by the engine"
 print(len(found))
 """
@@ -48,7 +51,7 @@ print(len(found))
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-@pytest.mark.parametrize("model", ["llama", "gemma", "mixture", "hybrid"])
+@pytest.mark.parametrize("model", ["llama", "gemma", "mixture", "hybrid", "quantized"])
 def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capability: int, tmp_path: Path) -> None:
     """The first start compiles ahead and then loads every program. The second start compiles nothing."""
     environment = {
@@ -71,16 +74,21 @@ def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capabil
 
 
 @pytest.mark.parametrize(
-    ("model", "num_kernels"),
+    ("model", "weights", "num_kernels"),
     [
-        pytest.param(LLAMA, 12, id="llama"),
-        pytest.param(GEMMA, 12, id="gemma"),
-        pytest.param(MIXTURE, 17, id="mixture"),
-        pytest.param(HYBRID, 14, id="hybrid", marks=pytest.mark.campaign),
+        pytest.param(LLAMA, None, 12, id="llama"),
+        pytest.param(GEMMA, None, 12, id="gemma"),
+        pytest.param(MIXTURE, None, 17, id="mixture"),
+        pytest.param(MIXTURE, CodedZeroWeights(), 17, id="quantized"),
+        pytest.param(HYBRID, None, 14, id="hybrid", marks=pytest.mark.campaign),
     ],
 )
 def test_recorded_programs_match_the_warm_up(
-    model: dict[str, Any], num_kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: dict[str, Any],
+    weights: WeightSource | None,
+    num_kernels: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A program has the same cache key whether it is recorded or launched. Recording skips layers, and JSON has no
     tuples.
@@ -114,7 +122,7 @@ def test_recorded_programs_match_the_warm_up(
     monkeypatch.setattr(compiler, "compile", note)
     monkeypatch.setattr(HostAccelerator, "capture", capture)
     with fake_driver(90):
-        start_engine(tmp_path, model, record).adapters.close()
+        start_engine(tmp_path, model, record, weights=weights).adapters.close()
     assert len({name.rpartition("-")[0] for name in wanted}) == num_kernels
     assert recorded == wanted
     assert captured

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +20,7 @@ from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.quantizing import quantize as quantizing
 from loramux.engine.quantizing.messages import QUALITY_FILE, QuantizeJob
 from loramux.engine.quantizing.process import run
+from loramux.engine.quantizing.quality import mean_divergence
 from loramux.engine.quantizing.quantize import quantize, quantized_directory, quantized_names
 from tests.conformance.tiny_models import SMALL_SHAPE, make_base
 from tests.quantized_layouts import LAYOUTS, quantize_directory
@@ -63,6 +65,24 @@ def test_codes_are_the_nearest_values(
     for name in OTHERS:
         np.testing.assert_array_equal(quantized.rows(name, 0, 9), floats.rows(name, 0, 9))
     assert floats.fingerprint != quantized.fingerprint
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own-head", "tied-head"])
+def test_the_head_is_quantised_to_8_bits_only_if_asked(tmp_path: Path, is_tied: bool) -> None:
+    base = tmp_path / "base"
+    shape = {**SMALL_SHAPE, "intermediate_size": 96, "tie_word_embeddings": is_tied}
+    LlamaForCausalLM(LlamaConfig(**shape)).bfloat16().save_pretrained(base)
+    floats, config = BaseWeights(base), EngineConfig(model_dir=str(base), blob_url="", cache_dir="", dtype="float32")
+    for method in ("int8+head", "int4+head"):
+        quantize(base, tmp_path / method, method, lambda done, total: None)
+        quantized = BaseWeights(base, tmp_path / method)
+        wanted, found = floats.rows("lm_head", 0, 128), quantized.rows("lm_head", 0, 128)
+        error = np.abs(found - wanted) / np.abs(wanted).max(1, keepdims=True)
+        assert 0 < error.max() <= STEPS["int8"] + 1e-6
+        embeddings = [one.rows("model.embed_tokens", 0, 9) for one in (floats, quantized)]
+        np.testing.assert_array_equal(*embeddings)
+    config = structs.replace(config, num_threads=1, quantized_dir=str(tmp_path / "int8+head"))
+    assert 0 < mean_divergence(config, [(5, 6, 7)]) < 0.05
 
 
 def copy_with(model: Path, directory: Path, name: str, tensor: torch.Tensor) -> Path:

@@ -21,6 +21,8 @@ TRITON_MODULES = (
     "adapter_pairs",
     "addresses",
     "attention",
+    "coded_linear",
+    "coded_products",
     "delta",
     "expand",
     "experts",

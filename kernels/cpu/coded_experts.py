@@ -1,0 +1,140 @@
+"""Products of experts by weights of 8 and 4 bits, in one parallel loop over the panels of all chosen experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import prange
+from torch.nn import functional
+
+from loramux.kernels.cpu.arrays import rows_of
+from loramux.kernels.cpu.compiled import kernel
+from loramux.kernels.cpu.expert_panels import ROWS_TO_SPREAD, place_task, scatter
+from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED, OUTPUTS
+from loramux.kernels.cpu.quantized_layout import CodePanels, pack_codes
+from loramux.kernels.cpu.quantized_linear import ROW_PAD, multiply_panel
+from loramux.kernels.cpu.rounded_rows import round_row
+from loramux.kernels.quantized import QuantizedWeight
+from loramux.kernels.routing import Routing
+
+
+def make_coded_experts(
+    num_experts: int, weights: Iterable[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None
+) -> CodedExperts | None:
+    """Lay out one weight for each expert, or return None if this CPU cannot multiply by the codes of all of them.
+
+    The panels of all weights must have the same layout and the same limit for `x`.
+    """
+    first: CodePanels | None = None
+    panels = np.empty((0, 0), np.uint8)
+    out_features = 0
+    for expert, weight in enumerate(weights):
+        packed = pack_codes(weight) if IS_SUPPORTED and isinstance(weight, QuantizedWeight) else None
+        if packed is None:
+            return None
+        if first is None:
+            first, out_features = replace(packed, panels=panels.reshape(-1)), weight.shape[0]
+            # Allocated once, so that only one expert is in memory twice.
+            panels = np.empty((num_experts, packed.panels.size), np.uint8)
+        if packed.panels.size != panels.shape[1] or _traits(packed) != _traits(first):
+            return None
+        panels[expert] = packed.panels
+    assert first is not None
+    return CodedExperts(replace(first, panels=panels.reshape(-1)), num_experts, out_features, bias)
+
+
+def _traits(packed: CodePanels) -> tuple[Any, ...]:
+    table = None if packed.table is None else packed.table.tobytes()
+    return packed.num_groups, packed.group, packed.block, packed.has_zeros, packed.limit, table
+
+
+class CodedExperts:
+    """One linear layer of all experts, whose weights are quantised.
+
+    `x` is rounded as in `QuantizedLinear`. A row's result is bitwise independent of the other rows, and the same on
+    every CPU.
+    """
+
+    def __init__(self, packed: CodePanels, num_experts: int, out_features: int, bias: torch.Tensor | None) -> None:
+        """`packed.panels` contains the panels of all experts in order; its other fields describe one expert."""
+        self._packed = packed
+        self._out_features = out_features
+        self._bias = torch.zeros(num_experts, packed.num_panels * OUTPUTS)
+        if bias is not None:
+            self._bias[:, :out_features] = bias
+
+    def multiply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Compute `reference.experts.multiply_experts`."""
+        packed = self._packed
+        starts = routing.starts.numpy()
+        size = packed.num_groups * packed.group
+        if x.shape[1] < size:
+            x = functional.pad(x, (0, size - x.shape[1]))
+        num_pairs = routing.num_pairs
+        rounded = torch.empty(num_pairs, size + ROW_PAD, dtype=torch.int16)
+        factors = torch.empty(num_pairs, size // packed.block, 2)
+        sums = torch.empty(num_pairs, self._bias.shape[1] + ROW_PAD)
+        y = torch.empty(num_pairs, self._out_features)
+        multiply_expert_codes(
+            *rows_of(x), routing.pairs_per_row(x), routing.pairs.numpy(), starts, np.flatnonzero(np.diff(starts)),
+            np.float32(packed.limit), rounded.data_ptr(), rounded.shape[1], factors.data_ptr(), packed.panels,
+            packed.num_panels, packed.num_groups, packed.group, packed.block, packed.has_zeros, packed.table,
+            self._bias.data_ptr(), *rows_of(sums), y.data_ptr(), self._out_features,
+        )  # fmt: skip
+        return y
+
+
+@kernel
+def multiply_expert_codes(
+    x: int,
+    x_stride: int,
+    pairs_per_row: int,
+    pairs: npt.NDArray[np.int32],
+    starts: npt.NDArray[np.int32],
+    chosen: npt.NDArray[np.int64],
+    limit: Any,
+    rounded: int,
+    rounded_stride: int,
+    factors: int,
+    panels: npt.NDArray[np.uint8],
+    num_panels: int,
+    num_groups: int,
+    group: int,
+    block: int,
+    has_zeros: bool,
+    table: npt.NDArray[Any] | None,
+    bias: int,
+    sums: int,
+    sums_stride: int,
+    y: int,
+    out_features: int,
+) -> None:
+    """`y[pair] = x[pair // pairs_per_row] @ weight[expert of pair]ᵀ + bias[expert]`.
+
+    `pairs`, sorted by expert, and `starts` are those of a `Routing`; `chosen` lists the experts that have pairs.
+    `rounded`, `factors` and `sums` are scratch with a row for each pair, as `rounded`, `factors` and `y` of
+    `quantized_linear.multiply_codes` are.
+    """
+    num_blocks = num_groups * group // block
+    x_step, factor_step, sums_step = 2 * rounded_stride, 8 * num_blocks, 4 * sums_stride
+    for i in prange(len(pairs)):
+        x_row = x + 4 * x_stride * (pairs[i] // pairs_per_row)
+        round_row(x_row, num_blocks, block, limit, rounded + i * x_step, factors + i * factor_step)
+    is_spread = len(pairs) > ROWS_TO_SPREAD * len(chosen)
+    for task in prange(len(chosen) * num_panels):
+        expert, panel = place_task(task, num_panels, chosen, is_spread)
+        begin, end = starts[expert], starts[expert + 1]
+        # The panels of all experts are consecutive, but each expert's sums begin at the first column.
+        shift = expert * num_panels
+        multiply_panel(
+            shift + panel, rounded + begin * x_step, x_step, factors + begin * factor_step, factor_step, end - begin,
+            panels, num_groups, group, block, has_zeros, table, bias,
+            sums + begin * sums_step - 4 * OUTPUTS * shift, sums_step,
+        )  # fmt: skip
+        first = panel * OUTPUTS
+        scatter(pairs, begin, end, sums, sums_step, y, 4 * out_features, first, min(OUTPUTS, out_features - first))

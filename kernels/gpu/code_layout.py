@@ -1,0 +1,71 @@
+"""Which quantised weights the GPU's kernels multiply by, and how many bytes they take. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.kernels.quantized import CodeKind, QuantizedWeight, code_kind
+
+MAX_STEP = 64
+"""Largest number of inputs that a program multiplies at a time."""
+
+MIN_STEP = 16
+"""Smallest number of inputs that tensor cores multiply at a time."""
+
+E4M3_FACTOR = 256
+"""Bits of E4M3, read as the upper bits of a float16, are the value divided by this factor."""
+
+_MAX_ZERO = 2**15 - 1
+
+
+def can_place(weight: QuantizedWeight) -> bool:
+    """Whether the kernels can multiply by the codes of a weight.
+
+    They cannot for a codebook without a `code_kind`, for groups that are not multiples of 16 inputs, and for zero
+    points of a codebook that is not integers.
+    """
+    kind = code_kind(weight.codebook)
+    if kind is None or step_of(weight) < MIN_STEP:
+        return False
+    if weight.zeros is None:
+        return True
+    largest = int(np.abs(weight.zeros.astype(np.int32)).max()) + zero_of(weight)
+    return kind is CodeKind.INTEGERS and largest <= _MAX_ZERO
+
+
+def step_of(weight: QuantizedWeight) -> int:
+    """The largest power of two up to `MAX_STEP` that divides the groups. One group for all inputs is padded."""
+    if weight.scales.shape[1] == 1:
+        return MAX_STEP
+    return min(MAX_STEP, weight.group & -weight.group)
+
+
+def zero_of(weight: QuantizedWeight) -> int:
+    """The zero point of the codes, stored as integers that are not negative, if the weight has no zero points."""
+    return -min(0, int(weight.codebook.min())) if code_kind(weight.codebook) is CodeKind.INTEGERS else 0
+
+
+def placed_scales(weight: QuantizedWeight) -> npt.NDArray[np.float32]:
+    factor = E4M3_FACTOR if code_kind(weight.codebook) is CodeKind.E4M3 else 1
+    scaled: npt.NDArray[np.float32] = weight.scales * np.float32(factor)
+    return scaled
+
+
+def is_bfloat16(values: npt.NDArray[np.float32]) -> bool:
+    """Whether bfloat16 is exact for all values."""
+    return not (values.view(np.uint32) & 0xFFFF).any()
+
+
+def is_float16(values: npt.NDArray[np.float32]) -> bool:
+    """Whether float16 is exact for all values."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(values.astype(np.float16).astype(np.float32), values)
+
+
+def placed_bytes(weight: QuantizedWeight) -> int:
+    """Bytes that a weight takes on a GPU, without the padding of its rows."""
+    scales = placed_scales(weight)
+    scale_bytes = 2 if is_bfloat16(scales) or is_float16(scales) else 4
+    zero_bytes = 0 if weight.zeros is None else 2
+    return weight.codes.nbytes + scales.size * (scale_bytes + zero_bytes)

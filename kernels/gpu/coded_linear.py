@@ -1,0 +1,25 @@
+"""The linear of a quantised weight on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from loramux.kernels.gpu.coded_products import multiply_codes
+from loramux.kernels.gpu.coded_weights import CodedWeights, place_codes
+from loramux.kernels.quantized import QuantizedWeight
+
+
+def make_coded_linear(weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device) -> CodedLinear | None:
+    """The linear of a quantised weight, or None if the kernels cannot multiply by its codes (see `place_codes`)."""
+    placed = place_codes([weight], 1, None if bias is None else bias[None], device)
+    return None if placed is None else CodedLinear(placed)
+
+
+class CodedLinear:
+    """`y = x @ weightᵀ + bias` for `x` `[T, in_features]`. Only the codes of the weight are kept."""
+
+    def __init__(self, weights: CodedWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply_codes(x, self._weights)

@@ -1,0 +1,116 @@
+"""The layout of quantised weights on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loramux.kernels.gpu.code_layout import can_place, is_bfloat16, is_float16, placed_scales, step_of, zero_of
+from loramux.kernels.quantized import INT8, CodeKind, QuantizedWeight, code_kind, is_same_codebook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CodedWeights:
+    """The quantised weights of one linear layer, or of the same layer of all experts.
+
+    `codes` uint8 `[num_experts, out_features, bytes]` contains codes of 8 bits, or pairs of codes of 4 bits. Inputs of
+    4 bits are paired in blocks of `2 * step` inputs: byte `i` of a block has input `i` in its lower bits, and input
+    `step + i` in its upper bits. The last block is padded with codes of 0.
+
+    Codes of the kind INTEGERS are the integers themselves, not negative, with the zero points `zeros` int16
+    `[num_experts, out_features, groups]`, or with the zero point `zero` of all weights. `table` float32 `[16]` has the
+    values of the kind TABLE. `scales` `[num_experts, out_features, groups]` contain `E4M3_FACTOR` for the kind E4M3.
+    They are float32, or a 16-bit float that is exact. `bias` is `[num_experts, out_features]` or None. All tensors are
+    contiguous.
+    """
+
+    kind: CodeKind
+    bits: int
+    in_features: int
+    step: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zero: int
+    zeros: torch.Tensor | None
+    table: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale."""
+        return self.in_features // self.scales.shape[2]
+
+
+def place_codes(
+    weights: Iterable[QuantizedWeight | torch.Tensor], num_experts: int, bias: torch.Tensor | None, device: torch.device
+) -> CodedWeights | None:
+    """Lay out one weight for each expert on `device`, or return None if the kernels cannot multiply by all of them.
+
+    This is the case for floats, for weights that `can_place` refuses, and for weights that differ in their codebooks
+    or groups.
+    """
+    codes, scales, zeros = None, [], []
+    first: QuantizedWeight | None = None
+    for expert, weight in enumerate(weights):
+        if not isinstance(weight, QuantizedWeight) or not can_place(weight):
+            return None
+        if first is None:
+            first = weight
+        elif weight.group != first.group or not is_same_codebook(weight, first):
+            return None
+        blocks = _in_blocks(weight)
+        if codes is None:
+            codes = torch.empty((num_experts, *blocks.shape), dtype=torch.uint8, device=device)
+        codes[expert] = torch.from_numpy(blocks)
+        scales.append(placed_scales(weight))
+        zeros.append(weight.zeros)
+    assert first is not None
+    assert codes is not None
+    kind = code_kind(first.codebook)
+    assert kind is not None
+    zero, stacked = zero_of(first), None
+    if any(one is not None for one in zeros):
+        stacked = np.stack([np.full(scales[0].shape, zero, np.int16) if one is None else one + zero for one in zeros])
+    return CodedWeights(
+        kind=kind,
+        bits=first.bits,
+        in_features=first.in_features,
+        step=step_of(first),
+        codes=codes,
+        scales=_narrowed(np.stack(scales)).to(device),
+        zero=zero,
+        zeros=None if stacked is None else torch.from_numpy(stacked.astype(np.int16)).to(device),
+        table=torch.tensor(first.codebook, device=device) if kind is CodeKind.TABLE else None,
+        bias=bias,
+    )
+
+
+def _in_blocks(weight: QuantizedWeight) -> npt.NDArray[np.uint8]:
+    """The codes `[out_features, bytes]` in the order of `CodedWeights`."""
+    if weight.bits == 8:
+        is_signed = np.array_equal(weight.codebook, INT8)
+        # Copied, because torch takes no arrays that cannot be written, such as mapped files.
+        return weight.codes ^ np.uint8(128) if is_signed else weight.codes.copy()
+    step = step_of(weight)
+    padded = np.pad(weight.codes, ((0, 0), (0, -weight.codes.shape[1] % step)))
+    codes = np.empty((len(padded), padded.shape[1] // step, 2 * step), np.uint8)
+    pairs = padded.reshape(len(padded), -1, step)
+    codes[..., ::2] = pairs & 15
+    codes[..., 1::2] = pairs >> 4
+    blocks: npt.NDArray[np.uint8] = codes[..., :step] | codes[..., step:] << np.uint8(4)
+    return blocks.reshape(len(padded), -1)
+
+
+def _narrowed(scales: npt.NDArray[np.float32]) -> torch.Tensor:
+    """The scales in 16 bits if that is exact."""
+    if is_bfloat16(scales):
+        return torch.from_numpy(scales).bfloat16()
+    return torch.from_numpy(scales.astype(np.float16) if is_float16(scales) else scales)

@@ -1,0 +1,108 @@
+"""Products by codes on a GPU, compared with products by the dequantised weights."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from loramux.kernels.gpu.coded_weights import place_codes
+from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
+from loramux.kernels.reference.quantized import multiply_codes
+from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, random_weight
+from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+
+CODEBOOKS = {
+    "int8": (INT8, False),
+    "int8-zeros": (INT8, True),
+    "uint8-zeros": (UINT8, True),
+    "fp8": (FP8, False),
+    "int4": (INT4, False),
+    "uint4-zeros": (UINT4, True),
+    "nf4": (NF4, False),
+    "mxfp4": (MXFP4, False),
+}
+SHAPES = [(33, 192, 64), (70, 130, 130), (40, 96, 32), (130, 48, 16)]
+"""Outputs, inputs and inputs per group. Some do not fill whole tiles, or have an odd number of groups."""
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    if not HAS_GPU:
+        run_interpreted(monkeypatch)
+    return import_kernels("coded_linear")[0]
+
+
+def check(module: ModuleType, weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    linear = module.make_coded_linear(weight, None if bias is None else bias.to(DEVICE), DEVICE)
+    assert linear is not None
+    y = linear(x.to(DEVICE))
+    assert y.dtype == x.dtype
+    expected = multiply_codes(x, weight, bias)
+    # Sums are float32. Results, and values of 16-entry tables, are rounded to the dtype of `x`.
+    largest = np.abs(np.nan_to_num(weight.codebook)) + np.float32(0 if weight.zeros is None else 300)
+    magnitudes = QuantizedWeight(codes=weight.codes, codebook=largest, scales=np.abs(weight.scales))
+    sizes = multiply_codes(x.abs(), magnitudes)
+    precision = 3e-6 if x.dtype == torch.float32 else 1e-3
+    assert ((y.double().cpu() - expected).abs() <= precision * (sizes + expected.abs() + 1e-3)).all()
+
+
+@pytest.mark.parametrize(("out_features", "in_features", "group"), SHAPES)
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_equals_the_dequantized_product(
+    name: str, out_features: int, in_features: int, group: int, module: ModuleType
+) -> None:
+    weight = random_weight(*CODEBOOKS[name], out_features, in_features, group)
+    check(module, weight, torch.randn(17, in_features + 3)[:, 1:-2], torch.randn(out_features))
+
+
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_equals_the_dequantized_product_in_half_precision(name: str, module: ModuleType) -> None:
+    check(module, random_weight(*CODEBOOKS[name], 33, 128, 32), torch.randn(3, 128).half())
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 150], ids=["no-rows", "one-row", "large-tiles"])
+def test_any_number_of_rows(num_rows: int, module: ModuleType) -> None:
+    check(module, random_weight(UINT4, True, 140, 128, 64), torch.randn(num_rows, 128))
+
+
+def test_codes_are_kept_in_their_bytes() -> None:
+    """Scales that 16 bits can express exactly take 16 bits."""
+    weight = random_weight(INT4, False, 64, 256, 64)
+    placed = place_codes([weight], 1, None, DEVICE)
+    assert placed is not None
+    assert placed.codes.nbytes == weight.codes.nbytes
+    assert placed.scales.dtype is torch.float32
+    for dtype in (torch.bfloat16, torch.float16):
+        scales = torch.from_numpy(weight.scales).to(dtype).float().numpy()
+        narrow = QuantizedWeight(codes=weight.codes, codebook=INT4, scales=scales)
+        placed = place_codes([narrow], 1, None, DEVICE)
+        assert placed is not None
+        assert placed.scales.dtype is dtype
+        assert np.array_equal(placed.scales[0].float().cpu().numpy(), scales)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        random_weight(FP8 * np.float32(2), False, 4, 64, 32),
+        random_weight(INT4, False, 4, 48, 24),
+        random_weight(NF4, True, 4, 64, 32),
+        QuantizedWeight(
+            codes=np.zeros((1, 8), np.uint8), codebook=UINT4, scales=np.ones((1, 1), np.float32),
+            zeros=np.full((1, 1), -32768, np.int16),
+        ),
+    ],
+    ids=["other-codebook", "odd-group", "fractional-zeros", "overflowing-zeros"],
+)  # fmt: skip
+def test_other_weights_are_not_placed(weight: QuantizedWeight) -> None:
+    assert place_codes([weight], 1, None, DEVICE) is None
+
+
+def test_experts_that_differ_are_not_placed() -> None:
+    first = random_weight(INT4, False, 4, 64, 32)
+    others = [random_weight(UINT4, False, 4, 64, 32), random_weight(INT4, False, 4, 64, 16), torch.zeros(4, 64)]
+    for other in others:
+        assert place_codes([first, other], 2, None, DEVICE) is None
