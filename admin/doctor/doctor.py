@@ -94,10 +94,14 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
         yield _refusal(error)
         return
     after_s = now_s()
+    # Servers of older versions do not say it.
+    quantization = server.get("quantization")
+    weights = "" if quantization is None else f" with weights in {quantization}"
     yield Finding(
         check="server",
         grade=Grade.OK,
-        message=f"{client.url} serves {server['base_model']} and answered in {1000 * (after_s - before_s):.0f} ms",
+        message=f"{client.url} serves {server['base_model']}{weights} and answered in "
+        f"{1000 * (after_s - before_s):.0f} ms",
     )
     yield _check_versions(version("loramux"), str(server["version"]))
     skew_s = server["time_ms"] / 1000 - (before_s + after_s) / 2

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
 from loramux.adapter_store.tiers.tier_figures import TierFigures
 from loramux.engine.messages import (
@@ -73,13 +75,14 @@ class ScriptedEngine:
         self._info = EngineReady(
             max_model_len=max_model_len, num_pages=64, page_tokens=16, device="cpu", dtype="float32"
         )
+        self.quantization: str | None = None
         self._is_ready = True
         self.is_live = True
         self._running: dict[str, _Sequence] = {}
 
     @property
     def info(self) -> EngineReady | None:
-        return self._info if self._is_ready else None
+        return structs.replace(self._info, quantization=self.quantization) if self._is_ready else None
 
     @property
     def is_ready(self) -> bool:

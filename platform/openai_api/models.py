@@ -48,6 +48,7 @@ def _body(services: GatewayServices, model: ResolvedModel, name: str) -> dict[st
         "root": model.name,
         "parent": None if adapter is None else services.model.served_name,
         "max_model_len": services.max_model_len,
+        "quantization": services.quantization,
     }
 
 

@@ -20,7 +20,10 @@ class HealthDocument(TypedDict):
 
 
 class ModelDocument(TypedDict):
-    """A model that the caller may name. `root` is the version that it currently resolves to."""
+    """A model that the caller may name. `root` is the version that it currently resolves to.
+
+    `quantization` is the format of the base's weights, such as `int4`. It is null for floats, and while no engine runs.
+    """
 
     id: str
     object: Literal["model"]
@@ -29,6 +32,7 @@ class ModelDocument(TypedDict):
     root: str
     parent: str | None
     max_model_len: int
+    quantization: str | None
 
 
 class ModelList(TypedDict):

@@ -224,3 +224,9 @@ class GatewayServices:
         """
         info = self.engine.info
         return self.model.max_model_len if info is None else min(self.model.max_model_len, info.max_model_len)
+
+    @property
+    def quantization(self) -> str | None:
+        """The format of the base's weights, or None if they are floats or the engine is down."""
+        info = self.engine.info
+        return None if info is None else info.quantization

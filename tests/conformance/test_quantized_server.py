@@ -31,6 +31,7 @@ def test_adapters_are_served_over_quantised_weights(demo_base: Path, tmp_path: P
             headers = {"Authorization": f"Bearer {server.admin_key}"}
             about = httpx.get(f"http://127.0.0.1:{server.admin_port}/admin/v1/server", headers=headers).json()
             assert about["quantization"] == method
+            assert {model.model_extra["quantization"] for model in server.client(key).models.list()} == {method}
             asked = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
             texts = [
                 server.client(key)
