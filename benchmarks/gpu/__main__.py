@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.gpu import attention as gpu_attention
 from benchmarks.gpu import ceilings as gpu_ceilings
+from benchmarks.gpu import codes as gpu_codes
 from benchmarks.gpu import dry_engine as gpu_dry_engine
 from benchmarks.gpu import dry_kernels as gpu_dry_kernels
 from benchmarks.gpu import lora as gpu_lora
@@ -75,6 +76,7 @@ PARTS = (
     Part("s_lora", 215, gpu_s_lora.run, gpu_dry_engine.s_lora, gpu_s_lora.warm, gpu_s_lora.model_of),
     Part("prefill", 25, gpu_prefill.run, gpu_dry_engine.prefill, gpu_prefill.warm),
     Part("attention", 40, gpu_attention.run, gpu_dry_kernels.attention, gpu_attention.warm),
+    Part("codes", 35, gpu_codes.run, gpu_dry_kernels.codes, gpu_codes.warm),
 )
 
 

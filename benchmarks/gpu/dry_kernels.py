@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from benchmarks.gpu import attention as gpu_attention
+from benchmarks.gpu import codes as gpu_codes
 from benchmarks.gpu import lora as gpu_lora
 from benchmarks.gpu.adapters import LoraCase, ResidentAdapters, batch_of
 from benchmarks.gpu.attention import Attention, AttentionCase
@@ -120,6 +123,31 @@ def _lora_case(bench: Bench, model: Model, pool: PoolViews, case: LoraCase) -> N
         "stored layers": str(num_stored),
     }
     return Need(str(case), shapes, num_ways, held, seconds, programs)
+
+
+def codes(bench: Bench) -> Iterator[Need]:
+    for case in gpu_codes.cases(bench):
+        ways = gpu_codes.ways_of(bench, case)
+        weights = float(sum(way.weight_bytes for way in ways.values()))
+        programs: set[str] = set()
+        num_rows = 0
+        seconds = random_s(bench, weights) + len(ways) * gpu_codes.HOST_S
+        for rows in case.rows:
+            used = [way for way in ways.values() if rows >= way.min_rows]
+            num_rows += len(used)
+            x = torch.empty(rows, case.in_features, dtype=bench.dtype, device=bench.device)
+            launched = Listed()
+            with launched.within(bench):
+                for way in used:
+                    way.linear(x)
+            programs |= launched.programs
+            parts = [case.floor_parts(way.weight_bytes, rows, bench.dtype.itemsize) for way in used]
+            floors = [floor_s(bench, num_bytes, operations, launches=1) for num_bytes, operations in parts]
+            seconds += OVER_FLOOR * measuring_seconds(floors, floor_s(bench, FLUSH_BYTES)) + len(used) * CAPTURE_S
+        held = {"weights": weights, "flush": float(FLUSH_BYTES)}
+        shapes = {"weight": f"[{case.out_features}, {case.in_features}]", "rows": ", ".join(map(str, case.rows))}
+        yield Need(str(case), shapes, num_rows, held, seconds, frozenset(programs))
+    yield compiling(CONTEXT_BYTES + weights)
 
 
 def attention(bench: Bench) -> Iterator[Need]:

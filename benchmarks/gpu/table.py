@@ -23,6 +23,7 @@ import torch
 import triton
 
 from benchmarks.gpu.cards import CARDS, Card
+from benchmarks.gpu.code_formats import FORMATS
 from benchmarks.gpu.model import LLAMA_7B, LLAMA_8B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Model
 from benchmarks.gpu.random_models import ALL_MODULES
 from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text
@@ -223,6 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.table", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--card", choices=CARDS, default="h200")
+    parser.add_argument("--weights", choices=FORMATS, help="format of the layers' weights (default: bfloat16)")
     parser.add_argument("--node-us", type=float, help="microseconds that each launch adds to a graph")
     parser.add_argument("--out", type=Path, help="write JSON to this file, and the same tables as Markdown next to it")
     arguments = parser.parse_args()
@@ -234,15 +236,18 @@ def main() -> int:
         return 2
     tables = []
     for case in cases(MODELS[arguments.model]):
-        table = table_of(record_step(MODELS[arguments.model], card, case), card)
+        form = None if arguments.weights is None else FORMATS[arguments.weights]
+        table = table_of(record_step(MODELS[arguments.model], card, case, form), card)
         print(f"{table.case}: {table.launches} launches, floor {table.floor_us:,.0f} us", file=sys.stderr, flush=True)
         tables.append(table)
-    text = markdown(tables, arguments.model, card)
+    model = arguments.model if arguments.weights is None else f"{arguments.model} in {arguments.weights}"
+    text = markdown(tables, model, card)
     print(text)
     if arguments.out is not None:
         versions = {"torch": torch.__version__, "triton": triton.__version__}
         document = {
             "model": arguments.model,
+            "weights": arguments.weights or "bfloat16",
             "card": asdict(card),
             **versions,
             "steps": [asdict(one) for one in tables],

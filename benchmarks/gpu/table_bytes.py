@@ -162,6 +162,18 @@ def _multiply(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     return Bytes(least, num_tiles * weights + blocks * x + y)
 
 
+def _multiply_codes(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    counts = _pairs_by_expert(step) if a["HAS_ROUTING"] else np.array([a["num_rows"]])
+    tensors = [a["codes_ptr"], a["scales_ptr"], *([a["zeros_ptr"]] if a["HAS_ZEROS"] else [])]
+    weights = sum(one.nbytes for one in tensors) / len(a["codes_ptr"])
+    num_tiles = int(-(-counts // a["ROWS"]).sum())
+    x, y = (int(counts.sum()) * size * a["x_ptr"].itemsize for size in (a["IN"], a["OUT"]))
+    blocks = math.ceil(a["OUT"] / a["BLOCK_N"])
+    least = int((counts > 0).sum()) * weights + x / a["PAIRS_PER_ROW"] + y
+    return Bytes(least, num_tiles * weights + blocks * x + y)
+
+
 def _sum(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     row = a["SIZE"] * ((a["TOP_K"] + 1) * a["y_ptr"].itemsize + a["HAS_SHARED"] * a["shared_ptr"].itemsize)
@@ -242,6 +254,7 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_group": _group,
     "_list_pairs": _list_pairs,
     "_multiply": _multiply,
+    "_multiply_codes": _multiply_codes,
     "_sum": _sum,
     "_attend": _attend,
     "_combine": _combine,

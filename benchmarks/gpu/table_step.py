@@ -9,7 +9,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.jit import compute_cache_key
 
 from benchmarks.gpu.cards import Card
+from benchmarks.gpu.code_formats import CodeFormat, SharedCodes
 from benchmarks.gpu.model import Experts, Model
 from benchmarks.gpu.random_models import config_of
 from loramux.adapter_store.formats.packing import PackedAdapter
@@ -130,7 +131,7 @@ class MetaWeights:
 class MetaEngine:
     """The components of an engine that run steps, configured for `card`, over meta tensors.
 
-    The settings are fields of EngineConfig.
+    The settings are fields of EngineConfig. `form` is the format of the layers' weights, or None for bfloat16.
     """
 
     def __init__(
@@ -143,12 +144,17 @@ class MetaEngine:
         max_sequences: int,
         max_resident_adapters: int,
         num_pages: int,
+        form: CodeFormat | None = None,
     ) -> None:
         self.card = card
         config = _config(model, max_len)
         self.target = pack_target(config, "bfloat16")
         accelerator = UncomputingAccelerator()
         backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens=sample_tokens)
+        if form is not None:
+            num_experts = 0 if model.experts is None else model.experts.num_experts
+            codes = SharedCodes(form, META, (model.vocab_size, num_experts))
+            backend = replace(backend, make_linear=codes.linear, make_experts=codes.experts)
         self.decoder = Decoder(config, MetaWeights(), torch.bfloat16, config.max_model_len, backend)
         geometry = self.target.geometry
         raw = torch.empty((num_pages, geometry.num_layers, geometry.page_bytes), dtype=torch.uint8, device=META)
@@ -183,12 +189,13 @@ class MetaEngine:
         return RecordedStep(case, batch, tuple(launches))
 
 
-def record_step(model: Model, card: Card, case: TableCase) -> RecordedStep:
+def record_step(model: Model, card: Card, case: TableCase, form: CodeFormat | None = None) -> RecordedStep:
     """Run the case's step on `model` as if on `card`, and record its launches."""
     max_len = case.context + case.num_queries
     engine = MetaEngine(
         model, card, max_len=max_len, max_batch_tokens=case.num_tokens, max_sequences=case.num_sequences,
         max_resident_adapters=max(1, case.num_adapters), num_pages=case.num_sequences * -(-max_len // PAGE_TOKENS),
+        form=form,
     )  # fmt: skip
     return engine.record(case)
 

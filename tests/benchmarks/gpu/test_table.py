@@ -32,10 +32,21 @@ def test_scarcest_resource_limits_programs_per_multiprocessor(
     assert CARDS[card].resident_programs(registers, shared_bytes, num_warps) == expected
 
 
-def steps_of(model: str, card: str, directory: Path) -> dict[str, Any]:
+def steps_of(model: str, card: str, directory: Path, *options: str) -> dict[str, Any]:
     """The steps of a model's table, after checks that hold for every table."""
     out = directory / "table.json"
-    command = [sys.executable, "-m", "benchmarks.gpu.table", "--model", model, "--card", card, "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.table",
+        "--model",
+        model,
+        "--card",
+        card,
+        "--out",
+        str(out),
+        *options,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(directory / "triton")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -67,3 +78,13 @@ def test_tiny_mixture_table_is_complete(card: str, tmp_path: Path) -> None:
     experts = steps[decode + "16 adapters, rank 16, attention and experts"]
     assert attention["launches"] - base["launches"] == 2 * 2 * 2, "a shrink and an expand for each of two groups"
     assert experts["launches"] - attention["launches"] == 5 * 2, "the grouping of pairs, two shrinks and two expands"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("model", ["tiny", "tiny-experts"])
+def test_table_of_quantised_weights_counts_products_by_codes(model: str, weights: str, tmp_path: Path) -> None:
+    steps = steps_of(model, "h200", tmp_path, "--weights", weights)
+    for step in steps.values():
+        rows = [row for row in step["rows"] if row["kernel"] == "_multiply_codes"]
+        assert sum(row["launches"] for row in rows) == 2 * 4, "qkv, o, gate/up and down in each layer"

@@ -1,0 +1,181 @@
+"""Measures products by quantised weights against the bandwidth floor, and against cuBLAS with bfloat16 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.bench import Bench, Row, require_close
+from benchmarks.gpu.code_formats import FORMATS
+from benchmarks.gpu.model import Model, model_of
+from loramux.engine.device.backend import DenseLinear, Linear
+from loramux.kernels.gpu.coded_linear import make_coded_linear
+from loramux.kernels.quantized import QuantizedWeight
+
+DENSE = "bfloat16, cuBLAS"
+CHECKED_OUTPUTS = 64
+"""Number of outputs that are compared with the dequantised weight."""
+
+HOST_S = 0.3
+"""Assumed seconds to make a weight's codes on the host and to lay them out."""
+
+QUICK_FORMATS = ("int4, groups of 128", "fp8")
+TINY_FORMATS = ("mxfp4", "fp8")
+"""Formats whose groups divide the tiny model's inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodesCase:
+    """Products of one linear of a layer with some numbers of rows, in some formats."""
+
+    linear: str
+    out_features: int
+    in_features: int
+    rows: tuple[int, ...]
+    formats: tuple[str, ...]
+
+    def floor_parts(self, weight_bytes: float, num_rows: int, itemsize: int) -> tuple[float, int]:
+        """Bytes that a product moves at least, and its operations."""
+        activations = num_rows * (self.in_features + self.out_features) * itemsize
+        return weight_bytes + activations, 2 * num_rows * self.in_features * self.out_features
+
+    def __str__(self) -> str:
+        return f"{self.linear} {self.out_features} x {self.in_features}"
+
+
+def cases(bench: Bench) -> list[CodesCase]:
+    model = model_of(bench)
+    rows = (3,) if bench.is_tiny else (1, 64) if bench.is_quick else (1, 16, 64, 512)
+    formats = TINY_FORMATS if bench.is_tiny else QUICK_FORMATS if bench.is_quick else tuple(FORMATS)
+    linears = linears_of(model)
+    if not bench.is_full:
+        linears.pop("o")
+    return [CodesCase(name, *shape, rows, formats) for name, shape in linears.items()]
+
+
+def linears_of(model: Model) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of fused linears."""
+    return {
+        "gate/up": (2 * model.intermediate_size, model.hidden_size),
+        "down": (model.hidden_size, model.intermediate_size),
+        "o": (model.hidden_size, model.hidden_size),
+    }
+
+
+def run(bench: Bench) -> Iterator[Row]:
+    wanted = cases(bench)
+    for number, case in enumerate(wanted):
+        if bench.seconds_left <= 0:
+            yield from bench.left_out(wanted[number:], "loramux")
+            return
+        yield from bench.guarded(str(case), "loramux", _run_case(bench, case))
+
+
+def warm(bench: Bench, shard: int, num_shards: int) -> None:
+    for case in cases(bench)[shard::num_shards]:
+        for way in ways_of(bench, case).values():
+            for rows in case.rows:
+                if rows >= way.min_rows:
+                    way.linear(torch.zeros(rows, case.in_features, dtype=bench.dtype, device=bench.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A product that is measured with `min_rows` rows or more. `weight_bytes` is the size of its weight."""
+
+    linear: Linear
+    weight_bytes: int
+    min_rows: int = 1
+
+
+class ScaledFp8:
+    """torch's scaled product with FP8 weights per channel, after rounding each row of `x` to FP8."""
+
+    def __init__(self, weight: QuantizedWeight, device: torch.device) -> None:
+        self._weight = torch.from_numpy(weight.codes).to(device).view(torch.float8_e4m3fn).T
+        self._scales = torch.from_numpy(weight.scales).to(device).T.contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        factors = x.abs().amax(1, keepdim=True).float() / 448
+        rounded = (x / factors).to(torch.float8_e4m3fn)
+        y = torch._scaled_mm(rounded, self._weight, factors, self._scales, out_dtype=torch.bfloat16)
+        return y.to(x.dtype)
+
+
+class ScaledInt8:
+    """torch's product of integers with int8 weights per channel, after rounding each row of `x` to int8."""
+
+    def __init__(self, weight: QuantizedWeight, device: torch.device) -> None:
+        self._weight = torch.from_numpy(weight.codes).to(device).view(torch.int8).T
+        self._scales = torch.from_numpy(weight.scales).to(device).T.contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        factors = x.abs().amax(1, keepdim=True).float() / 127
+        sums = torch._int_mm((x / factors).round().to(torch.int8), self._weight)
+        return (sums * factors * self._scales).to(x.dtype)
+
+
+SCALED = {"fp8": ScaledFp8, "int8": ScaledInt8}
+SCALED_ROWS = 64
+"""Smallest number of rows for torch's products, which need more than 16 rows of integers."""
+
+
+def ways_of(bench: Bench, case: CodesCase) -> dict[str, Way]:
+    """The ways of a case, whose answers are checked."""
+    generator = bench.generator(8)
+    shape = case.out_features, case.in_features
+    dense = torch.randn(shape, generator=generator, device=bench.device).mul_(0.02).to(bench.dtype)
+    ways = {DENSE: Way(DenseLinear(dense), dense.nbytes)}
+    for name in case.formats:
+        weight = FORMATS[name].random(*shape)
+        linear = make_coded_linear(weight, None, bench.device)
+        if linear is None:
+            raise ValueError(f"there is no product of {name} for {case}")
+        _check(bench, linear, weight, 1e-2)
+        ways[name] = Way(linear, weight.nbytes)
+        if name in SCALED and max(case.rows) >= SCALED_ROWS:
+            scaled = SCALED[name](weight, bench.device)
+            # Rounding rows to 8 bits costs more than anything else.
+            _check(bench, scaled, weight, 5e-2)
+            ways[f"{name} and {name} rows, torch"] = Way(scaled, weight.nbytes, SCALED_ROWS)
+    return ways
+
+
+def _check(bench: Bench, linear: Linear, weight: QuantizedWeight, tolerance: float) -> None:
+    """Compare some outputs with those of the dequantised weight."""
+    if bench.is_warming or bench.planned is not None:
+        return
+    x = torch.randn(SCALED_ROWS, weight.in_features, generator=bench.generator(9), device=bench.device).to(bench.dtype)
+    dequantized = torch.from_numpy(weight.dequantize(0, CHECKED_OUTPUTS)).to(bench.device)
+    require_close(linear(x)[:, :CHECKED_OUTPUTS], x.double() @ dequantized.double().T, tolerance=tolerance)
+
+
+def _run_case(bench: Bench, case: CodesCase) -> Iterator[Row]:
+    ways = ways_of(bench, case)
+    if not bench.is_timed:
+        yield from (Row(str(case), name) for name in ways)
+        return
+    assert bench.ceilings is not None
+    for num_rows in case.rows:
+        x = torch.randn(num_rows, case.in_features, device=bench.device).to(bench.dtype)
+        used = {name: way for name, way in ways.items() if num_rows >= way.min_rows}
+        replays = {}
+        for name, way in used.items():
+            launch = partial(way.linear, x)
+            launch()
+            replays[name] = bench.capture(launch)
+        seconds = bench.time(replays)
+        for name, way in used.items():
+            num_bytes, operations = case.floor_parts(way.weight_bytes, num_rows, bench.dtype.itemsize)
+            floor = max(num_bytes / bench.ceilings.bandwidth, operations / bench.ceilings.matmul)
+            figures = {
+                "us": seconds[name] * 1e6,
+                "floor_us": floor * 1e6,
+                "over_floor": seconds[name] / floor,
+                "over_bfloat16": seconds[name] / seconds[DENSE],
+            }
+            yield Row(f"{case}, {num_rows} rows", name, figures)
+    bench.say(f"  {case}: {len(case.rows)} numbers of rows")
