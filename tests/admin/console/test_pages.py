@@ -436,6 +436,8 @@ async def test_live_part_reports_database_outage_and_ends_with_its_session(
     monkeypatch.setattr("loramux.admin.console.pages.overview.EVERY_S", 0.01)
     async with Stream(console_app, client, "/console/live/overview") as stream:
         assert "event: figures" in await stream.until("Engine ready")
+        console_side.engine.quantization = "int4"
+        await stream.until("weights in int4")
         with monkeypatch.context() as broken:
             broken.setattr(type(console_side.services.database), "read", down)
             await stream.until("The database cannot be reached")

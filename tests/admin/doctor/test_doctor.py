@@ -37,9 +37,11 @@ def test_healthy_server_passes_every_check(
     loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admin_side.services.self_check.data_dir.chmod(0o700)
+    admin_side.engine.quantization = "int4"
     result = loramux("doctor", "--json")
     assert result.exit_code == 0, result.stdout
     checked = found(result)
+    assert " serves the-base with weights in int4 and answered in " in checked["server"]["message"]
     # The sandbox grade depends on the machine that runs the tests.
     assert checked.pop("sandbox")["grade"] in ("ok", "warning")
     assert {finding["grade"] for finding in checked.values()} == {"ok"}
