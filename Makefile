@@ -229,6 +229,9 @@ bench: $(WARM) ## Sixteen adapters in one batch, compared with peft (ARGS='--hel
 bench-peers: $(WARM) ## Compare loramux, peft, vLLM and llama-server over HTTP (benchmarks/peers/README.md)
 	$(VENV)/bin/python -m benchmarks.peers $(ARGS)
 
+bench-gateway: $(READY) ## The gateway alone in front of a scripted engine, compared with LiteLLM (benchmarks/gateway/README.md)
+	$(VENV)/bin/python -m benchmarks.gateway $(ARGS)
+
 bench-structured-output: $(WARM) ## Throughput and time to first token with schemas, compared with vLLM (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.structured_output $(ARGS)
 

@@ -40,6 +40,10 @@ class ChildServer:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_until_ready(self, url: str, timeout_s: float) -> None:
         """Poll `url` until it answers 200. Raises SystemFailed if the process ends or the timeout expires."""
         deadline = time.monotonic() + timeout_s

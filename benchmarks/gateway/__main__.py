@@ -1,0 +1,201 @@
+"""Measures the gateway alone: loramux's and LiteLLM's, each in front of a back end that makes up its tokens.
+
+loramux's gateway is a process in front of a scripted engine's socket. LiteLLM's proxy is in front of a scripted
+OpenAI-compatible server, which is also called directly. Answers are checked before and after each measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from sqlalchemy import func, select
+
+from benchmarks.accounts.databases import open_database_at
+from benchmarks.gateway.clients import Load, check_answers, run_load
+from benchmarks.gateway.figures import Figures, cases_of, figures_of, judged
+from benchmarks.gateway.script import Script
+from benchmarks.gateway.systems import (
+    DIRECT,
+    LORAMUX,
+    MODEL,
+    Running,
+    find_litellm,
+    open_direct,
+    open_litellm,
+    open_loramux,
+)
+from benchmarks.machine import add_allow_busy, describe, require_idle
+from benchmarks.peers.__main__ import exit_on_signal
+from benchmarks.peers.system import SystemFailed
+from benchmarks.tables import open_console
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+
+FOLDER = Path(__file__).parents[1]
+NUM_CLIENTS = (1, 32, 128)
+WHOLE_TOKENS = 16
+STREAM_TOKENS = 256
+OFFERED = 64_000
+"""Tokens per second that the engine makes for all streams together, more than a gateway passes on."""
+PACED_STEP_US = 20_000
+PACED_RAMP_S = 1.0
+"""Time over which the paced streams begin. Otherwise, the gaps would show how fast 128 requests are admitted."""
+WARM_S = 0.5
+COLUMNS = {
+    "requests_per_s": "requests/s",
+    "tokens_per_s": "tokens/s",
+    "p50_ms": "p50, ms",
+    "p99_ms": "p99, ms",
+    "added_p50_ms": "added p50",
+    "added_p99_ms": "added p99",
+    "p99_gap_ms": "p99 gap, ms",
+    "tokens_per_event": "tokens/event",
+    "cores": "cores",
+    "processor_us_per_token": "us/token",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    console = open_console()
+    machine = describe()
+    busy = require_idle(arguments.allow_busy)
+    python, version = find_litellm(os.environ)
+    console.print(f"LiteLLM: {version}")
+    try:
+        with ExitStack() as stack:
+            script = Script.of(ModelTokenizer.load(MODEL))
+            logs = arguments.scratch.absolute() / "logs"
+            logs.mkdir(parents=True, exist_ok=True)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-gateway-")))
+            database, url = stack.enter_context(open_database_at(arguments.database))
+            direct = stack.enter_context(open_direct(script, logs))
+            systems = [stack.enter_context(open_loramux(script, folder, database, url, logs))]
+            if python is not None:
+                systems.append(stack.enter_context(open_litellm(python, direct.address, logs)))
+            systems.append(direct)
+            found = _measure(systems, arguments, script, database, console)
+    except SystemFailed as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        return 1
+    cases = cases_of(found, DIRECT)
+    goals = judged(cases, LORAMUX)
+    console.print(_table(cases))
+    for goal in goals:
+        bound = f"at least {goal['least']}" if goal["most"] is None else f"at most {goal['most']}"
+        met = "met" if goal["is_met"] else "missed"
+        console.print(f"{goal['load']}: {goal['figure']} is {goal['value']}, goal {bound}: {met}")
+    document = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine,
+        "busy_share": round(busy, 3),
+        "is_busy_allowed": arguments.allow_busy,
+        "litellm": version,
+        "database": arguments.database,
+        "rounds": arguments.rounds,
+        "seconds": arguments.seconds,
+        "goals": goals,
+        "cases": cases,
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def loads(seconds: float) -> dict[str, Load]:
+    whole = Load(num_clients=1, num_tokens=WHOLE_TOKENS, is_streamed=False, step_us=0, seconds=seconds)
+    stream = replace(whole, num_tokens=STREAM_TOKENS, is_streamed=True)
+    named = {}
+    for num_clients in NUM_CLIENTS:
+        clients = "1 client" if num_clients == 1 else f"{num_clients} clients"
+        step_us = max(1, num_clients * 1_000_000 // OFFERED)
+        named[f"whole, {clients}"] = replace(whole, num_clients=num_clients)
+        named[f"streamed, {clients}"] = replace(stream, num_clients=num_clients, step_us=step_us)
+    paced = replace(stream, num_clients=128, step_us=PACED_STEP_US, ramp_s=PACED_RAMP_S)
+    return {**named, "20 ms steps, 128 clients": paced}
+
+
+def _measure(
+    systems: Sequence[Running], arguments: argparse.Namespace, script: Script, database: Database, console: Console
+) -> dict[tuple[str, str], list[Figures]]:
+    """Every load on every system, alternating. The ledger must contain what loramux's clients received."""
+    found: dict[tuple[str, str], list[Figures]] = {}
+    num_received = 0
+    for number in range(-1, arguments.rounds):
+        is_warm_up = number < 0
+        seconds = WARM_S if is_warm_up else arguments.seconds
+        for name, load in loads(seconds).items():
+            if (arguments.only or "") not in name or (is_warm_up and load.num_clients > 32):
+                continue
+            for system in systems if number % 2 == 0 else reversed(systems):
+                before_s = system.processor_s()
+                outcome = run_load(system.address, load)
+                processor_s = system.processor_s() - before_s
+                check_answers(outcome, load, script)
+                if system.name == LORAMUX:
+                    num_received += len(outcome.answers) * load.num_tokens
+                if is_warm_up:
+                    continue
+                figures = figures_of(outcome, load, processor_s)
+                found.setdefault((name, system.name), []).append(figures)
+                rates = f"{figures.requests_per_s:.0f} requests/s, {figures.tokens_per_s:.0f} tokens/s"
+                console.print(
+                    f"  round {number}: {name}, {system.name}: {rates}, p99 {figures.p99_ms} ms, "
+                    f"p99 gap {figures.p99_gap_ms} ms, {figures.tokens_per_event} tokens/event, "
+                    f"{figures.cores} cores, {figures.processor_us_per_token} us/token"
+                )
+    num_billed = _billed_tokens(database)
+    if num_billed != num_received:
+        raise SystemFailed(f"the ledger has {num_billed} tokens, but the clients received {num_received}")
+    return found
+
+
+def _billed_tokens(database: Database) -> int:
+    with database.read() as connection:
+        return int(connection.scalar(select(func.sum(schema.usage_events.c.completion_tokens))) or 0)
+
+
+def _table(cases: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="p50 and p99: of a whole answer, or until the first token of a stream")
+    table.add_column("load")
+    table.add_column("system")
+    for title in COLUMNS.values():
+        table.add_column(title, justify="right")
+    for case in cases:
+        shown = ("" if case.get(name) is None else str(case[name]) for name in COLUMNS)
+        table.add_row(case["load"], case["system"], *shown)
+    return table
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rounds", type=int, default=3, help="rounds over all loads and systems; medians are reported")
+    add("--seconds", type=float, default=3.0, help="time in which clients begin requests, per load")
+    add("--only", metavar="TEXT", help="only loads whose name contains this text")
+    add("--database", choices=("sqlite", "postgresql"), default="sqlite")
+    add("--scratch", type=Path, default=FOLDER / "scratch" / "gateway", help="directory for logs")
+    add("--out", type=Path, help="write the figures to this JSON file")
+    add_allow_busy(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    # Raise SystemExit on SIGTERM too, so that the servers are stopped with this process.
+    signal.signal(signal.SIGTERM, exit_on_signal)
+    raise SystemExit(main())
