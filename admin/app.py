@@ -20,7 +20,7 @@ from loramux.admin.rest.store_errors import api_error
 from loramux.admin.rest.usage import costs, prices, quotas, usage
 from loramux.admin.server.metrics_route import metrics_router
 from loramux.admin.server.root_path import UnderRootPath
-from loramux.platform.openai_api.error_responses import install_error_handling
+from loramux.platform.openai_api.error_responses import ErrorResponses, install_error_handling
 from loramux.platform.openai_api.health import health_router
 from loramux.platform.openai_api.openapi_route import ListenerDocument
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_admin_calls
@@ -94,7 +94,7 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.add_exception_handler(Replayed, answer_again)
     # Prometheus scrapes do not count as admin calls.
     app.add_middleware(HttpMetrics, count=counting_admin_calls(services.metrics), unmeasured=frozenset({"/metrics"}))
-    install_error_handling(app, {StoreError: api_error})
+    install_error_handling(app, ErrorResponses({StoreError: api_error}))
     app.router.routes.extend(_rest_routes().routes)
     app.include_router(metrics_router(services.metrics, services.engine, services.metrics_token, services.is_loopback))
     app.include_router(health_router(services.database, services.engine, services.trouble, tells_why=True))

@@ -8,7 +8,8 @@ from fastapi import Depends, FastAPI
 
 from loramux.platform.openai_api import chat, completions, models, tokenization
 from loramux.platform.openai_api.authentication import authenticated
-from loramux.platform.openai_api.error_responses import install_error_handling
+from loramux.platform.openai_api.direct_routes import DirectRoutes
+from loramux.platform.openai_api.error_responses import ErrorResponses, install_error_handling
 from loramux.platform.openai_api.health import health_router
 from loramux.platform.openai_api.openapi_route import ListenerDocument
 from loramux.platform.openai_api.services import GatewayServices
@@ -52,9 +53,16 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         app.include_router(part.router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
+    errors = ErrorResponses()
+    handlers = {
+        "/v1/completions": completions.create_completion,
+        "/v1/chat/completions": chat.create_chat_completion,
+    }
+    # A middleware that is added later wraps those that were added earlier.
+    app.add_middleware(DirectRoutes, handlers=handlers, errors=errors)
     count = counting_endpoints(services.metrics, ENDPOINTS, services.settings.logs_answers)
     app.add_middleware(HttpMetrics, count=count)
     if services.tracing is not None:
         app.add_middleware(TraceMiddleware, tracing=services.tracing, paths=frozenset(ENDPOINTS))
-    install_error_handling(app)
+    install_error_handling(app, errors)
     return app

@@ -59,20 +59,28 @@ TRANSLATIONS: Mapping[type[Exception], Translation] = {
 }
 
 
-def install_error_handling(app: FastAPI, translations: Mapping[type[Exception], Translation] | None = None) -> None:
-    """Make an app return every error in the envelope and add `x-request-id` to every response.
+class ErrorResponses:
+    """Turns exceptions into responses. `translations` turn other exceptions, and their subclasses, into an ApiError."""
 
-    `translations` turn other exceptions, and their subclasses, into an ApiError.
-    """
+    def __init__(self, translations: Mapping[type[Exception], Translation] | None = None) -> None:
+        self._known = {**TRANSLATIONS, **(translations or {})}
 
-    async def answer(request: Request, error: Exception) -> Response:
-        told = error if isinstance(error, ApiError) else _translated(error, known)
+    @property
+    def kinds(self) -> tuple[type[Exception], ...]:
+        """The exceptions that `answer` turns into a response. It raises any other exception again."""
+        return (ApiError, HTTPException, RequestValidationError, *self._known)
+
+    async def answer(self, request: Request, error: Exception) -> Response:
+        told = error if isinstance(error, ApiError) else _translated(error, self._known)
         request.state.error_code = told.code
         return error_response(told)
 
-    known = {**TRANSLATIONS, **(translations or {})}
-    for kind in (ApiError, HTTPException, RequestValidationError, *known):
-        app.add_exception_handler(kind, answer)
+
+def install_error_handling(app: FastAPI, errors: ErrorResponses | None = None) -> None:
+    """Make an app return every error in the envelope and add `x-request-id` to every response."""
+    errors = errors or ErrorResponses()
+    for kind in errors.kinds:
+        app.add_exception_handler(kind, errors.answer)
     app.add_middleware(RequestIds)
 
 
