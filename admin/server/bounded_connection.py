@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -51,6 +52,8 @@ class BoundedConnection(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         assert isinstance(server_state, ConnectionRegistry)
+        self._asked: ASGIApp = self.app
+        self.app = self._call_app
         self._book = server_state
         self.origin: str | None = None
         """The address or network under which the client's connections are counted. None for a trusted proxy."""
@@ -97,6 +100,31 @@ class BoundedConnection(H11Protocol):
             self._has_unread_answer = False
             super().on_response_complete()
 
+    async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the app, but write the chunks of a streamed response directly, which costs a third of h11's way.
+
+        h11 still reads requests and writes the head and the end of each response. Its state does not depend on the
+        chunks in between.
+        """
+        cycle = self.cycle
+        is_chunked = False
+
+        async def send_chunk(message: Message) -> None:
+            nonlocal is_chunked
+            if is_chunked and message["type"] == "http.response.body" and message.get("more_body"):
+                if self.flow.write_paused and not cycle.disconnected:
+                    await self.flow.drain()
+                body = message["body"]
+                # An empty chunk would end the response.
+                if body and not cycle.disconnected:
+                    self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+                return
+            if message["type"] == "http.response.start":
+                is_chunked = _is_chunked(scope, message)
+            await send(message)
+
+        await self._asked(scope, receive, send_chunk)
+
     @property
     def is_idle(self) -> bool:
         """True if no request is in progress."""
@@ -126,3 +154,10 @@ class BoundedConnection(H11Protocol):
             self.timeout_keep_alive_handler()
             return "no_request"
         return None
+
+
+def _is_chunked(scope: Scope, start: Message) -> bool:
+    """Return whether h11 sends the response's body in chunks."""
+    if scope["http_version"] != "1.1" or scope["method"] == "HEAD" or start["status"] in (204, 304):
+        return False
+    return all(name.lower() not in (b"content-length", b"transfer-encoding") for name, _ in start["headers"])

@@ -23,6 +23,8 @@ from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.adversary.socket_flood import request
 
 HELLO = request("GET", "/", {})
+PARTS = (b"data: 1\n\n", b"", b"x" * 300, b"0\r\n\r\n")
+"""An empty part, and one that looks like the end of a chunked response."""
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Listener:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """`/` returns the client's address, `/wait` blocks until a test allows the response, and `/endless` never ends.
+        `/parts` sends PARTS as a stream.
 
         Request bodies are always read to the end.
         """
@@ -52,10 +55,12 @@ class Listener:
                 await self.may_end.wait()
             said = json.dumps([scope["client"][0], scope["scheme"]]).encode()
             await send({"type": "http.response.start", "status": 200, "headers": []})
+            for part in PARTS if scope["path"] == "/parts" else ():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
             while scope["path"] == "/endless" and not (message := await self._left(receive)):
                 await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
                 self.num_endless_bytes += 65536
-            body = b"x" * 8_000_000 if scope["path"] == "/large" else said
+            body = {"/large": b"x" * 8_000_000, "/parts": b""}.get(scope["path"], said)
             await send({"type": "http.response.body", "body": body})
         finally:
             self.num_waiting -= 1

@@ -11,7 +11,7 @@ import pytest
 from loramux.admin.server.bounded_connection import HEAD_TIMEOUT_S, READER_TIMEOUT_S, STALL_S
 from loramux.admin.server.connection_limits import ConnectionLimits
 from loramux.admin.server.listeners import MAX_UNSENT_BYTES
-from tests.admin.server.bounded_listener import HELLO, answer, is_open, listening
+from tests.admin.server.bounded_listener import HELLO, PARTS, answer, is_open, listening
 from tests.adversary.socket_flood import Target, flood, idle, request, slow_body, slow_head
 
 
@@ -92,6 +92,32 @@ def test_pipelined_requests_wait_until_the_previous_response_is_read() -> None:
         assert listener.num_asked == 1
         received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
         assert received.count(b"HTTP/1.1 200 OK") == listener.num_asked == 3
+
+
+IN_CHUNKS = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in PARTS if part) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "version", "body"),
+    [
+        pytest.param("GET", "1.1", IN_CHUNKS, id="in chunks"),
+        pytest.param("GET", "1.0", b"".join(PARTS), id="until the connection closes"),
+        pytest.param("HEAD", "1.1", b"", id="without a body"),
+    ],
+)
+def test_streamed_parts_are_sent_as_the_request_allows(method: str, version: str, body: bytes) -> None:
+    sent = request(method, "/parts", {"connection": "close"}).replace(b"HTTP/1.1", b"HTTP/" + version.encode(), 1)
+    with listening() as listener, listener.open(sent) as connection:
+        received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+    head, _, sent_body = received.partition(b"\r\n\r\n")
+    assert (head.startswith(b"HTTP/1.1 200 OK"), sent_body) == (True, body)
+
+
+def test_streams_can_be_pipelined() -> None:
+    sent = request("GET", "/parts", {}) * 3 + request("GET", "/", {"connection": "close"})
+    with listening() as listener, listener.open(sent) as connection:
+        received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+    assert (received.count(b"HTTP/1.1 200 OK"), received.count(b"\r\n\r\n" + IN_CHUNKS)) == (4, 3)
 
 
 def test_slow_but_steady_reader_gets_the_whole_response() -> None:
