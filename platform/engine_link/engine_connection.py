@@ -29,6 +29,8 @@ class EngineConnection(EngineSession):
     ) -> None:
         super().__init__(note_end)
         self._socket = socket
+        # The same socket without asyncio.
+        self._plain_socket: Any = zmq.Socket.shadow(socket.underlying)
         self._context = context
         self._monitor = monitor
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
@@ -84,22 +86,35 @@ class EngineConnection(EngineSession):
     async def _read(self) -> None:
         """Dispatch messages until one cannot be decoded."""
         while True:
-            data = await self._socket.recv()
-            try:
-                message = self._decoder.decode(data)
-            except msgspec.MsgspecError as error:
-                log.error("the engine sent an unreadable message", reason=str(error))
-                return
-            self._dispatch(message)
+            data: bytes | None = await self._socket.recv()
+            num_read = 0
+            while data is not None:
+                try:
+                    message = self._decoder.decode(data)
+                except msgspec.MsgspecError as error:
+                    log.error("the engine sent an unreadable message", reason=str(error))
+                    return
+                self._dispatch(message)
+                num_read += 1
+                data = self._received_now() if num_read < INITIAL_CREDIT else None
+            # Streams are read before more messages, however fast these arrive.
+            await asyncio.sleep(0)
 
     def _take_what_arrived(self) -> None:
         """Handle messages that already arrived, so that their tokens are billed and finished sequences succeed."""
-        socket: Any = zmq.Socket.shadow(self._socket.underlying)
-        while True:
+        while (data := self._received_now()) is not None:
             try:
-                self._dispatch(self._decoder.decode(socket.recv(zmq.NOBLOCK)))
-            except (zmq.Again, msgspec.MsgspecError):
+                self._dispatch(self._decoder.decode(data))
+            except msgspec.MsgspecError:
                 return
+
+    def _received_now(self) -> bytes | None:
+        """A message that has already arrived, or None. It costs a tenth of `recv`."""
+        try:
+            data: bytes = self._plain_socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return data
 
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:

@@ -6,21 +6,31 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from loramux.engine.messages import Add, Finished, SequenceOutput
+from loramux.engine.server.gateway_link import HeldTokens
 
 
 class SequenceStream:
-    """The output of one sequence. An unread stream buffers its own tokens and does not delay other streams."""
+    """The output of one sequence. An unread stream buffers its own tokens and does not delay other streams.
+
+    A reader that keeps up gets each output as it was sent. For a slower reader, waiting outputs are joined into one.
+    """
 
     def __init__(self, add: Add) -> None:
         self.add = add
-        self._items: asyncio.Queue[SequenceOutput | Finished] = asyncio.Queue()
+        self._outputs: list[SequenceOutput] = []
+        self._finished: Finished | None = None
+        self._reader: asyncio.Future[None] | None = None
         self._num_received = 0
         self._is_ended = False
 
     def put(self, item: SequenceOutput | Finished) -> None:
-        if isinstance(item, SequenceOutput):
+        if isinstance(item, Finished):
+            self._finished = item
+        else:
             self._num_received += len(item.token_ids)
-        self._items.put_nowait(item)
+            self._outputs.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def fail(self, was_running: bool) -> None:
         """End a stream whose engine is gone. Received tokens are billed. A sequence that never ran costs nothing."""
@@ -42,9 +52,21 @@ class SequenceStream:
     async def __anext__(self) -> SequenceOutput | Finished:
         if self._is_ended:
             raise StopAsyncIteration
-        item = await self._items.get()
-        self._is_ended = isinstance(item, Finished)
-        return item
+        while not self._outputs and self._finished is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            return outputs[0] if len(outputs) == 1 else self._joined(outputs)
+        assert self._finished is not None
+        self._is_ended = True
+        return self._finished
+
+    def _joined(self, outputs: list[SequenceOutput]) -> SequenceOutput:
+        held = HeldTokens()
+        for output in outputs:
+            held.join(output)
+        return held.output(self.add.sequence_id)
 
 
 def refused_stream(add: Add) -> SequenceStream:

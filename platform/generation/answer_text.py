@@ -42,7 +42,35 @@ def answer_text(tokenizer: ModelTokenizer, prompt: Sequence[int], rules: TextRul
     stops = StopStrings(rules.stops, is_shown=rules.include_stop_str_in_output)
     if rules.channels is not None:
         return ChannelText(detokenizer, stops, rules.channels)
+    if not rules.stops and rules.reasoning is None:
+        return PlainText(detokenizer)
     return MarkedText(detokenizer, stops, rules)
+
+
+class PlainText:
+    """One text without stop strings and markers, so that nothing depends on single tokens."""
+
+    is_stopped = False
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self.text = self.reasoning = ""
+        self.calls: list[CallEvent] = []
+        self.num_reasoning = 0
+        self._detokenizer = detokenizer
+
+    def feed(self, token_id: int, can_stop: bool) -> None:
+        self.text += self._detokenizer.feed(token_id)
+
+    def feed_all(self, token_ids: Sequence[int]) -> None:
+        self.text += self._detokenizer.feed_all(token_ids)
+
+    def finish(self, *, can_stop: bool, shown_token_id: int | None, is_cut_off: bool) -> None:
+        self.text += self._detokenizer.finish()
+        if shown_token_id is not None:
+            self.text += self._detokenizer.feed(shown_token_id) + self._detokenizer.finish()
+
+    def clear(self) -> None:
+        self.text = ""
 
 
 class MarkedText:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.engine.messages import Add, Finished, PromptLogprob, SequenceOutput, TokenLogprobs
-from loramux.platform.generation.answer_text import answer_text
+from loramux.platform.generation.answer_text import PlainText, answer_text
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.events import CallEvent
@@ -62,6 +62,11 @@ class Choice:
             self.num_received += len(output.token_ids)
             return self._last((), "length")
         answer = self._answer
+        if isinstance(answer, PlainText):
+            self.num_received += len(output.token_ids)
+            self._unreported += output.token_ids
+            answer.feed_all(output.token_ids)
+            return self._delta(output.logprobs, None) if answer.text or output.logprobs else None
         for position, token_id in enumerate(output.token_ids):
             self.num_received += 1
             self._unreported.append(token_id)

@@ -52,7 +52,7 @@ class Generation:
     """A request that runs in its own task, so that a disconnecting client cannot interrupt the settlement.
 
     `deltas` yields the choices' output until `end` is called, once the request is settled and `usage` is known.
-    `observe_gap` receives the seconds between two tokens of a choice.
+    `observe_gap` receives the seconds between two tokens of a choice, and how many gaps have this length.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Generation:
         engine: EngineClient,
         extend: Extend,
         clock: Callable[[], int],
-        observe_gap: Callable[[float], None] | None = None,
+        observe_gap: Callable[[float, int], None] | None = None,
     ) -> None:
         self.plan = plan
         self._observe_gap = observe_gap
@@ -76,7 +76,10 @@ class Generation:
             Choice(i, add, plan.target.tokenizer, plan.text_rules) for i, add in enumerate(plan.adds(traceparent))
         ]
         self._events = PendingDeltas()
-        self._is_stopping = asyncio.Event()
+        self._is_stopping = False
+        self._num_unread = len(self._choices)
+        # Set once the request is stopping or every choice has been read to its end.
+        self._has_ended = asyncio.Event()
         self.is_abandoned = False
         self._watch: asyncio.Task[None] | None = None
         self._failure: ApiError | None = None
@@ -112,25 +115,25 @@ class Generation:
 
     def abandon(self) -> None:
         """End every sequence because the client has left. Committed tokens are charged."""
-        if self.status == "open" and not self._is_stopping.is_set():
+        if self.status == "open" and not self._is_stopping:
             self.is_abandoned = True
             self._stop()
 
     def cancel(self) -> None:
         """End the request on an administrator's behalf. The client gets an error, and committed tokens are charged."""
-        if self.status == "open" and not self._is_stopping.is_set():
+        if self.status == "open" and not self._is_stopping:
             self._fail(RequestCancelled("an administrator cancelled this request"))
 
     async def run(self) -> Settlement:
         """Read every choice to its end and return the request's usage."""
         readers = [asyncio.create_task(self._read(choice)) for choice in self._choices]
-        all_read = asyncio.create_task(asyncio.wait(readers))
-        stopping = asyncio.create_task(self._is_stopping.wait())
-        await asyncio.wait({all_read, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        # After an abort, wait for the engine's final report, but only for a limited time.
-        _, late = await asyncio.wait(readers, timeout=ABANDONED_WAIT_S if self.is_abandoned else FINISHED_WAIT_S)
-        for task in (*late, all_read, stopping):
-            task.cancel()
+        await self._has_ended.wait()
+        late: set[asyncio.Task[None]] = set()
+        if self._num_unread:
+            # After an abort, wait for the engine's final report, but only for a limited time.
+            _, late = await asyncio.wait(readers, timeout=ABANDONED_WAIT_S if self.is_abandoned else FINISHED_WAIT_S)
+        for reader in late:
+            reader.cancel()
         if self.is_abandoned:
             for choice, reader in zip(self._choices, readers, strict=True):
                 if reader in late:
@@ -161,9 +164,12 @@ class Generation:
         except Exception:
             log.exception("reading a sequence failed", request_id=self.plan.request_id)
             self._fail(ApiError("internal error; see the server's log"))
+        self._num_unread -= 1
+        if not self._num_unread:
+            self._has_ended.set()
 
     async def _follow(self, choice: Choice) -> None:
-        if self._is_stopping.is_set():
+        if self._is_stopping:
             return
         last_s: float | None = None
         async for item in self._engine.submit(choice.add):
@@ -175,8 +181,7 @@ class Generation:
             if self._observe_gap is not None and item.token_ids:
                 now_s = time.monotonic()
                 if last_s is not None:
-                    for _ in item.token_ids:
-                        self._observe_gap((now_s - last_s) / len(item.token_ids))
+                    self._observe_gap((now_s - last_s) / len(item.token_ids), len(item.token_ids))
                 last_s = now_s
             delta = choice.feed(item)
             self._ask_for_more(choice)
@@ -187,7 +192,7 @@ class Generation:
                 # A stop string was found, so stop the engine and wait only for its final report.
                 self._engine.abort(choice.add.sequence_id, keep=choice.keep)
                 if all(other.is_done for other in self._choices):
-                    self._is_stopping.set()
+                    self._end_early()
 
     def _ask_for_more(self, choice: Choice) -> None:
         """Extend the reservation and the sequences by a chunk before this choice uses up its grant."""
@@ -225,8 +230,12 @@ class Generation:
             self._failure = failure
             self._stop()
 
+    def _end_early(self) -> None:
+        self._is_stopping = True
+        self._has_ended.set()
+
     def _stop(self) -> None:
-        self._is_stopping.set()
+        self._end_early()
         for choice in self._choices:
             if choice.finished is None:
                 self._engine.abort(choice.add.sequence_id, keep=choice.keep)

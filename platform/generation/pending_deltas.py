@@ -21,7 +21,7 @@ class PendingDeltas:
         self._waiting: dict[tuple[int, bool], ChoiceDelta | JoinedDeltas] = {}
         """By choice, and whether the delta is the choice's last."""
         self._is_closed = False
-        self._changed = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -35,21 +35,25 @@ class PendingDeltas:
             waiting.add(delta)
         else:
             self._waiting[key] = JoinedDeltas([waiting, delta])
-        self._changed.set()
+        self._wake_reader()
 
     def close(self) -> None:
         self._is_closed = True
-        self._changed.set()
+        self._wake_reader()
 
     async def get(self) -> ChoiceDelta | None:
         """Return the next delta, or None once the queue is closed and empty."""
         while not self._waiting:
             if self._is_closed:
                 return None
-            self._changed.clear()
-            await self._changed.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         waiting = self._waiting.pop(next(iter(self._waiting)))
         return waiting.delta() if isinstance(waiting, JoinedDeltas) else waiting
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class JoinedDeltas:

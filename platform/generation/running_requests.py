@@ -127,7 +127,7 @@ class RunningRequests:
 
     def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
         """Start `life` in a separate task. It must run and settle the reserved request."""
-        gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
+        gaps = self._metrics.token_gaps.of(plan.endpoint)
         generation = Generation(plan, self._engine, self._extend, self._clock, gaps.observe)
         task = asyncio.create_task(life(generation), name=plan.request_id)
         self._tasks[task] = generation

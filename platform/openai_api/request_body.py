@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import anyio
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
@@ -34,15 +34,16 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise too_large
     chunks, size = [], 0
+    loop = asyncio.get_running_loop()
     try:
-        with anyio.fail_after(min(BODY_STALL_S, BODY_TIMEOUT_S)) as scope:
-            end_s = anyio.current_time() + BODY_TIMEOUT_S
+        async with asyncio.timeout(min(BODY_STALL_S, BODY_TIMEOUT_S)) as limit:
+            end_s = loop.time() + BODY_TIMEOUT_S
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > max_bytes:
                     raise too_large
                 chunks.append(chunk)
-                scope.deadline = min(anyio.current_time() + BODY_STALL_S, end_s)
+                limit.reschedule(min(loop.time() + BODY_STALL_S, end_s))
     except TimeoutError:
         raise InvalidRequest(
             f"the body took more than {BODY_TIMEOUT_S:g} s, or stalled for {BODY_STALL_S:g} s", code="body_timeout"

@@ -19,10 +19,10 @@ from prometheus_client.registry import Collector
 from loramux.platform.grammars.keywords import JSON_SCHEMA_KEYWORDS
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.policies import QuotaPolicy
+from loramux.platform.telemetry.token_gaps import TokenGaps
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-GAP_SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 COMMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 COMMIT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NETWORK_REFUSALS = (
@@ -66,9 +66,8 @@ class GatewayMetrics:
         self.first_token_seconds = self._histogram(
             "loramux_first_token_seconds", "Time from the call to the first token", SECONDS, "endpoint"
         )
-        self.token_gap_seconds = self._histogram(
-            "loramux_token_gap_seconds", "Time between two tokens of a choice", GAP_SECONDS, "endpoint"
-        )
+        self.token_gaps = TokenGaps()
+        self.registry.register(self.token_gaps)
         self.settled = self._counter("loramux_settled_requests", "Settled requests, by status", "status")
         self.tokens = self._counter("loramux_tokens", "Settled tokens", "kind")
         self.running = self._gauge("loramux_running_requests", "Admitted requests that are not yet settled")

@@ -21,9 +21,11 @@ def new_detokenizer(tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_sp
 
 
 class Detokenizer(Protocol):
-    """Decodes one sequence token by token. `feed` and `finish` return the new text."""
+    """Decodes one sequence token by token. `feed`, `feed_all` and `finish` return the new text."""
 
     def feed(self, token_id: int) -> str: ...
+
+    def feed_all(self, token_ids: Sequence[int]) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -40,6 +42,9 @@ class ByteDetokenizer:
 
     def feed(self, token_id: int) -> str:
         return self._utf8.decode(self._bytes_of(token_id))
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -72,6 +77,9 @@ class ContextDetokenizer:
         begun, _ = self._utf8.getstate()
         # An incomplete character has at most three bytes, so no token is held back for long.
         return "" if begun else self._give(self._decoded(self._ids[self._start :]))
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.feed, token_ids))
 
     def finish(self) -> str:
         return self._give(self._decoded(self._ids[self._start :])) if self._read < len(self._ids) else ""
