@@ -197,7 +197,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
         # If every sequence decodes, each row is one sequence, and no gather is needed.
         of_row = np.repeat(np.arange(len(scheduled)), counts)
         positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]
-        row_slots, row_starts = row_slots[of_row], block_starts[:, of_row]
+        row_slots, row_starts = row_slots[of_row], block_starts.take(of_row, axis=1)
     for first_row, end_row in base_rows:
         row_slots[first_row:end_row] = -1
     block_of_row, place_in_block = np.divmod(positions, block_tokens)
@@ -229,16 +229,16 @@ def _listed_blocks(
     starts: list[int] = []
     num_groups = len(sequences[0].tables)
     for group in range(num_groups):
-        for sequence in sequences:
-            table = sequence.tables[group]
+        for table in [sequence.tables[group] for sequence in sequences]:
             starts.append(len(blocks) - table.first_block)
             blocks += table.blocks
-    state_starts = array("i")
-    if sequences[0].state_pages:
-        for sequence in sequences:
-            state_starts.append(len(blocks))
-            blocks += sequence.state_pages
     block_starts = np.asarray(array("i", starts)).reshape(num_groups, -1)
+    if not sequences[0].state_pages:
+        return np.asarray(blocks), block_starts, NO_ROWS.state_starts
+    state_starts = array("i")
+    for sequence in sequences:
+        state_starts.append(len(blocks))
+        blocks += sequence.state_pages
     return np.asarray(blocks), block_starts, np.asarray(state_starts)
 
 

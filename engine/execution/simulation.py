@@ -154,46 +154,51 @@ class SimulatedExecutor:
         stored, block_tokens = self._states, self._block_tokens
         blocks, kv_slots = batch.blocks.tolist(), batch.kv_slots.tolist()
         cu_q, seq_lens, starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.block_starts.tolist()
-        state_starts = batch.state_starts.tolist()
-
-        def state_at(group: int, sequence: int, position: int) -> int:
-            block = blocks[starts[group][sequence] + position // block_tokens]
-            state: int = stored[block * block_tokens + position % block_tokens]
-            assert state != UNWRITTEN, f"position {position} was never written"
-            return state
-
+        state_starts, first_slots = batch.state_starts.tolist(), kv_slots[0]
+        is_plain, is_hybrid = self._windows == [None], self._num_state_pages > 0
+        sizes = {slot: self._vocab_size_of(slot) for slot in set(slots)}
         # A row that was not finite has no token. Its sequence ends without using this row's result.
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
         for sequence, (begin, end, seq_len) in enumerate(zip(cu_q, cu_q[1:], seq_lens, strict=False)):
             assert len({*slots[begin:end]} - {-1}) <= 1, "a sequence has one adapter"
             position, block_start = seq_len - (end - begin), starts[0][sequence]
-            state_places: list[int] = []
-            if self._num_state_pages:
+            if is_hybrid:
                 first = state_starts[sequence]
                 state_places = [page * self._page_places for page in blocks[first : first + self._num_state_pages]]
-            if position and state_places:
-                last = state_at(0, sequence, position - 1)
-                assert {stored[place] for place in state_places} == {last}, "not the last position's state"
+                if position:
+                    last = self._state_at(blocks, block_start, position - 1)
+                    assert {stored[place] for place in state_places} == {last}, "not the last position's state"
             for row in range(begin, end):
-                assert tokens[row] < self._vocab_size_of(slots[row]), "a token that the row's adapter lacks"
+                assert tokens[row] < sizes[slots[row]], "a token that the row's adapter lacks"
                 before = 0
                 if position:
                     # Written out, because this is most of a simulated step's work.
                     block = blocks[block_start + (position - 1) // block_tokens]
                     before = stored[block * block_tokens + (position - 1) % block_tokens]
                     assert before != UNWRITTEN, f"position {position - 1} was never written"
-                seen = state = _next_state(before, tokens[row], position, salts[slots[row]])
-                for group, window in enumerate(self._windows):
-                    stored[kv_slots[group][row]] = state
-                    if window is not None:
-                        visible = range(max(0, position + 1 - window), position)
-                        seen += sum([state_at(group, sequence, one) for one in visible])
-                written.append(seen)
+                state = stored[first_slots[row]] = _next_state(before, tokens[row], position, salts[slots[row]])
+                if is_plain:
+                    written.append(state)
+                else:
+                    seen = state
+                    for window, group_starts, group_slots in zip(self._windows, starts, kv_slots, strict=True):
+                        stored[group_slots[row]] = state
+                        if window is not None:
+                            visible = range(max(0, position + 1 - window), position)
+                            seen += sum([self._state_at(blocks, group_starts[sequence], one) for one in visible])
+                    written.append(seen)
                 position += 1
-            for place in state_places:
-                stored[place] = state
+            if is_hybrid:
+                for place in state_places:
+                    stored[place] = state
         return written
+
+    def _state_at(self, blocks: list[int], block_start: int, position: int) -> int:
+        block = blocks[block_start + position // self._block_tokens]
+        state = self._states[block * self._block_tokens + position % self._block_tokens]
+        assert state != UNWRITTEN, f"position {position} was never written"
+        return state
 
 
 def _next_state(before: int, token: int, position: int, salt: int) -> int:

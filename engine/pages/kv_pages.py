@@ -54,6 +54,8 @@ class KvPages:
         self._max_step_tokens = max_step_tokens
         self._block_tokens = layout.block_tokens
         self._shared_tokens = layout.shared_tokens
+        # Stored rather than computed, because most steps read these values several times.
+        self._page_step = layout.page_step
         self._page_tokens = tuple(group.page_tokens for group in layout.groups)
         self._has_windows = any(group.window is not None for group in layout.groups)
 
@@ -137,13 +139,14 @@ class KvPages:
 
         In windowed layers, pages for tokens beyond the next step are allocated later.
         """
-        if sequence.num_computed + num_tokens <= sequence.num_room:
+        end = sequence.num_computed + num_tokens
+        if end <= sequence.num_room:
             return True
         needed: list[int] = []
         for group, table, page_tokens in zip(self._groups, sequence.tables, self._page_tokens, strict=True):
-            end = self._end(group, sequence.num_computed, num_tokens)
-            num_pages = (table.first_block + len(table.blocks)) * self._block_tokens // page_tokens
-            needed.append(max(0, -(-end // page_tokens) - num_pages))
+            last = end if group.window is None else self._end(group, sequence.num_computed, num_tokens)
+            num_pages = (table.first_block + len(table.blocks)) // group.num_blocks
+            needed.append(max(0, -(-last // page_tokens) - num_pages))
         needed_by_state = self._layout.num_state_pages - len(sequence.state_pages)
         if not self._reclaimer.make_room(sum(needed) + needed_by_state, position):
             return False
@@ -151,12 +154,12 @@ class KvPages:
             sequence.state_pages = block_list(self._pages.alloc(needed_by_state, PageOwner.KV))
         for group, table, count in zip(self._groups, sequence.tables, needed, strict=True):
             pages = self._pages.alloc(count, PageOwner.KV)
-            if self._layout.page_step == 1:
+            if self._page_step == 1:
                 table.blocks.extend(pages)
             else:
                 for page in pages:
                     table.blocks.extend(self._layout.blocks(group, page))
-        sequence.num_room = min(table.end_block for table in sequence.tables) * self._block_tokens
+        sequence.num_room = min([table.end_block for table in sequence.tables]) * self._block_tokens
         return True
 
     def offer(self, sequence: Sequence) -> None:
@@ -174,15 +177,16 @@ class KvPages:
             sequence.next_offer = sys.maxsize
             return
         num_known = min(sequence.num_computed, len(sequence.tokens))
-        for index, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
-            if offers:
+        if offers:
+            for index in range(len(self._groups)):
                 self._offer(sequence, index, num_known)
-            if group.window is not None:
-                self._free_unseen(table, group, num_known)
         if self._has_windows:
+            for group, table in zip(self._groups, sequence.tables, strict=True):
+                if group.window is not None:
+                    self._free_unseen(table, group, num_known)
             sequence.next_offer = num_known - num_known % self._block_tokens + self._block_tokens
         else:
-            sequence.next_offer = (len(sequence.tables[0].cached) + 1) * self._groups[0].page_tokens
+            sequence.next_offer = (len(sequence.tables[0].cached) + 1) * self._page_tokens[0]
 
     def detach(self, sequence: Sequence) -> None:
         """Free all pages. Cached pages stay available to other sequences. The end of a prefix is evicted first."""
@@ -223,19 +227,19 @@ class KvPages:
         return num_tokens - num_tokens % self._shared_tokens
 
     def _pages_of(self, blocks: array[int], group: CacheGroup) -> list[int]:
-        step = self._layout.page_step
+        step = self._page_step
         return blocks.tolist() if step == 1 else [block // step for block in blocks[:: group.num_blocks]]
 
     def _offer(self, sequence: Sequence, group: int, num_known: int) -> None:
-        table, own = sequence.tables[group], self._groups[group]
-        first = table.first_block // own.num_blocks
-        for page in range(first + len(table.cached), num_known // own.page_tokens):
+        table, num_blocks = sequence.tables[group], self._groups[group].num_blocks
+        first = table.first_block // num_blocks
+        for page in range(first + len(table.cached), num_known // self._page_tokens[group]):
             key = self._key(sequence, group, page)
             if key is None:
                 return
-            block = table.blocks[(page - first) * own.num_blocks]
-            digest = self._digest(sequence, (page + 1) * own.num_blocks - 1)
-            table.cached.append(self._cache.insert(key, block // self._layout.page_step, digest))
+            block = table.blocks[(page - first) * num_blocks]
+            digest = self._digest(sequence, (page + 1) * num_blocks - 1)
+            table.cached.append(self._cache.insert(key, block // self._page_step, digest))
 
     def _free_unseen(self, table: PageTable, group: CacheGroup, num_known: int) -> None:
         """Free the pages that no later token sees, except those that the first token after the longest prefix to share
