@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.peers.system import LORAMUX, System
-from benchmarks.peers.workload import ATTENTION, BASE, DISTINCT, PEER_KINDS, SAME, Load
+from benchmarks.peers.workload import ATTENTION, BASE, DISTINCT, SAME, Load
 
 OVER_PEERS = {BASE: 1.0, DISTINCT: 2.6, SAME: 1.2}
 """Target for throughput relative to the best peer, at any load, by kind of work."""
@@ -17,6 +17,19 @@ OVERHEAD = {Load(64, 32): 0.15, Load(32, 128): 0.22}
 
 ATTENTION_OVERHEAD = 0.10
 """Target for the overhead of adapters on q, k, v and o, at the same loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Targets for throughput relative to the best peer, by kind of work, and for the overhead of adapters on all seven
+    linears, by load.
+    """
+
+    over_peers: Mapping[str, float]
+    overhead: Mapping[Load, float]
+
+
+FLOAT_GOALS = Goals(OVER_PEERS, OVERHEAD)
 
 NEAR = 0.7
 """A cell below this share of the best speed is not measured again: drift cannot make it the best."""
@@ -86,19 +99,19 @@ def ratios(
     speeds: Mapping[Cell, float],
     own_speeds: Mapping[Cell, float],
     loads: Iterable[Load],
-    kinds: Collection[str] = PEER_KINDS,
+    goals: Goals = FLOAT_GOALS,
 ) -> list[Ratio]:
     """Ratios to the best peer from `speeds`, and overheads from `own_speeds`, which includes all of loramux's turns."""
     found = []
     for load in loads:
         own = _by_kind(speeds, load)
-        for kind in kinds:
+        for kind, goal in goals.over_peers.items():
             best = best_peer(speeds, load, kind)
             value = own[kind] / speeds[best] if best is not None and kind in own else None
             against = "no peer" if best is None else best.system.label
-            found.append(Ratio(load, f"{kind} over the best peer", value, against, OVER_PEERS[kind], is_ceiling=False))
+            found.append(Ratio(load, f"{kind} over the best peer", value, against, goal, is_ceiling=False))
         own = _by_kind(own_speeds, load)
-        target = OVERHEAD.get(load)
+        target = goals.overhead.get(load)
         costs = ((DISTINCT, "all seven linears", target), (ATTENTION, "q/k/v/o", target and ATTENTION_OVERHEAD))
         for kind, modules, limit in costs:
             value = own[BASE] / own[kind] - 1.0 if BASE in own and kind in own else None

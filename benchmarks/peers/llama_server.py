@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,9 @@ ADVICE = (
     f"set {SERVER_VARIABLE} to the built llama-server, {SCRIPTS_VARIABLE} to the directory that contains "
     f"convert_hf_to_gguf.py, and {PYTHON_VARIABLE} to a Python interpreter with the requirements of that script"
 )
+QUANTIZER = "llama-quantize"
+"""The program beside llama-server that writes quantised bases."""
+
 BASE_SCRIPT, LORA_SCRIPT = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 START_S = 300.0
@@ -73,13 +76,23 @@ def question_body(question: Question, num_output: int, adapter_ids: Mapping[str,
 
 
 def llama_command(
-    found: LlamaFiles, files: ModelFiles, outtype: str, threads: int, port: int, is_check: bool
+    found: LlamaFiles,
+    files: ModelFiles,
+    outtype: str,
+    threads: int,
+    port: int,
+    is_check: bool,
+    quantized: str | None = None,
 ) -> list[str]:
-    """The server's command line. Each concurrent request has its own slot, with room for the longest request."""
+    """The server's command line. Each concurrent request has its own slot, with room for the longest request.
+
+    `outtype` applies to the adapters and, unless it is `quantized`, to the base.
+    """
     adapters = ",".join(str(lora_file(files, name, outtype)) for name in files.adapters)
     slots = files.num_adapters
     command = [
-        *(str(found.server), "--model", str(base_file(files, outtype)), "--host", HOST, "--port", str(port)),
+        *(str(found.server), "--model", str(base_file(files, quantized or outtype))),
+        *("--host", HOST, "--port", str(port)),
         *("--lora", adapters, "--lora-init-without-apply", "--parallel", str(slots)),
         *("--ctx-size", str(slots * MAX_TOKENS), "--threads", str(threads), "--threads-batch", str(threads)),
     ]
@@ -111,13 +124,29 @@ def convert(found: LlamaFiles, files: ModelFiles, outtype: str) -> None:
         list(pool.map(convert_one, missing))
 
 
+def quantize(found: LlamaFiles, files: ModelFiles, quantized: str) -> Path:
+    """The base in one of llama.cpp's formats, such as Q8_0, written by its own quantiser unless it exists."""
+    path = base_file(files, quantized)
+    if not path.exists():
+        convert(found, files, "bf16")
+        _run([str(found.server.with_name(QUANTIZER)), str(base_file(files, "bf16"))], [quantized], path)
+    return path
+
+
 def _run_script(found: LlamaFiles, script: str, out: Path, outtype: str, *arguments: str) -> None:
+    command = [str(found.python), str(found.scripts / script), "--outtype", outtype, "--outfile"]
+    _run(command, arguments, out, f" ({PYTHON_VARIABLE} names the Python that runs it)")
+
+
+def _run(before: Sequence[str], after: Sequence[str], out: Path, advice: str = "") -> None:
+    """Run a command with the output file between its arguments. The file appears once it is complete."""
     part = out.with_suffix(".part")
-    command = [str(found.python), str(found.scripts / script), "--outtype", outtype, "--outfile", str(part), *arguments]
+    command = [*before, str(part), *after]
     ran = subprocess.run(command, capture_output=True, text=True, env=server_environment({}), check=False)
     if ran.returncode != 0:
         last = "\n".join(ran.stderr.splitlines()[-10:])
-        raise SystemFailed(f"{script} failed ({PYTHON_VARIABLE} names the Python that runs it):\n{last}")
+        name = next(Path(word).name for word in command if word.endswith((".py", QUANTIZER)))
+        raise SystemFailed(f"{name} failed{advice}:\n{last}")
     part.rename(out)
 
 
@@ -130,34 +159,55 @@ def open_llama(
     say: Callable[[str], None],
     files: ModelFiles,
     is_check: bool,
+    quantized: str | None = None,
 ) -> Iterator[Running]:
+    """Run the server with adapters in `dtype`, and with the base in `dtype` or in the format `quantized`."""
     outtype = OUTTYPES[dtype]
     if not lora_file(files, "a0", outtype).exists():
         say(f"  converting files to {outtype} for llama.cpp; this takes minutes, but only once")
     convert(found, files, outtype)
+    if quantized is not None:
+        quantize(found, files, quantized)
     port = free_port()
-    command = llama_command(found, files, outtype, threads, port, is_check)
-    with child_server(NAME, command, server_environment({}), logs / f"llama-server-{outtype}.log") as server:
+    command = llama_command(found, files, outtype, threads, port, is_check, quantized)
+    with child_server(
+        NAME, command, server_environment({}), logs / f"llama-server-{quantized or outtype}.log"
+    ) as server:
         url = f"http://{HOST}:{port}"
         server.wait_until_ready(f"{url}/health", START_S)
         yield LlamaServer(server, url, {name: index for index, name in enumerate(files.adapters)})
 
 
-def find_llama(variables: Mapping[str, str], threads: int, logs: Path, say: Callable[[str], None]) -> Peer:
+def locate_llama(variables: Mapping[str, str]) -> LlamaFiles | None:
+    """The paths in the environment variables, which may not exist, or None if one is not set."""
     if not (variables.get(SERVER_VARIABLE) and variables.get(SCRIPTS_VARIABLE)):
-        return missing_peer(NAME, ADVICE)
-    found = LlamaFiles(
+        return None
+    return LlamaFiles(
         Path(variables[SERVER_VARIABLE]).absolute(),
         Path(variables[SCRIPTS_VARIABLE]).absolute(),
         Path(variables.get(PYTHON_VARIABLE) or sys.executable).absolute(),
     )
-    absent = [str(path) for path in (found.server, found.python) if not os.access(path, os.X_OK)]
+
+
+def find_llama(
+    variables: Mapping[str, str], threads: int, logs: Path, say: Callable[[str], None], quantized: str | None = None
+) -> Peer:
+    """llama-server in each dtype, or with a base in the format `quantized` and adapters in bfloat16."""
+    found = locate_llama(variables)
+    if found is None:
+        return missing_peer(NAME, ADVICE)
+    programs = [found.server, found.python, *([found.server.with_name(QUANTIZER)] if quantized else [])]
+    absent = [str(path) for path in programs if not os.access(path, os.X_OK)]
     absent += [str(found.scripts / name) for name in (BASE_SCRIPT, LORA_SCRIPT) if not (found.scripts / name).is_file()]
     if absent:
         return missing_peer(NAME, f"there is no {' and no '.join(absent)}: {ADVICE}")
     shown = subprocess.run([str(found.server), "--version"], capture_output=True, text=True, check=False)
     lines = (shown.stdout + shown.stderr).splitlines()
     version = next((line.removeprefix("version: ") for line in lines if line.startswith("version: ")), "unknown")
+    if quantized is not None:
+        opened = partial(open_llama, found, "bfloat16", threads, logs, say, quantized=quantized)
+        system = System(NAME, quantized, PEER_KINDS, opened)
+        return Peer(NAME, version, (system,), system)
     systems = {
         dtype: System(NAME, dtype, PEER_KINDS, partial(open_llama, found, dtype, threads, logs, say))
         for dtype in OUTTYPES

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks.machine import BUSY_SHARE
 from benchmarks.peers.agreement import Agreement
-from benchmarks.peers.figures import Cell, Ratio, ratios, tokens_per_second
+from benchmarks.peers.figures import FLOAT_GOALS, Cell, Goals, Ratio, ratios, tokens_per_second
 from benchmarks.peers.measurement import Measurement
 from benchmarks.peers.picture import draw_bars
 from benchmarks.peers.system import LORAMUX, Peer
@@ -73,7 +73,11 @@ def notes(peers: Sequence[Peer], agreements: Mapping[str, Agreement], measuremen
 
 
 def document(
-    peers: Sequence[Peer], agreements: Mapping[str, Agreement], measurement: Measurement, loads: Sequence[Load]
+    peers: Sequence[Peer],
+    agreements: Mapping[str, Agreement],
+    measurement: Measurement,
+    loads: Sequence[Load],
+    goals: Goals = FLOAT_GOALS,
 ) -> dict[str, Any]:
     num_questions = measurement.files.num_adapters
     speeds = tokens_per_second(measurement.samples, num_questions)
@@ -101,7 +105,7 @@ def document(
                 "target": ratio.target,
                 "is_met": ratio.is_met,
             }
-            for ratio in ratios(speeds, own_speeds, loads)
+            for ratio in ratios(speeds, own_speeds, loads, goals)
         ],
     }
 

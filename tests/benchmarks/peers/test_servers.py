@@ -17,10 +17,12 @@ from benchmarks.peers.llama_server import (
     SCRIPTS_VARIABLE,
     SERVER_VARIABLE,
     LlamaFiles,
+    base_file,
     convert,
     find_llama,
     llama_command,
     lora_file,
+    quantize,
     question_body,
 )
 from benchmarks.peers.loramux_server import loramux_command
@@ -144,6 +146,39 @@ def test_llama_server_has_one_slot_per_request_and_checks_in_float32(files: Mode
     assert flag(checked, "--flash-attn") == "off"
 
 
+def test_llama_server_combines_a_quantised_base_with_adapters_of_the_outtype(files: ModelFiles) -> None:
+    found = LlamaFiles(Path("llama-server"), Path("scripts"), Path("python"))
+    command = llama_command(found, files, "bf16", 2, 8123, is_check=False, quantized="Q8_0")
+    assert flag(command, "--model") == str(base_file(files, "Q8_0"))
+    assert flag(command, "--lora").split(",")[0] == str(lora_file(files, "a0", "bf16"))
+
+
+def test_quantised_base_is_made_once_by_the_program_beside_the_server(files: ModelFiles, tmp_path: Path) -> None:
+    script(tmp_path / "llama-quantize", "import sys; open(sys.argv[2], 'x').write(' '.join(sys.argv[1:]))")
+    found = LlamaFiles(tmp_path / "llama-server", Path("scripts"), Path("python"))
+    source = base_file(files, "bf16")
+    source.parent.mkdir()
+    for path in (source, *(lora_file(files, name, "bf16") for name in files.adapters)):
+        path.touch()
+    for _ in range(2):
+        words = quantize(found, files, "Q4_0").read_text().split()
+        assert (words[0], words[-1]) == (str(source), "Q4_0")
+
+
+def test_quantised_llama_needs_its_quantiser(tmp_path: Path) -> None:
+    server = script(tmp_path / "llama-server", "")
+    for name in ("convert_hf_to_gguf.py", LORA_SCRIPT):
+        (tmp_path / name).write_text("")
+    variables = {SERVER_VARIABLE: str(server), SCRIPTS_VARIABLE: str(tmp_path)}
+    found = find_llama(variables, 1, tmp_path, print, quantized="Q8_0")
+    assert found.missing is not None
+    assert str(tmp_path / "llama-quantize") in found.missing
+    script(tmp_path / "llama-quantize", "")
+    assert [one.label for one in find_llama(variables, 1, tmp_path, print, quantized="Q8_0").systems] == [
+        "llama-server, Q8_0"
+    ]
+
+
 @pytest.mark.parametrize(
     ("adapter", "lora"), [(None, {"id": 0, "scale": 0.0}), ("a1", {"id": 1, "scale": 1.0})], ids=["base", "adapter"]
 )
@@ -185,6 +220,9 @@ def test_loramux_runs_with_this_interpreter_on_loopback(files: ModelFiles, tmp_p
         "8124",
     )
     assert flag(command, "--dtype") == "bfloat16"
+    assert "--quantization" not in command
+    quantized = loramux_command(files, tmp_path, "bfloat16", 8123, 8124, "int4")
+    assert flag(quantized, "--quantization") == "int4"
 
 
 def test_server_environment_omits_the_variables_that_locate_peers(monkeypatch: pytest.MonkeyPatch) -> None:
