@@ -256,6 +256,12 @@ bench-forwarding: $(READY) ## What it adds to run a request on another server, p
 bench-quantized: $(WARM) ## Products and decode steps with weights of 8 and 4 bits, compared with bfloat16 (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.quantized $(ARGS)
 
+bench-memory: $(WARM) ## Memory of a server with weights of 16, 8 and 4 bits, compared with its plan (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.memory $(ARGS)
+
+bench-versions: $(WARM) ## Decode steps, compared with those of another checkout (ARGS='CHECKOUT')
+	$(VENV)/bin/python -m benchmarks.versions $(ARGS)
+
 bench-simulation: $(READY) ## Engine steps per second on a simulated device (ARGS='--running 64')
 	$(VENV)/bin/python -m benchmarks.simulation $(ARGS)
 

@@ -1,0 +1,127 @@
+"""Measures the memory of a server in each format of weights, compared with the plan of `loramux doctor --plan`.
+
+A server without adapters answers sixteen requests that fill its page pool. Then the proportional set sizes of its
+processes are added up: each page of memory counts once, even if several processes map it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.machine import describe
+from benchmarks.peers.loramux_server import LoramuxServer, open_loramux
+from benchmarks.peers.model_files import ModelFiles
+from benchmarks.peers.vocabulary import write_tokenizer
+from benchmarks.peers.workload import BASE, Load, draw_work
+from benchmarks.random_model import SHAPES, make_base
+from benchmarks.tables import open_console
+from loramux.admin.doctor.memory_plan import plan_memory
+
+FORMATS = ("bfloat16", "int8", "int4")
+TOLERANCE = 0.05
+"""Goal: largest difference between the measured and the planned memory, relative to the plan."""
+
+NUM_REQUESTS = 16
+LOAD = Load(480, 16)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    shape = SHAPES[arguments.size]
+    files = ModelFiles(arguments.scratch.absolute() / f"{arguments.size}-no-adapters", shape, num_adapters=0, rank=1)
+    make_base(shape, files.base)
+    write_tokenizer(files.base, shape.vocab_size)
+    pool = pool_bytes(files)
+    plans = {plan.format: plan for plan in plan_memory(files.base, "cpu", pool)}
+    rows = []
+    for name in FORMATS:
+        measured = measure(files, None if name == "bfloat16" else name, pool, arguments.threads)
+        planned = plans[name].total
+        rows.append(
+            {
+                "format": name,
+                "weights_bytes": plans[name].weights,
+                "planned_bytes": planned,
+                "measured_bytes": measured,
+                "measured_over_planned": round(measured / planned, 4),
+            }
+        )
+    table = Table(
+        "format", "plan, MiB", "measured, MiB", "measured / plan", title=f"memory, goal within {TOLERANCE:.0%}"
+    )
+    for row in rows:
+        sizes = (f"{row[key] >> 20}" for key in ("planned_bytes", "measured_bytes"))
+        table.add_row(row["format"], *sizes, f"{row['measured_over_planned']:.3f}")
+    open_console().print(table)
+    if arguments.out is not None:
+        document = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": describe(),
+            "workload": {
+                "model": arguments.size,
+                "pool_bytes": pool,
+                "requests": NUM_REQUESTS,
+                "load": str(LOAD),
+                "threads": arguments.threads,
+            },
+            "tolerance": TOLERANCE,
+            "figures": rows,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+    return 0 if all(abs(row["measured_over_planned"] - 1) <= TOLERANCE for row in rows) else 1
+
+
+def pool_bytes(files: ModelFiles) -> int:
+    """A pool that K and V of all requests just fill."""
+    shape = files.shape
+    token_bytes = 2 * 2 * shape.num_layers * shape.num_kv_heads * (shape.hidden_size // shape.num_heads)
+    return NUM_REQUESTS * (LOAD.num_prompt + LOAD.num_output) * token_bytes
+
+
+def measure(files: ModelFiles, quantization: str | None, pool: int, threads: int) -> int:
+    """Bytes of memory of a server that has answered all requests."""
+    logs = files.directory / "logs"
+    with open_loramux("bfloat16", threads, logs, files, False, str(pool), quantization) as running:
+        assert isinstance(running, LoramuxServer)
+        running.answer(draw_work(BASE, LOAD, NUM_REQUESTS, files.shape.vocab_size, "memory"), needs_token_ids=False)
+        return sum(map(proportional_set_size, descendants(running.server.pid)))
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and all of its descendants."""
+    found = [pid]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            found += descendants(int(child))
+    return found
+
+
+def proportional_set_size(pid: int) -> int:
+    """Memory of a process in bytes. A page that n processes map counts as a share of 1/n."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--size", choices=sorted(SHAPES), default="1b")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--scratch", type=Path, default=Path(__file__).parent / "scratch" / "peers", help="directory for models")
+    add("--out", type=Path, help="write the figures to this JSON file")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

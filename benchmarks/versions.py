@@ -1,0 +1,240 @@
+"""Compares decoding by this version with that of another checkout, in one run.
+
+One process per version loads the same random 1B model and adapters. The processes take turns, each for a few decode
+steps of the base alone and of one adapter per row, so that drift in the machine's speed affects both alike. Medians of
+the time per step are compared. Before that, both must generate the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.table import Table
+
+from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.peers.model_files import ModelFiles, make_model_files
+from benchmarks.random_model import SHAPES
+from benchmarks.tables import open_console
+
+FOLDER = Path(__file__).parent
+NUM_ROWS = 16
+PROMPT = 64
+KINDS = ("base only", "distinct adapters")
+
+WORKER = """
+import json, sys, time
+from pathlib import Path
+import torch
+from loramux.adapter_store.formats.canonical import write_canonical
+from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.validation.validation import validate_files
+from loramux.engine.adapters.stager import MemoryStager
+from loramux.engine.assembly import assemble_engine
+from loramux.engine.config import EngineConfig, pack_target
+from loramux.engine.messages import Add, Load, SamplingParams, StepOutput
+from loramux.engine.model.model_config import ModelConfig
+
+base, adapters, canonical, threads, prompt, vocabulary = json.loads(sys.argv[1])
+torch.set_num_threads(threads)
+target = pack_target(ModelConfig.load(Path(base)), "bfloat16")
+packed = []
+for directory in map(Path, adapters):
+    tensors = directory / "adapter_model.safetensors"
+    report = validate_files((directory / "adapter_config.json").read_bytes(), tensors, target)
+    write_canonical(tensors, report.scales, Path(canonical))
+    packed.append(pack(Path(canonical), target))
+config = EngineConfig(
+    model_dir=base, blob_url="", cache_dir="", dtype="bfloat16", pool_bytes=640 << 20, num_threads=threads
+)
+assembled = assemble_engine(config, lambda: None, MemoryStager({one.digest: one for one in packed}))
+engine = assembled.engine
+for one in packed:
+    engine.load(b"", Load(call_id=one.digest, digest=one.digest))
+while engine.has_work:
+    engine.step()
+digests = {"base only": [None] * len(packed), "distinct adapters": [one.digest for one in packed]}
+sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+
+def step(answers):
+    engine.step()
+    for outbound in engine.take_outbox():
+        if isinstance(outbound.message, StepOutput):
+            for output in outbound.message.outputs:
+                answers.setdefault(output.sequence_id, []).extend(output.token_ids)
+
+print("ready", flush=True)
+for line in sys.stdin:
+    kind, seed, num_steps = json.loads(line)
+    size = (len(packed), prompt)
+    prompts = torch.randint(10, vocabulary, size, generator=torch.Generator().manual_seed(seed)).tolist()
+    for row, digest in enumerate(digests[kind]):
+        add = Add(
+            sequence_id=str(row), prompt=tuple(prompts[row]), max_tokens=num_steps + 8, sampling=sampling, digest=digest
+        )
+        engine.add(b"", add)
+    answers = {}
+    while len(answers) < len(packed):
+        step(answers)
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        step(answers)
+    seconds = time.perf_counter() - started
+    engine.abort_all()
+    while engine.has_work:
+        engine.step()
+    engine.take_outbox()
+    print(json.dumps([seconds / num_steps, [answers[str(row)][:num_steps] for row in range(len(packed))]]), flush=True)
+"""
+"""Runs with each version's own code, so it uses only names that both versions have."""
+
+
+class CheckError(Exception):
+    """The versions generate different tokens, so that there are no figures."""
+
+
+class Decoder(Protocol):
+    def decode(self, kind: str, seed: int, num_steps: int) -> tuple[float, list[list[int]]]:
+        """Return the seconds per step, and the tokens of each row."""
+
+
+class Version:
+    """A process with the code of one checkout."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def wait_until_ready(self) -> None:
+        if self._read() != "ready\n":
+            raise SystemExit("a version did not start")
+
+    def decode(self, kind: str, seed: int, num_steps: int) -> tuple[float, list[list[int]]]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([kind, seed, num_steps]) + "\n")
+        self._process.stdin.flush()
+        seconds, tokens = json.loads(self._read())
+        return seconds, tokens
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a version ended early")
+        return line
+
+
+@contextmanager
+def open_version(checkout: Path, files: ModelFiles, threads: int) -> Iterator[Version]:
+    paths = [str(path) for path in files.adapters.values()]
+    canonical = files.directory / f"canonical-{os.getpid()}.safetensors"
+    job = json.dumps([str(files.base), paths, str(canonical), threads, PROMPT, files.shape.vocab_size])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout / ".src"), str(checkout)])}
+    # With -P, modules of the current directory do not hide those of the checkout.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", WORKER, job],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=checkout,
+    )
+    try:
+        version = Version(process)
+        version.wait_until_ready()
+        yield version
+    finally:
+        process.kill()
+        process.wait()
+        canonical.unlink(missing_ok=True)
+
+
+def commit_of(checkout: Path) -> str:
+    asked = subprocess.run(
+        ["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+    )
+    return asked.stdout.strip()
+
+
+def compare(before: Decoder, after: Decoder, rounds: int, num_steps: int) -> list[dict[str, Any]]:
+    """Milliseconds per step of both versions in each round, and the ratio of their medians, by kind of work."""
+    cases = []
+    for kind in KINDS:
+        tokens = [version.decode(kind, 1_000, num_steps)[1] for version in (before, after)]
+        if tokens[0] != tokens[1]:
+            raise CheckError(f"{kind}: the versions generate different tokens")
+        taken: dict[str, list[float]] = {"before": [], "after": []}
+        for number in range(rounds):
+            pairs = [("before", before), ("after", after)]
+            for name, version in pairs if number % 2 == 0 else reversed(pairs):
+                taken[name].append(round(1_000 * version.decode(kind, number, num_steps)[0], 3))
+        middle = {name: statistics.median(values) for name, values in taken.items()}
+        within = [after_ms / before_ms for before_ms, after_ms in zip(taken["before"], taken["after"], strict=True)]
+        cases.append(
+            {
+                "kind": kind,
+                "ms": taken,
+                "median_ms": middle,
+                "after_over_before": round(middle["after"] / middle["before"], 4),
+                "after_over_before_by_round": round(statistics.median(within), 4),
+                "quartiles_by_round": [round(value, 4) for value in statistics.quantiles(within, n=4)],
+            }
+        )
+    return cases
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, help="checkout of the other version, with compiled kernels")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="1b")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16, help="decode steps per turn")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="directory for models")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    add_allow_busy(parser)
+    parsed = parser.parse_args()
+    busy = require_idle(parsed.allow_busy)
+    files = make_model_files(parsed.scratch, parsed.model, NUM_ROWS, 16)
+    checkouts = parsed.before.absolute(), FOLDER.parent
+    try:
+        with ExitStack() as stack:
+            before, after = (stack.enter_context(open_version(each, files, parsed.threads)) for each in checkouts)
+            cases = compare(before, after, parsed.rounds, parsed.steps)
+    except CheckError as error:
+        print(error, file=sys.stderr)
+        return 1
+    table = Table("rows", "before, ms", "after, ms", "after / before", "by round", title="decode step, medians")
+    for case in cases:
+        middle = case["median_ms"]
+        ratio = f"{case['after_over_before']:.3f}", f"{case['after_over_before_by_round']:.3f}"
+        table.add_row(f"{NUM_ROWS}, {case['kind']}", f"{middle['before']:.2f}", f"{middle['after']:.2f}", *ratio)
+    open_console().print(table)
+    if parsed.out is not None:
+        document = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": describe(),
+            "before": commit_of(checkouts[0]),
+            "busy_share": {"before": round(busy, 3), "after": round(busy_share(), 3)},
+            "workload": {
+                **{name: getattr(parsed, name) for name in ("model", "rounds", "steps", "threads")},
+                "rows": NUM_ROWS,
+                "prompt": PROMPT,
+            },
+            "cases": cases,
+        }
+        parsed.out.parent.mkdir(parents=True, exist_ok=True)
+        parsed.out.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

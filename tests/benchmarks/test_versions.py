@@ -1,0 +1,29 @@
+"""Two versions take turns, and ratios compare their medians."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.versions import KINDS, CheckError, compare
+
+
+class FakeVersion:
+    def __init__(self, name: str, seconds: float, token: int, log: list[str]) -> None:
+        self._name, self._seconds, self._token, self._log = name, seconds, token, log
+
+    def decode(self, kind: str, seed: int, num_steps: int) -> tuple[float, list[list[int]]]:
+        self._log.append(f"{self._name} {seed}")
+        return self._seconds, [[self._token] * num_steps]
+
+
+def test_versions_alternate_and_are_compared() -> None:
+    log: list[str] = []
+    cases = compare(FakeVersion("old", 0.1, 7, log), FakeVersion("new", 0.11, 7, log), 2, 4)
+    assert [case["kind"] for case in cases] == list(KINDS)
+    assert [(case["after_over_before"], case["after_over_before_by_round"]) for case in cases] == [(1.1, 1.1)] * 2
+    assert log[2:6] == ["old 0", "new 0", "new 1", "old 1"]
+
+
+def test_different_tokens_end_the_comparison() -> None:
+    with pytest.raises(CheckError, match="base only"):
+        compare(FakeVersion("old", 0.1, 7, []), FakeVersion("new", 0.1, 8, []), 2, 4)
