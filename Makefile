@@ -250,6 +250,9 @@ bench-hot-load: $(READY) ## Loading adapters from the disk tier, compared with p
 bench-trained-rows: $(READY) ## Memory and time of a trained head, compared with the base's own (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.trained_rows $(ARGS)
 
+bench-sharing: $(WARM) ## Three servers that share requests, compared with round robin, on PostgreSQL and S3 (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.sharing.round_robin $(ARGS)
+
 bench-forwarding: $(READY) ## What it adds to run a request on another server, per request and per chunk (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.sharing.forwarding $(ARGS)
 
