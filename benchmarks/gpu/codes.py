@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -84,11 +84,15 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A product that is measured with `min_rows` rows or more. `weight_bytes` is the size of its weight."""
+    """A product that is measured with `min_rows` rows or more. `weight_bytes` is the size of its weight.
+
+    `figures` contains the error of its answers, unless they need no check.
+    """
 
     linear: Linear
     weight_bytes: int
     min_rows: int = 1
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class ScaledFp8:
@@ -134,29 +138,29 @@ def ways_of(bench: Bench, case: CodesCase) -> dict[str, Way]:
         linear = make_coded_linear(weight, None, bench.device)
         if linear is None:
             raise ValueError(f"there is no product of {name} for {case}")
-        _check(bench, linear, weight, 1e-2)
-        ways[name] = Way(linear, weight.nbytes)
+        ways[name] = Way(linear, weight.nbytes, figures=_errors(bench, linear, weight, 1e-2))
         if name in SCALED and max(case.rows) >= SCALED_ROWS:
             scaled = SCALED[name](weight, bench.device)
             # Rounding rows to 8 bits costs more than anything else.
-            _check(bench, scaled, weight, 5e-2)
-            ways[f"{name} and {name} rows, torch"] = Way(scaled, weight.nbytes, SCALED_ROWS)
+            errors = _errors(bench, scaled, weight, 5e-2)
+            ways[f"{name} and {name} rows, torch"] = Way(scaled, weight.nbytes, SCALED_ROWS, errors)
     return ways
 
 
-def _check(bench: Bench, linear: Linear, weight: QuantizedWeight, tolerance: float) -> None:
-    """Compare some outputs with those of the dequantised weight."""
+def _errors(bench: Bench, linear: Linear, weight: QuantizedWeight, tolerance: float) -> dict[str, float]:
+    """Compare some outputs with those of the dequantised weight. Raises CheckError above the tolerance."""
     if bench.is_warming or bench.planned is not None:
-        return
+        return {}
     x = torch.randn(SCALED_ROWS, weight.in_features, generator=bench.generator(9), device=bench.device).to(bench.dtype)
     dequantized = torch.from_numpy(weight.dequantize(0, CHECKED_OUTPUTS)).to(bench.device)
-    require_close(linear(x)[:, :CHECKED_OUTPUTS], x.double() @ dequantized.double().T, tolerance=tolerance)
+    expected = x.double() @ dequantized.double().T
+    return {"error": require_close(linear(x)[:, :CHECKED_OUTPUTS], expected, tolerance=tolerance)}
 
 
 def _run_case(bench: Bench, case: CodesCase) -> Iterator[Row]:
     ways = ways_of(bench, case)
     if not bench.is_timed:
-        yield from (Row(str(case), name) for name in ways)
+        yield from (Row(str(case), name, way.figures) for name, way in ways.items())
         return
     assert bench.ceilings is not None
     for num_rows in case.rows:
@@ -177,5 +181,5 @@ def _run_case(bench: Bench, case: CodesCase) -> Iterator[Row]:
                 "over_floor": seconds[name] / floor,
                 "over_bfloat16": seconds[name] / seconds[DENSE],
             }
-            yield Row(f"{case}, {num_rows} rows", name, figures)
+            yield Row(f"{case}, {num_rows} rows", name, figures | way.figures)
     bench.say(f"  {case}: {len(case.rows)} numbers of rows")
