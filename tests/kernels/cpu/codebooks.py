@@ -25,16 +25,16 @@ FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().num
 def random_weight(
     codebook: np.ndarray, has_zeros: bool, out_features: int, in_features: int, group: int
 ) -> QuantizedWeight:
-    """Random codes and scales, drawn from torch's generator. Zero points are near the middle of the codebook."""
+    """Random codes and scales from torch's generator of the CPU. Zero points are near the middle of the codebook."""
     shape = (out_features, in_features // group)
     num_codes = in_features * (8 if codebook.size == 256 else 4) // 8
-    codes = torch.randint(0, 256, (out_features, num_codes), dtype=torch.uint8).numpy()
+    codes = torch.randint(0, 256, (out_features, num_codes), dtype=torch.uint8, device="cpu").numpy()
     if codebook is FP8:
         codes[codes % 128 == 127] = 0
-    zeros = torch.randint(-7, 8, shape, dtype=torch.int16).numpy()
+    zeros = torch.randint(-7, 8, shape, dtype=torch.int16, device="cpu").numpy()
     return QuantizedWeight(
         codes=codes,
         codebook=codebook,
-        scales=(torch.rand(shape) * 0.01 + 1e-4).numpy(),
+        scales=(torch.rand(shape, device="cpu") * 0.01 + 1e-4).numpy(),
         zeros=zeros + np.int16(np.nanmean(codebook)) if has_zeros else None,
     )
