@@ -1,6 +1,6 @@
 """Measures the memory of a server in each format of weights, compared with the plan of `loramux doctor --plan`.
 
-A server without adapters answers sixteen requests that fill its page pool. Then the proportional set sizes of its
+A server without adapters answers requests that fill its page pool. Then the proportional set sizes of its
 processes are added up: each page of memory counts once, even if several processes map it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.machine import describe
+from benchmarks.peers.__main__ import exit_on_signal
 from benchmarks.peers.loramux_server import LoramuxServer, open_loramux
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.vocabulary import write_tokenizer
@@ -29,7 +31,7 @@ FORMATS = ("bfloat16", "int8", "int4")
 TOLERANCE = 0.05
 """Goal: largest difference between the measured and the planned memory, relative to the plan."""
 
-NUM_REQUESTS = 16
+NUM_REQUESTS = 4
 LOAD = Load(480, 16)
 
 
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in FORMATS:
         measured = measure(files, None if name == "bfloat16" else name, pool, arguments.threads)
         planned = plans[name].total
+        print(f"{name}: {measured >> 20} MiB, planned {planned >> 20} MiB", flush=True)
         rows.append(
             {
                 "format": name,
@@ -124,4 +127,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    # Raise SystemExit on SIGTERM too, so that the server is stopped with this process.
+    signal.signal(signal.SIGTERM, exit_on_signal)
     sys.exit(main())

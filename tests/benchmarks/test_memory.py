@@ -32,4 +32,4 @@ def test_memory_of_a_child_is_found() -> None:
 
 def test_pool_holds_all_requests(tmp_path: Path) -> None:
     # A token's K and V take 32 KiB in the 1B model.
-    assert pool_bytes(ModelFiles(tmp_path, SHAPES["1b"], 0, 1)) == 16 * 496 * 32 << 10
+    assert pool_bytes(ModelFiles(tmp_path, SHAPES["1b"], 0, 1)) == 4 * 496 * 32 << 10
