@@ -20,7 +20,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """`num_clients` clients send `num_requests` requests in all. Popularity follows Zipf's law with exponent `alpha`."""
+    """`num_clients` clients send `num_requests` requests. Popularity follows Zipf's law with exponent `alpha`."""
 
     num_clients: int
     num_requests: int
