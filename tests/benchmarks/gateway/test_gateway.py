@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.peers.system import SystemFailed
 
 SCRIPT = Script((7, 8), ("ab", "c"))
 STREAM = Load(num_clients=1, num_tokens=3, is_streamed=True, step_us=0, seconds=1.0)
+WHOLE = replace(STREAM, is_streamed=False)
 
 
 def chunked(*parts: bytes) -> bytes:
@@ -50,7 +52,8 @@ def test_wrong_answer_stops_the_benchmark(data: bytes) -> None:
 
 
 def test_figures_count_tokens_and_gaps() -> None:
-    received = Received(1.0, [streamed("ab", "cab")], [1.1, 1.2, 1.5])
+    head, _, events = streamed("ab", "cab").partition(b"\r\n\r\n")
+    received = Received(1.0, [head + b"\r\n\r\n", events[:90], events[90:]], [1.05, 1.1, 1.3])
     figures = figures_of(Outcome([received], 2.0), STREAM, processor_s=0.5)
     assert (figures.requests_per_s, figures.tokens_per_s, figures.cores) == (0.5, 1.5, 0.25)
     assert (figures.p50_ms, figures.p50_gap_ms) == (pytest.approx(100), pytest.approx(200))
@@ -58,7 +61,7 @@ def test_figures_count_tokens_and_gaps() -> None:
 
 
 def test_added_latency_is_the_difference_to_no_gateway() -> None:
-    slow, fast = (figures_of(Outcome([Received(0.0, [b""], [seconds])], 1.0), STREAM, 0.1) for seconds in (0.05, 0.02))
+    slow, fast = (figures_of(Outcome([Received(0.0, [b""], [seconds])], 1.0), WHOLE, 0.1) for seconds in (0.05, 0.02))
     slow_case, _ = cases_of({("x", "own"): [slow], ("x", "bare"): [fast]}, "bare")
     assert slow_case["added_p50_ms"] == 30.0
 
