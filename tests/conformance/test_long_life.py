@@ -193,7 +193,7 @@ class Life:
 @pytest.mark.parametrize(
     ("family", "num_events"),
     [
-        pytest.param("llama", 60, id="llama"),
+        pytest.param("llama", 30, id="llama"),
         *(
             pytest.param(family, count, id=f"{family}-campaign", marks=pytest.mark.campaign)
             for family, count in FAMILIES.items()
