@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,15 +60,22 @@ async def test_limits_reach_the_engine_that_runs_the_sequence(
         first.router.wanted = ["rep_b"]
         second.scripted.script = lambda one: Script(token_ids=tuple(range(20)), stall_after=10)
         stream = first.engine.submit(add("long", 5, pause_s=60.0))
-        for expected in range(5):
-            item = await anext(stream)
-            assert isinstance(item, SequenceOutput)
-            assert item.token_ids == (expected,)
+        assert await receive(stream, 5) == [0, 1, 2, 3, 4]
         first.engine.extend("long", 15)
-        assert isinstance(await anext(stream), SequenceOutput)
+        # The engine stalls after ten tokens.
+        assert await receive(stream, 5) == [5, 6, 7, 8, 9]
         first.engine.abort("long", keep=3)
         _, end = await collect(stream)
         assert (end.reason, end.completion_tokens) == ("abort", 3)
+
+
+async def receive(stream: AsyncIterator[SequenceOutput | Finished], num_tokens: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        item = await anext(stream)
+        assert isinstance(item, SequenceOutput)
+        tokens += item.token_ids
+    return tokens
 
 
 async def test_draining_replica_gets_no_new_requests_and_finishes_the_old(
