@@ -4,7 +4,7 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -115,7 +115,9 @@ async def test_only_a_valid_certificate_in_the_table_is_accepted(who: str, tmp_p
         if who == "plain text":
             reader, writer = await asyncio.open_connection("127.0.0.1", side.port)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
-            await reader.read()
+            # Depending on what has been read, the connection is closed or reset.
+            with suppress(ConnectionError):
+                await reader.read()
             writer.close()
         else:
             presented = OwnCertificates("rep_b").in_use if who == "a stranger" else friend.in_use
@@ -215,9 +217,12 @@ async def test_silent_peer_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     async with listening(tmp_path) as side:
         context = tls_context(ssl.PROTOCOL_TLS_CLIENT, side.friend.in_use, side.certificates)
         reader, writer = await asyncio.open_connection("127.0.0.1", side.port, ssl=context)
+        assert await reader.readexactly(4) == b"\0" * 4, "the other server's pulses arrive"
         async with asyncio.timeout(30):
-            assert set(await reader.read()) == {0}, "only pulses arrive before the connection ends"
+            with suppress(ConnectionError):
+                await reader.read()
         writer.close()
+        await until(lambda: not side.listener._relays)
 
 
 async def test_deleted_row_ends_the_connection(tmp_path: Path) -> None:
