@@ -141,7 +141,7 @@ def assemble_engine(
         kv_dtype=DTYPES[dtype],
         adapter_dtype=DTYPES[dtype],
         device=backend.device,
-        has_cache_groups=cache.page_step > 1,
+        has_cache_groups=cache.has_pages_of_blocks,
     )
     make_executor = partial(_make_executor, config, model, max_model_len, tables, backend)
     backend.accelerator.release_unused()

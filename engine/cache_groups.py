@@ -20,13 +20,15 @@ UNLIMITED = 1 << 62
 class CacheGroup:
     """Layers that keep K and V of all tokens or, with a `window`, of the tokens that later tokens can still see.
 
-    A page of the pool contains `num_blocks` blocks, each with K and V of `block_tokens` tokens in these layers.
+    A page of the pool contains `num_blocks` blocks, each with K and V of `block_tokens` tokens in these layers. The
+    first blocks of consecutive pages are `page_step` apart.
     """
 
     layers: tuple[int, ...]
     window: int | None
     num_blocks: int = 1
     block_tokens: int = BLOCK_TOKENS
+    page_step: int = 1
 
     @property
     def page_tokens(self) -> int:
@@ -44,6 +46,7 @@ class CacheLayout:
     With one group, a page contains one block of all layers. With two, each page contains blocks of one group only, so
     that sequences can free the pages of windowed layers and keep the other pages. In a hybrid decoder, the layers with
     attention form the only group, and each sequence also has `num_state_pages` pages for the state of the other layers.
+    Layers that read the K and V of another layer are in no group.
     """
 
     num_layers: int
@@ -55,9 +58,9 @@ class CacheLayout:
         return self.groups[0].block_tokens
 
     @property
-    def page_step(self) -> int:
-        """Difference between the first blocks of consecutive pages."""
-        return 1 if len(self.groups[0].layers) == self.num_layers else self.num_layers
+    def has_pages_of_blocks(self) -> bool:
+        """True if each block is a run of the pool's layers, and not a whole page."""
+        return any(group.page_step > 1 for group in self.groups)
 
     @property
     def shared_tokens(self) -> int:
@@ -66,7 +69,7 @@ class CacheLayout:
 
     def blocks(self, group: CacheGroup, page: int) -> range:
         """The numbers of a page's blocks: the page's own number, or indices into the pool's layers."""
-        first, step = page * self.page_step, len(group.layers)
+        first, step = page * group.page_step, len(group.layers)
         return range(first, first + group.num_blocks * step, step)
 
     def place(self, layer: int) -> tuple[int, int]:
@@ -129,7 +132,8 @@ def cache_layout(windows: Sequence[int | None], max_len: int, block_tokens: int 
         return CacheLayout(num_layers, (CacheGroup(windowed or others, narrow[0], block_tokens=block_tokens),))
 
     def group(layers: tuple[int, ...]) -> CacheGroup:
-        return CacheGroup(layers, narrow[layers[0]], min(MAX_BLOCKS, num_layers // len(layers)), block_tokens)
+        num_blocks = min(MAX_BLOCKS, num_layers // len(layers))
+        return CacheGroup(layers, narrow[layers[0]], num_blocks, block_tokens, num_layers)
 
     apart = CacheLayout(num_layers, (group(others), group(windowed)))
     together = CacheLayout(num_layers, (CacheGroup(tuple(range(num_layers)), None, block_tokens=block_tokens),))
@@ -140,4 +144,31 @@ def cache_layout(windows: Sequence[int | None], max_len: int, block_tokens: int 
 def hybrid_layout(num_layers: int, attention_layers: tuple[int, ...], num_state_pages: int) -> CacheLayout:
     """The layout for a decoder in which only some layers have attention."""
     num_blocks = min(MAX_BLOCKS, num_layers // len(attention_layers))
-    return CacheLayout(num_layers, (CacheGroup(attention_layers, None, num_blocks),), num_state_pages)
+    group = CacheGroup(attention_layers, None, num_blocks, page_step=num_layers)
+    return CacheLayout(num_layers, (group,), num_state_pages)
+
+
+def uneven_layout(
+    windows: Sequence[int | None], widths: Sequence[int], sources: Sequence[int], max_len: int
+) -> CacheLayout:
+    """The layout for layers with K and V of different sizes, or that read the K and V of another layer.
+
+    `widths` are the numbers of elements of a token's K in each layer. The widest is a multiple of all of them, and at
+    most two combinations of width and window occur. A layer reads the K and V of layer `sources[layer]`, which is the
+    layer itself unless it has none.
+    """
+    num_layers = len(windows)
+    kinds: dict[tuple[int, int | None], list[int]] = {}
+    for layer in sorted(set(sources)):
+        window = windows[layer]
+        kinds.setdefault((widths[layer], None if window is None or window >= max_len else window), []).append(layer)
+    # A page has room for K and V of one layer this often.
+    places = [num_layers * max(widths) // width for width, _ in kinds]
+    counts = [min(MAX_BLOCKS, count // len(layers)) for count, layers in zip(places, kinds.values(), strict=True)]
+    # With multiples of the smallest page, the prefixes that sequences can share need not be long.
+    counts = [count - count % min(counts) for count in counts]
+    groups = [
+        CacheGroup(tuple(layers), window, num_blocks, page_step=num_places)
+        for (_, window), layers, num_blocks, num_places in zip(kinds, kinds.values(), counts, places, strict=True)
+    ]
+    return CacheLayout(num_layers, tuple(sorted(groups, key=lambda group: group.window is not None)))

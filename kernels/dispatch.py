@@ -81,8 +81,8 @@ class Kernels(LoraKernels, Protocol):
     def rotate_and_store(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
         layer: int,
@@ -90,6 +90,7 @@ class Kernels(LoraKernels, Protocol):
     ) -> None:
         """Rotate q and k by the angles of each row's position, and store the rotated k and v in the pool.
 
+        Without `k` and `v`, only rotate q, for a layer that reads the K and V of another one.
         The rotation acts on the two halves of each head. q is changed in place. Afterwards, the contents of k and of
         q's padding rows are undefined.
         """

@@ -63,7 +63,7 @@ class SimulatedExecutor:
         self._block_tokens = cache.block_tokens
         self._windows = [group.window for group in cache.groups]
         self._num_state_pages = cache.num_state_pages
-        self._page_places = cache.page_step * cache.block_tokens
+        self._page_places = max(group.page_step for group in cache.groups) * cache.block_tokens
         self._adapter_pages = adapter_pages
         self._eos_token_ids = eos_token_ids
         # Tokens of the previous step, for rows whose token was not yet on the host when the batch was built.

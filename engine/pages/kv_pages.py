@@ -55,7 +55,6 @@ class KvPages:
         self._block_tokens = layout.block_tokens
         self._shared_tokens = layout.shared_tokens
         # Stored rather than computed, because most steps read these values several times.
-        self._page_step = layout.page_step
         self._page_tokens = tuple(group.page_tokens for group in layout.groups)
         self._has_windows = any(group.window is not None for group in layout.groups)
 
@@ -154,7 +153,7 @@ class KvPages:
             sequence.state_pages = block_list(self._pages.alloc(needed_by_state, PageOwner.KV))
         for group, table, count in zip(self._groups, sequence.tables, needed, strict=True):
             pages = self._pages.alloc(count, PageOwner.KV)
-            if self._page_step == 1:
+            if group.page_step == 1:
                 table.blocks.extend(pages)
             else:
                 for page in pages:
@@ -227,11 +226,12 @@ class KvPages:
         return num_tokens - num_tokens % self._shared_tokens
 
     def _pages_of(self, blocks: array[int], group: CacheGroup) -> list[int]:
-        step = self._page_step
+        step = group.page_step
         return blocks.tolist() if step == 1 else [block // step for block in blocks[:: group.num_blocks]]
 
     def _offer(self, sequence: Sequence, group: int, num_known: int) -> None:
         table, num_blocks = sequence.tables[group], self._groups[group].num_blocks
+        page_step = self._groups[group].page_step
         first = table.first_block // num_blocks
         for page in range(first + len(table.cached), num_known // self._page_tokens[group]):
             key = self._key(sequence, group, page)
@@ -239,7 +239,7 @@ class KvPages:
                 return
             block = table.blocks[(page - first) * num_blocks]
             digest = self._digest(sequence, (page + 1) * num_blocks - 1)
-            table.cached.append(self._cache.insert(key, block // self._page_step, digest))
+            table.cached.append(self._cache.insert(key, block // page_step, digest))
 
     def _free_unseen(self, table: PageTable, group: CacheGroup, num_known: int) -> None:
         """Free the pages that no later token sees, except those that the first token after the longest prefix to share

@@ -53,7 +53,7 @@ def _next_token_logits(config: EngineConfig, prompts: Sequence[tuple[int, ...]])
         dtype,
         dtype,
         backend.device,
-        has_cache_groups=cache.page_step > 1,
+        has_cache_groups=cache.has_pages_of_blocks,
     )
     slots = SlotTables(target, 1, backend.accelerator, decoder.outer_factors)
     executor = DirectExecutor(decoder, backend.make_kernels(views, decoder.shapes), slots, model.eos_token_ids)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy.typing as npt
 import torch
 
 from loramux.kernels.cpu import attention as cpu_attention
@@ -43,14 +46,16 @@ class CpuKernels(CpuLora):
         if pool.kv.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the pool holds {pool.kv.dtype}; the CPU kernels support float32 and bfloat16")
         self.outer = CpuLora(pool.flat)
-        self._kv = array(pool.kv, pool.kv.dtype)  # [P, kv places, kv elements]
+        self._pool = pool
+        self._kv: dict[tuple[int, int], npt.NDArray[Any]] = {}
         self._state = array(pool.state, torch.float32)  # [P, float32 elements]
         self._batch: AttentionBatch | None = None
 
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
         self._read_batch(batch)
-        num_kv_heads, head_dim = self._geometry.num_kv_heads, self._geometry.head_dim
-        cpu_kv.write(*rows_of(k), *rows_of(v), self._kv, layer, self._kv_slots, num_kv_heads, head_dim)
+        num_kv_heads, head_dim = k.shape[1:]
+        pages = self._kv_of(num_kv_heads, head_dim)
+        cpu_kv.write(*rows_of(k), *rows_of(v), pages, layer, self._kv_slots, num_kv_heads, head_dim)
 
     def paged_attention(
         self,
@@ -67,7 +72,7 @@ class CpuKernels(CpuLora):
             assert sinks.is_contiguous()
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         cpu_attention.attend(
-            torch.get_num_threads(), *rows_of(q), *rows_of(out), self._kv, layer,
+            torch.get_num_threads(), *rows_of(q), *rows_of(out), self._kv_of(spec.num_kv_heads, spec.head_dim), layer,
             self._cu_q, self._seq_lens, self._kv_pages, self._page_starts,
             spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim,
             float(spec.scale), window, float(spec.soft_cap or 0.0), 0 if sinks is None else sinks.data_ptr(),
@@ -95,15 +100,16 @@ class CpuKernels(CpuLora):
     def rotate_and_store(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        self.rotary(q, k, cos, sin)
-        self.kv_write(k, v, layer, batch)
+        self.rotary(q, q[:, :0] if k is None else k, cos, sin)
+        if k is not None and v is not None:
+            self.kv_write(k, v, layer, batch)
 
     def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         num_rows, half = cos.shape
@@ -201,6 +207,13 @@ class CpuKernels(CpuLora):
             layer * spec.layer_rows,
         )  # fmt: skip
         return y
+
+    def _kv_of(self, num_kv_heads: int, head_dim: int) -> npt.NDArray[Any]:
+        """The pages of layers with these heads, `[num_pages, num_layers, num_elements]`."""
+        heads = num_kv_heads, head_dim
+        if heads not in self._kv:
+            self._kv[heads] = array(self._pool.kv_of(*heads), self._pool.kv.dtype)
+        return self._kv[heads]
 
     def _read_batch(self, batch: AttentionBatch) -> None:
         if batch is not self._batch:

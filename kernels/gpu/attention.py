@@ -24,7 +24,7 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 
 PAGE_TOKENS = 16
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_SPLITS = 64
 MAX_GROUP = 128
 NO_LIMIT = 1 << 30
@@ -51,8 +51,8 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
         raise ValueError(
             f"{spec.num_heads} query heads share {spec.num_kv_heads} KV heads; at most {MAX_GROUP} can share one"
         )
-    if (spec.num_kv_heads, spec.head_dim) != (geometry.num_kv_heads, geometry.head_dim):
-        raise ValueError("the attention and the pages differ in num_kv_heads or head_dim")
+    if geometry.num_kv_heads * geometry.head_dim % (spec.num_kv_heads * spec.head_dim):
+        raise ValueError("the attention's num_kv_heads * head_dim does not divide that of the pages")
     if spec.sliding_window is not None and spec.sliding_window < 1:
         raise ValueError(f"sliding_window is {spec.sliding_window}; a query sees at least itself")
 
@@ -141,12 +141,17 @@ def attention_plan(
         tile_n=tile_n,
         num_splits=min(MAX_SPLITS, max(4, triton.next_power_of_2(triton.cdiv(4 * num_processors, short_programs)))),
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if block_d <= 256 else 2,
     )
     if all_short:
         return AttentionPlan(short, None)
 
-    block_m = 32 if is_exact else 64 if block_d > 128 or num_tokens * group_size <= 512 else 128
+    block_m = 128
+    if is_exact or block_d > 256:
+        # In float32, 32 queries of 512 elements would need more shared memory than GPUs of capability 8.6 have.
+        block_m = 16 if is_exact and block_d > 256 else 32
+    elif block_d > 128 or num_tokens * group_size <= 512:
+        block_m = 64
     block_m = max(block_m, triton.next_power_of_2(group_size))
     # Likewise, a few rows after a long prefix, among many decodes, must not delay the step.
     fewest_splits = 4 if num_tokens <= SMALL_STEP else 1
@@ -190,6 +195,7 @@ def paged_attention(
     group_size = spec.num_heads // spec.num_kv_heads
     num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
     assert q.stride()[1:] == out.stride()[1:] == (spec.head_dim, 1)
+    kv = pool.kv_of(spec.num_kv_heads, spec.head_dim)
     assert workspace.dtype is torch.float32
     assert sinks is None or (sinks.dtype is torch.float32 and sinks.is_contiguous())
     assert workspace.numel() >= plan.workspace_elements(num_tokens, num_sequences, spec)
@@ -209,11 +215,11 @@ def paged_attention(
         # Without sinks, neither kernel reads them.
         sinks_or_any = workspace if sinks is None else sinks
         _attend[(num_tiles, spec.num_kv_heads, tiling.num_splits)](
-            q, pool.kv, out, workspace, sinks_or_any, batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts,
+            q, kv, out, workspace, sinks_or_any, batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts,
             q.stride(0), out.stride(0), num_sequences, layer,
             spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * math.log2(math.e),
             **shared,
-            NUM_LAYERS=pool.kv.shape[1], NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
+            NUM_LAYERS=kv.shape[1], NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
             BLOCK_M=tiling.block_m, SOFT_CAP=(spec.soft_cap or 0.0) * math.log2(math.e), IS_SPLIT=is_split,
             ENDS_WITH_SINK=sinks is not None and not is_split,
             DOT_TYPE=tl.float32 if IS_INTERPRETED and q.dtype is torch.bfloat16 else _DOT_TYPES[q.dtype],

@@ -111,8 +111,8 @@ class GpuKernels(GpuLora):
     def rotate_and_store(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
         layer: int,

@@ -11,8 +11,8 @@ from loramux.kernels.tables import AttentionBatch, PoolViews
 
 def rotate_and_store(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     pool: PoolViews,
@@ -22,30 +22,34 @@ def rotate_and_store(
     """Rotate `(a, b)`, the halves of the first `2 * n` elements of each head of q and k, to
     `(a cos - b sin, b cos + a sin)`; store v and the rotated k of row `t` at `batch.kv_slots[t]`.
 
-    - `q` `[T, num_heads, head_dim]` is changed in place. `k` and `v` `[T, num_kv_heads, head_dim]` are only read. All
-      are float32, float16 or bfloat16, and rows may be views into wider rows. Arithmetic is float32.
+    - `q` `[T, num_heads, head_dim]` is changed in place. `k` and `v` `[T, num_kv_heads, head_dim]` are only read.
+      Without them, nothing is stored. All are float32, float16 or bfloat16, and rows may be views into wider rows.
+      Arithmetic is float32.
     - `cos` and `sin` float32 `[T, n]`, contiguous, `2 * n <= head_dim`.
     - The rotated k is rounded to its own dtype. Then k and v are rounded to the pool's dtype (to nearest, ties to even)
       and stored as `[num_kv_heads, page_tokens, head_dim]` in their page, K in the first half of its elements and V in
       the second, as `attention.py` reads them.
     - A row with a negative slot is padding; it is neither rotated nor stored.
     """
-    geometry = pool.geometry
-    head_dim = geometry.head_dim
-    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    # Without K and V, no row of them is read.
+    keys, values = (q[:, :0] if rows is None else rows for rows in (k, v))
+    _, num_q, head_dim = q.shape
+    num_kv = keys.shape[1]
+    assert q.stride()[1:] == keys.stride()[1:] == values.stride()[1:] == (head_dim, 1)
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     num_rows, half = cos.shape
     if num_rows:
         block = triton.next_power_of_2(half)
-        width = geometry.num_kv_heads * head_dim
+        kv = pool.kv if num_kv == 0 else pool.kv_of(num_kv, head_dim)
         _rotate_and_store[(num_rows,)](
-            q, k, v, cos, sin, pool.kv, batch.kv_slots, q.stride(0), k.stride(0), v.stride(0), layer,
-            NUM_Q=q.shape[1], NUM_KV=geometry.num_kv_heads, HEAD_DIM=head_dim, HALF=half,
-            NUM_LAYERS=pool.kv.shape[1], PAGE_TOKENS=geometry.page_tokens, BLOCK=block,
-            BLOCK_Q=triton.next_power_of_2(q.shape[1]), BLOCK_KV=triton.next_power_of_2(geometry.num_kv_heads),
-            BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)), BLOCK_V=triton.next_power_of_2(width),
-            num_warps=min(8, triton.next_power_of_2(max(1, block * q.shape[1] // 256))),
+            q, keys, values, cos, sin, kv, batch.kv_slots, q.stride(0), keys.stride(0), values.stride(0), layer,
+            NUM_Q=num_q, NUM_KV=num_kv, HEAD_DIM=head_dim, HALF=half,
+            NUM_LAYERS=kv.shape[1], PAGE_TOKENS=pool.geometry.page_tokens, BLOCK=block,
+            BLOCK_Q=triton.next_power_of_2(num_q), BLOCK_KV=triton.next_power_of_2(max(1, num_kv)),
+            BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+            BLOCK_V=triton.next_power_of_2(max(1, num_kv * head_dim)),
+            num_warps=min(8, triton.next_power_of_2(max(1, block * num_q // 256))),
         )  # fmt: skip
 
 
@@ -111,21 +115,22 @@ def _rotate_and_store(
     tl.store(q_row + head * HEAD_DIM + i, a, mask=is_q)
     tl.store(q_row + head * HEAD_DIM + i + HALF, b, mask=is_q)
 
-    head = tl.arange(0, BLOCK_KV)[:, None]
-    is_k = (head < NUM_KV) & (i < HALF)
-    k_row = k_ptr + row * k_stride
-    a, b = _rotated(k_row, head * HEAD_DIM + i, is_k, cos, sin, HALF)
-    stored = keys + head * (PAGE_TOKENS * HEAD_DIM) + i
-    tl.store(stored, a, mask=is_k)
-    tl.store(stored + HALF, b, mask=is_k)
-    if 2 * HALF < HEAD_DIM:
-        d = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-        is_rest = (head < NUM_KV) & (d < HEAD_DIM)
-        rest = tl.load(k_row + head * HEAD_DIM + d, mask=is_rest)
-        tl.store(keys + head * (PAGE_TOKENS * HEAD_DIM) + d, rest, mask=is_rest)
+    if NUM_KV > 0:
+        head = tl.arange(0, BLOCK_KV)[:, None]
+        is_k = (head < NUM_KV) & (i < HALF)
+        k_row = k_ptr + row * k_stride
+        a, b = _rotated(k_row, head * HEAD_DIM + i, is_k, cos, sin, HALF)
+        stored = keys + head * (PAGE_TOKENS * HEAD_DIM) + i
+        tl.store(stored, a, mask=is_k)
+        tl.store(stored + HALF, b, mask=is_k)
+        if 2 * HALF < HEAD_DIM:
+            d = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+            is_rest = (head < NUM_KV) & (d < HEAD_DIM)
+            rest = tl.load(k_row + head * HEAD_DIM + d, mask=is_rest)
+            tl.store(keys + head * (PAGE_TOKENS * HEAD_DIM) + d, rest, mask=is_rest)
 
-    column = tl.arange(0, BLOCK_V)
-    is_v = column < WIDTH
-    v = tl.load(v_ptr + row * v_stride + column, mask=is_v)
-    values = keys + PLANE + column // HEAD_DIM * (PAGE_TOKENS * HEAD_DIM) + column % HEAD_DIM
-    tl.store(values, v, mask=is_v)
+        column = tl.arange(0, BLOCK_V)
+        is_v = column < WIDTH
+        v = tl.load(v_ptr + row * v_stride + column, mask=is_v)
+        values = keys + PLANE + column // HEAD_DIM * (PAGE_TOKENS * HEAD_DIM) + column % HEAD_DIM
+        tl.store(values, v, mask=is_v)

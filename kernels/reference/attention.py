@@ -13,10 +13,10 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batc
     `k` and `v` float32 `[T, num_kv_heads, head_dim]`. A row with a negative slot is not stored.
     """
     page_tokens = pool.geometry.page_tokens
-    keys, values = _kv_pages(pool)
+    keys, values, step = _kv_pages(pool, k.shape[1], k.shape[2])
     is_stored = batch.kv_slots >= 0
     kv_slots = batch.kv_slots[is_stored]
-    page, place = _index(kv_slots // page_tokens, pool, layer), kv_slots % page_tokens
+    page, place = kv_slots // page_tokens * step + layer, kv_slots % page_tokens
     keys[page, :, :, place] = k[is_stored].to(keys.dtype)
     values[page, :, place, :] = v[is_stored].to(values.dtype)
 
@@ -40,7 +40,7 @@ def paged_attention(
     zero.
     """
     page_tokens = pool.geometry.page_tokens
-    keys, values = _kv_pages(pool)
+    keys, values, step = _kv_pages(pool, spec.num_kv_heads, spec.head_dim)
     for i, length in enumerate(batch.seq_lens.tolist()):
         begin, end = int(batch.cu_q[i]), int(batch.cu_q[i + 1])
         if begin == end:
@@ -49,7 +49,7 @@ def paged_attention(
         first_key = 0 if spec.sliding_window is None else max(0, length - (end - begin) + 1 - spec.sliding_window)
         first_page, last_page = first_key // page_tokens, -(-length // page_tokens)
         first_listed = int(batch.page_starts[i])
-        pages = _index(batch.pages[first_listed + first_page : first_listed + last_page].long(), pool, layer)
+        pages = batch.pages[first_listed + first_page : first_listed + last_page].long() * step + layer
         seen = slice(first_key - first_page * page_tokens, length - first_page * page_tokens)
         k = keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, seen].float()  # [num_kv_heads, num_seen, head_dim]
         v = values[pages].permute(1, 0, 2, 3).flatten(1, 2)[:, seen].float()
@@ -69,17 +69,15 @@ def paged_attention(
         out[begin:end] = torch.einsum("hts,hsd->thd", weights, v.repeat_interleave(group_size, 0))
 
 
-def _index(pages: torch.Tensor, pool: PoolViews, layer: int) -> torch.Tensor:
-    """Indices of a layer's pages in the result of `_kv_pages`."""
-    return pages * pool.kv.shape[1] + layer
-
-
-def _kv_pages(pool: PoolViews) -> tuple[torch.Tensor, torch.Tensor]:
-    """K as `[P * L, num_kv_heads, head_dim, page_tokens]` and V as `[P * L, num_kv_heads, page_tokens, head_dim]`."""
-    geometry = pool.geometry
-    half = geometry.kv_elements // 2
-    pages = pool.kv.flatten(0, 1)
+def _kv_pages(pool: PoolViews, num_kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """K as `[P * L, num_kv_heads, head_dim, page_tokens]`, V as `[P * L, num_kv_heads, page_tokens, head_dim]`, and L,
+    the number of layers of a page.
+    """
+    page_tokens, kv = pool.geometry.page_tokens, pool.kv_of(num_kv_heads, head_dim)
+    half = num_kv_heads * head_dim * page_tokens
+    pages = kv.flatten(0, 1)
     return (
-        pages[:, :half].unflatten(1, (geometry.num_kv_heads, geometry.head_dim, geometry.page_tokens)),
-        pages[:, half:].unflatten(1, (geometry.num_kv_heads, geometry.page_tokens, geometry.head_dim)),
+        pages[:, :half].unflatten(1, (num_kv_heads, head_dim, page_tokens)),
+        pages[:, half:].unflatten(1, (num_kv_heads, page_tokens, head_dim)),
+        kv.shape[1],
     )

@@ -46,16 +46,17 @@ class ReferenceKernels(ReferenceLora):
     def rotate_and_store(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
         layer: int,
         batch: AttentionBatch,
     ) -> None:
         """`rotary`, then `kv_write`. A device may fuse the two."""
-        self.rotary(q, k, cos, sin)
-        self.kv_write(k, v, layer, batch)
+        self.rotary(q, q[:, :0] if k is None else k, cos, sin)
+        if k is not None and v is not None:
+            self.kv_write(k, v, layer, batch)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return fused.silu_and_mul(gate_up)

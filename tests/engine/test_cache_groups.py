@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.cache_groups import UNLIMITED, CacheLayout, cache_layout
+from loramux.engine.cache_groups import UNLIMITED, CacheLayout, cache_layout, uneven_layout
 
 GEMMA3_27B = tuple(None if layer % 6 == 5 else 1024 for layer in range(62))
 GPT_OSS_20B = (128, None) * 12
@@ -38,7 +38,7 @@ def test_windowed_layers_have_pages_of_their_own_if_that_saves_memory(
 def test_blocks_of_different_pages_and_layers_do_not_overlap(windows: tuple[int | None, ...]) -> None:
     layout = cache_layout(windows, 131072)
     num_layers = len(windows)
-    stride = num_layers if layout.page_step == 1 else 1
+    stride = 1 if layout.has_pages_of_blocks else num_layers
     places = {layout.place(layer): layer for layer in range(num_layers)}
     assert len(places) == num_layers
     for index, group in enumerate(layout.groups):
@@ -80,3 +80,43 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(windows: tuple[int 
         return
     assert layout.max_pages(max(0, longest), STEP) <= max(0, num_pages)
     assert layout.max_pages(max(0, longest) + 1, STEP) > num_pages
+
+
+def uneven(pattern: str, num_shared: int, widths: dict[str, int], max_len: int = 131072) -> CacheLayout:
+    """The layout of layers `w` with a window of 512 and `f` without one. The last `num_shared` read others' K and V."""
+    num_own = len(pattern) - num_shared
+    last = {kind: layer for layer, kind in enumerate(pattern[:num_own])}
+    sources = [layer if layer < num_own else last[kind] for layer, kind in enumerate(pattern)]
+    windows = [512 if kind == "w" else None for kind in pattern]
+    return uneven_layout(windows, [widths[kind] for kind in pattern], sources, max_len)
+
+
+GEMMA4_E2B = ("wwwwf" * 7, 20, {"w": 256, "f": 512})
+GEMMA4_31B = ("wwwwwf" * 10, 0, {"w": 4096, "f": 2048})
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "num_used", "shared_tokens"),
+    [
+        # A page has room for 35 or 70 layers. Eleven blocks of the first group would fit, too.
+        pytest.param(uneven(*GEMMA4_E2B), [(3, None, 10), (12, 512, 5)], [30 / 35, 60 / 70], 160, id="gemma 4 E2B"),
+        pytest.param(uneven(*GEMMA4_31B), [(10, None, 12), (50, 512, 1)], [1, 50 / 60], 192, id="gemma 4 31B"),
+        pytest.param(uneven("ff" * 4, 4, {"f": 64}), [(4, None, 2)], [1], 32, id="one kind"),
+        pytest.param(uneven("wf", 0, {"w": 32, "f": 64}, 512), [(1, None, 4), (1, None, 2)], [1, 1], 64, id="short"),
+    ],
+)
+def test_layers_with_small_k_and_v_have_more_tokens_in_a_page(
+    layout: CacheLayout, groups: list[tuple[int, int | None, int]], num_used: list[float], shared_tokens: int
+) -> None:
+    assert groups_of(layout) == groups
+    assert layout.shared_tokens == shared_tokens
+    assert [len(one.layers) * one.num_blocks / one.page_step for one in layout.groups] == pytest.approx(num_used)
+    for group in layout.groups:
+        taken = [
+            block + layer
+            for page in range(3)
+            for block in layout.blocks(group, page)
+            for layer in range(len(group.layers))
+        ]
+        assert len(taken) == len(set(taken))
+        assert [place // group.page_step for place in taken] == sorted([0, 1, 2] * (len(taken) // 3))

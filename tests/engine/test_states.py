@@ -101,7 +101,7 @@ def test_pages_hold_more_tokens_if_few_layers_have_attention() -> None:
     # As in Qwen3.5, every fourth of 24 layers.
     layout = hybrid_layout(24, tuple(range(3, 24, 4)), num_state_pages=26)
     [group] = layout.groups
-    assert (group.page_tokens, group.window, layout.page_step) == (64, None, 24)
+    assert (group.page_tokens, group.window, group.page_step) == (64, None, 24)
     assert list(layout.blocks(group, 2)) == [48, 54, 60, 66]
     assert layout.place(7) == (0, 1)
     assert layout.max_pages(65, 512) == 26 + 2

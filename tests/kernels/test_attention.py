@@ -40,6 +40,7 @@ HEADS = {
     "head-dim-40": (4, 2, 40),
     "gqa-20": (20, 1, 16),
     "head-dim-256": (2, 1, 256),
+    "head-dim-512": (2, 1, 512),
 }
 """Numbers of query heads and KV heads, and head_dim."""
 
@@ -208,6 +209,33 @@ def check_attention(
         expected = plain_attention(q[row : row + rows], k[span], v[span], spec, sinks)
         torch.testing.assert_close(out[row : row + rows].double(), expected, rtol=1e-4, atol=2e-5)
         row, context = row + rows, context + length
+
+
+def test_layers_with_fewer_heads_have_more_pages_in_the_same_pool(
+    dtype: torch.dtype, make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    """A page of the pool holds one page of the wide layers, or two of the narrow ones."""
+    wide, narrow = AttentionSpec(4, 2, 16, 0.25), AttentionSpec(4, 1, 16, 0.25)
+    geometry = PageGeometry(NUM_LAYERS, wide.num_kv_heads, wide.head_dim, dtype.itemsize, dtype.itemsize)
+    pool, poison = make_poisoned_pool(6, geometry, dtype), 5 * NUM_LAYERS
+    pool, _ = in_groups(pool, torch.zeros(0))
+    kernels = make_kernels(pool)
+    length = 40
+    # Pages 0, 2 and 4, and the halves of pages 1 and 3.
+    pages = {wide: torch.tensor([0, 4, 8]), narrow: torch.tensor([6, 4, 14])}
+    stored: dict[AttentionSpec, torch.Tensor] = {}
+    for spec, of_spec in pages.items():
+        stored[spec] = torch.randn(2, length, spec.num_kv_heads, spec.head_dim).to(dtype).float()
+        store(kernels, *stored[spec].clone(), LAYER, batch_of([length], [length], of_spec.int(), poison))
+    for spec, of_spec in pages.items():
+        q = torch.randn(3, spec.num_heads, spec.head_dim)
+        batch = batch_of([length], [3], of_spec.int(), poison)
+        expected = plain_attention(q, *stored[spec], spec)
+        out = torch.full_like(q, torch.nan)
+        # A layer that reads the K and V of another one stores none.
+        kernels.rotate_and_store(q, None, None, torch.ones(3, 8), torch.zeros(3, 8), LAYER, batch)
+        kernels.paged_attention(q, LAYER, batch, spec, out)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 4000], ids=["one-row", "40-rows", "on-all-threads"])

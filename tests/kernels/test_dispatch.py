@@ -145,7 +145,7 @@ def test_a_gpu_without_triton_is_refused(
 OTHER_SPECS = {
     "uneven-heads": (AttentionSpec(5, 2, 16, 1.0), "cannot share 2 KV heads"),
     "too-many-heads": (AttentionSpec(258, 2, 16, 1.0), "at most 128 can share one"),
-    "other-heads": (AttentionSpec(4, 4, 16, 1.0), "pages differ in num_kv_heads"),
+    "other-heads": (AttentionSpec(4, 4, 16, 1.0), "does not divide that of the pages"),
     "window-0": (AttentionSpec(4, 2, 16, 1.0, sliding_window=0), "sees at least itself"),
 }
 
@@ -162,7 +162,7 @@ def test_unsupported_attention_on_a_gpu_is_refused(
 
 OTHER_PAGES = {
     "page-tokens": (PageGeometry(1, 2, 16, 4, 4, page_tokens=32), torch.float32, torch.float32, "pages of 16"),
-    "head-dim": (PageGeometry(1, 2, 12, 4, 4), torch.float32, torch.float32, "multiples of 8 from 8 to 256"),
+    "head-dim": (PageGeometry(1, 2, 12, 4, 4), torch.float32, torch.float32, "multiples of 8 from 8 to 512"),
     "kv-dtype": (PageGeometry(1, 2, 16, 8, 4), torch.float64, torch.float32, "K and V are torch.float64"),
     "adapter-dtype": (PageGeometry(1, 2, 16, 4, 8), torch.float32, torch.float64, "adapters are torch.float64"),
     "chunk": (PageGeometry(1, 1, 8, 4, 128), torch.float32, torch.float32, "chunks of 8; .* at least 16"),

@@ -186,6 +186,7 @@ HEADS = {
     "gqa-8-72": (8, 1, 72),
     "gqa-4-128": (4, 1, 128),
     "gqa-3-256": (3, 1, 256),
+    "gqa-2-512": (2, 1, 512),
 }
 """Numbers of query heads and KV heads, and head_dim."""
 
@@ -432,11 +433,11 @@ def test_rotated_and_stored_rows_match_the_reference(
 
 
 REFUSED = {
-    "head-dim-12": (AttentionSpec(4, 2, 12, 1.0), PageGeometry(1, 2, 12, 2, 2), "multiples of 8 from 8 to 256"),
-    "head-dim-264": (AttentionSpec(4, 2, 264, 1.0), PageGeometry(1, 2, 264, 2, 2), "multiples of 8 from 8 to 256"),
+    "head-dim-12": (AttentionSpec(4, 2, 12, 1.0), PageGeometry(1, 2, 12, 2, 2), "multiples of 8 from 8 to 512"),
+    "head-dim-520": (AttentionSpec(4, 2, 520, 1.0), PageGeometry(1, 2, 520, 2, 2), "multiples of 8 from 8 to 512"),
     "uneven-heads": (AttentionSpec(5, 2, 8, 1.0), PageGeometry(1, 2, 8, 2, 2), "cannot share 2 KV heads"),
     "group-129": (AttentionSpec(129, 1, 8, 1.0), PageGeometry(1, 1, 8, 2, 2), "at most 128 can share one"),
-    "other-pages": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 4, 8, 2, 2), "pages differ in num_kv_heads"),
+    "other-pages": (AttentionSpec(6, 3, 8, 1.0), PageGeometry(1, 4, 8, 2, 2), "does not divide that of the pages"),
     "page-of-32": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 2, 8, 2, 2, 32), "pages of 16"),
     "window-0": (AttentionSpec(4, 2, 8, 1.0, 0), PageGeometry(1, 2, 8, 2, 2), "sees at least itself"),
 }
@@ -460,13 +461,14 @@ PLANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("num_tokens", "num_sequences", "all_short"), PLANS.values(), ids=PLANS.keys())
-@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256, 512])
 @pytest.mark.parametrize("group_size", [1, 7, 71, 128])
 def test_plans_are_within_bounds(
     num_tokens: int, num_sequences: int, all_short: bool, head_dim: int, group_size: int
 ) -> None:
-    spec = AttentionSpec(group_size * 2, 2, head_dim, 1.0)
-    check_attention(spec, PageGeometry(1, 2, head_dim, 2, 2))
+    num_kv_heads = 2 if head_dim <= 256 else 1
+    spec = AttentionSpec(group_size * num_kv_heads, num_kv_heads, head_dim, 1.0)
+    check_attention(spec, PageGeometry(1, num_kv_heads, head_dim, 2, 2))
     plan = attention_plan(num_tokens, num_sequences, spec, 2, all_short=all_short)
     assert (plan.long is None) == all_short
     for tiling in (plan.short, plan.long):
@@ -509,6 +511,7 @@ JITFunction.run = compile_only
 SPECS = {
     "llama": (AttentionSpec(32, 8, 128, 0.09), torch.bfloat16),
     "gemma": (AttentionSpec(16, 8, 256, 0.06, 4096, 50.0), torch.bfloat16),
+    "gemma4": (AttentionSpec(8, 1, 512, 1.0), torch.bfloat16),
     "odd": (AttentionSpec(6, 2, 72, 0.1), torch.float16),
     "exact": (AttentionSpec(4, 4, 40, 0.1, 100), torch.float32),
 }
@@ -525,6 +528,7 @@ plan = attention_plan(64, 64, spec, dtype.itemsize)
 workspace = torch.zeros(plan.workspace_elements(64, 64, spec))
 angle = torch.zeros(64, spec.head_dim // 2)
 rotate_and_store(q, k, k, angle, angle, pool, 1, batch)
+rotate_and_store(q, None, None, angle, angle, pool, 1, batch)
 paged_attention(q, pool, 1, batch, spec, plan, workspace, q, torch.zeros(spec.num_heads))
 paged_attention(q, pool, 1, batch, spec, plan, workspace, q)
 x, weight = q.flatten(1), torch.zeros(spec.num_heads * spec.head_dim, dtype=dtype)
@@ -539,7 +543,7 @@ print(*sorted(set(compiled)))
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(name, marks=pytest.mark.campaign) for name in ("llama", "gemma", "odd", "exact")],
+    [pytest.param(name, marks=pytest.mark.campaign) for name in ("llama", "gemma", "gemma4", "odd", "exact")],
 )
 def test_everything_compiles_for_a_hopper_gpu(model: str, tmp_path: Path) -> None:
     """The compiler rejects some code that the interpreter accepts. Compiling needs no GPU."""
@@ -557,7 +561,7 @@ def test_everything_compiles_for_a_hopper_gpu(model: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize("head_dim", [*range(8, 257, 8), 320, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("sliding_window", "soft_cap"), [(None, None), (333, 30.0)], ids=["whole", "gemma"])
 def test_long_contexts_of_every_head_dim_equal_plain_attention(
