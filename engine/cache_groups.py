@@ -148,20 +148,17 @@ def hybrid_layout(num_layers: int, attention_layers: tuple[int, ...], num_state_
     return CacheLayout(num_layers, (group,), num_state_pages)
 
 
-def uneven_layout(
-    windows: Sequence[int | None], widths: Sequence[int], sources: Sequence[int], max_len: int
-) -> CacheLayout:
+def uneven_layout(windows: Sequence[int | None], widths: Sequence[int], sources: Sequence[int]) -> CacheLayout:
     """The layout for layers with K and V of different sizes, or that read the K and V of another layer.
 
-    `widths` are the numbers of elements of a token's K in each layer. The widest is a multiple of all of them, and at
-    most two combinations of width and window occur. A layer reads the K and V of layer `sources[layer]`, which is the
-    layer itself unless it has none.
+    `windows` are None for windows that cover every context. `widths` are the numbers of elements of a token's K in each
+    layer. The widest is a multiple of all of them, and at most two combinations of width and window occur. A layer
+    reads the K and V of layer `sources[layer]`, which is the layer itself unless it has none.
     """
     num_layers = len(windows)
     kinds: dict[tuple[int, int | None], list[int]] = {}
     for layer in sorted(set(sources)):
-        window = windows[layer]
-        kinds.setdefault((widths[layer], None if window is None or window >= max_len else window), []).append(layer)
+        kinds.setdefault((widths[layer], windows[layer]), []).append(layer)
     # A page has room for K and V of one layer this often.
     places = [num_layers * max(widths) // width for width, _ in kinds]
     counts = [min(MAX_BLOCKS, count // len(layers)) for count, layers in zip(places, kinds.values(), strict=True)]

@@ -133,4 +133,5 @@ def pack_target(model: ModelConfig, dtype: str) -> PackTarget:
         outer_modules=model.outer_modules,
         tied_embeddings=model.tied_embeddings,
         experts=model.experts,
+        has_fixed_vocabulary=model.layer_input_size > 0,
     )

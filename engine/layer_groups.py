@@ -19,6 +19,8 @@ class LayerGroups(IntFlag):
     ROUTER = 16
     EXPERTS_GATE_UP = 32
     EXPERTS_DOWN = 64
+    INPUT_GATE = 128
+    INPUT_PROJECTION = 256
 
     @staticmethod
     def holding(modules: npt.NDArray[np.bool_], module_groups: Sequence[npt.NDArray[np.intp]]) -> LayerGroups:
@@ -42,4 +44,6 @@ ALL_GROUPS = (
     | LayerGroups.ROUTER
     | LayerGroups.EXPERTS_GATE_UP
     | LayerGroups.EXPERTS_DOWN
+    | LayerGroups.INPUT_GATE
+    | LayerGroups.INPUT_PROJECTION
 )

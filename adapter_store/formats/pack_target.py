@@ -47,7 +47,7 @@ class PackTarget:
     `modules` use PEFT's names within a layer, and some layers may lack a module; `dtype` is float32 or bfloat16.
     `experts` are the linears of the base's experts; `all_modules` lists them after `modules`.
     `outer_modules` are the modules outside the layers, by full name; with `tied_embeddings`, the base's head uses the
-    weight of its embedding. If `tp_size` GPUs share each linear, `modules` still describe the whole model, but
+    weight of its embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size` GPUs share each linear, `modules` still describe the whole model, but
     `geometry` describes rank `tp_rank`'s own pages, with its share of the K and V heads, and each adapter is packed for
     that rank only.
     """
@@ -60,6 +60,7 @@ class PackTarget:
     tp_rank: int = 0
     tied_embeddings: bool = False
     experts: ExpertModules | None = None
+    has_fixed_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:
@@ -211,7 +212,9 @@ class PackTarget:
             "tp_size": self.tp_size,
             "tp_rank": self.tp_rank,
         }
-        # Omitted if there are no experts, so that older packed files stay valid.
+        # Usual values are omitted, so that older packed files stay valid.
+        if self.has_fixed_vocabulary:
+            document["has_fixed_vocabulary"] = True
         return document if self.experts is None else {**document, "experts": _experts_document(self.experts)}
 
     @classmethod
@@ -226,6 +229,7 @@ class PackTarget:
             tp_size=document.get("tp_size", 1),
             tp_rank=document.get("tp_rank", 0),
             experts=_parse_experts(document.get("experts")),
+            has_fixed_vocabulary=document.get("has_fixed_vocabulary", False),
         )
 
 

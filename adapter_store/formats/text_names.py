@@ -16,12 +16,16 @@ _OTHER_PARTS = (
         for level in ("", "model.")
         for part in (
             "aligner.",
+            "audio_tower.",
             "connector.",
+            "embed_audio.",
+            "embed_vision.",
             "image_newline",
             "image_tower.",
             "multi_modal_projector.",
             "projector.",
             "video_tower.",
+            "vision_embedder.",
             "vision_encoder.",
             "vision_model.",
             "vision_projection.",

@@ -33,6 +33,13 @@ class ResizedVocabulary:
         """
         for module in target.outer_modules:
             num_rows, found = trained_rows_of(module)[0], rows.get(module.name)
+            if self.num_tokens > num_rows and target.has_fixed_vocabulary:
+                raise AdapterRejected(
+                    "unsupported_config",
+                    f"the adapter has {self.num_tokens} tokens and the base {num_rows}, but tokens of this base also "
+                    "have embeddings that enter the layers, which an adapter does not contain",
+                    self.param,
+                )
             if not 0 < self.num_tokens <= num_rows + MAX_EXTRA_TOKENS:
                 raise AdapterRejected(
                     "base_mismatch",

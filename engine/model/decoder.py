@@ -12,22 +12,23 @@ import torch
 from torch.nn import functional
 
 from loramux.engine.batch import StepInputs
-from loramux.engine.cache_groups import CacheLayout, cache_layout, hybrid_layout, narrow_windows
+from loramux.engine.cache_groups import CacheLayout, cache_layout, hybrid_layout, narrow_windows, uneven_layout
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
+from loramux.engine.model.attention import Attention, AttentionStep, load_attention
 from loramux.engine.model.delta_net import DeltaNet
 from loramux.engine.model.layer_adapters import LayerAdapters
+from loramux.engine.model.layer_inputs import LayerInput, LayerInputs
 from loramux.engine.model.mixture import Mixture, mixture_groups
-from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, SINKS, ModelConfig
+from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, INPUT_NORM, LAYER_SCALAR, ModelConfig
 from loramux.engine.model.norms import NoNorm, Norm
 from loramux.engine.model.placement import Placement
-from loramux.engine.model.rope_config import NO_ROPE
-from loramux.engine.model.rotary import in_halves, query_scales, rotary_tables
+from loramux.engine.model.rotary import query_scales, rotary_tables
 from loramux.engine.model.vocabularies import Vocabularies
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.layout import LinearShape
-from loramux.kernels.tables import AdapterTables, AttentionSpec, LoraCall, ModuleGroup, Segments
+from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, Segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,23 +38,15 @@ class DecoderLayer:
     A layer with a `mixture` has a `feed_forward` only if it has a shared expert. A layer with a `delta` has no
     `attention`; `qkv` and `o` are then the input and output projections of the delta rule.
 
-    Output norms apply to the outputs of attention and feed-forward before these are added to the residual. `qk_norms`
-    are the norms of q and k, or empty. `rotary` is the index of the decoder's rotary tables for this layer's q and k.
-    With `interleaves`, neighbouring channels are rotated together. `cache_group` and `cache_layer` are the layer's
-    `CacheLayout.place`.
+    Output norms apply to the outputs of attention and feed-forward before these are added to the residual.
+    `layer_input` adds the layer's own input to its output. Then `scalar` multiplies the residual.
     """
 
     attention_norm: Norm
     qkv: Linear
     qkv_group: ModuleGroup
-    qk_norms: tuple[Norm, ...]
-    rotary: int
-    interleaves: bool
-    attention: AttentionSpec | None
+    attention: Attention | None
     delta: DeltaNet | None
-    cache_group: int
-    cache_layer: int
-    sinks: torch.Tensor | None
     o: Linear
     o_group: ModuleGroup
     attention_output_norm: Norm | None
@@ -61,6 +54,8 @@ class DecoderLayer:
     feed_forward: FeedForward | None
     mixture: Mixture | None
     feed_forward_output_norm: Norm | None
+    layer_input: LayerInput | None
+    scalar: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,15 +102,21 @@ class Decoder:
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        ropes = list(dict.fromkeys(config.layer_ropes))
+        self._layer_inputs = LayerInputs(config, place) if config.layer_input_size else None
+        head_dims = [heads.head_dim for heads in config.layer_heads]
+        layer_ropes = list(zip(config.layer_ropes, head_dims, strict=True))
+        ropes = list(dict.fromkeys(layer_ropes))
         # Kernels need no mask for a window that covers every context.
         windows = narrow_windows(config.layer_windows, max_len)
         self.cache_layout = cache_layout(windows, max_len)
+        if config.has_uneven_cache:
+            widths = [heads.width for heads in config.layer_heads]
+            self.cache_layout = uneven_layout(windows, widths, config.kv_sources)
         if config.delta is not None:
             num_state_pages = config.num_state_pages(config.geometry(dtype.itemsize, dtype.itemsize))
             self.cache_layout = hybrid_layout(config.num_layers, config.delta.attention_layers, num_state_pages)
         self._layers = [
-            _load_layer(config, place, layer, ropes.index(config.layer_ropes[layer]), windows[layer], self.cache_layout)
+            _load_layer(config, place, layer, ropes.index(layer_ropes[layer]), windows[layer], self.cache_layout)
             for layer in range(config.num_layers)
         ]
         self._final_norm = place.norm("model.norm", config.hidden_size)
@@ -123,11 +124,12 @@ class Decoder:
             self._head = backend.make_linear(self._embedding, None)
         else:
             self._head = place.linear("", [config.outer_modules[HEAD]], has_bias=False)
+        self._head_dims = sorted(set(head_dims))
         self._rotary = [
             (cos.to(backend.device), sin.to(backend.device))
-            for cos, sin in (rotary_tables(rope, config.head_dim, max_len) for rope in ropes)
+            for cos, sin in (rotary_tables(rope, head_dim, max_len) for rope, head_dim in ropes)
         ]
-        scales = query_scales(ropes[0], max_len)
+        scales = query_scales(ropes[0][0], max_len)
         self._query_scales = None if scales is None else scales.to(backend.device, self._dtype)
 
     @property
@@ -145,9 +147,11 @@ class Decoder:
                 groups += (layer.feed_forward.gate_up_group, layer.feed_forward.down_group)
             if layer.mixture is not None:
                 groups += layer.mixture.groups.all
+            if layer.layer_input is not None:
+                groups += (layer.layer_input.gate_group, layer.layer_input.projection_group)
         return KernelShapes(
             groups=tuple(dict.fromkeys(groups)),
-            attention=tuple(layer.attention for layer in self._layers if layer.attention is not None),
+            attention=tuple(layer.attention.spec for layer in self._layers if layer.attention is not None),
             outer_groups=(self._embedding_group, self._head_group),
             delta=None if self.config.delta is None else self.config.delta.spec,
         )
@@ -160,8 +164,7 @@ class Decoder:
     def with_few_layers(self) -> Decoder:
         """A copy that shares the weights but has only one layer of each kind. It launches every kernel in less time."""
         few = copy.copy(self)
-        kinds = {(layer.attention, layer.feed_forward is None, layer.mixture is None): layer for layer in self._layers}
-        few._layers = list(kinds.values())
+        few._layers = list({_kind(layer): layer for layer in self._layers}.values())
         return few
 
     @torch.inference_mode()
@@ -192,43 +195,22 @@ class Decoder:
         """Run one step and return the last layer's normed output at the sample rows, `[num_samples, hidden_size]`."""
         config, residual_scale = self.config, self.config.residual_scale
         num_tokens = inputs.tokens.shape[0]
-        angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
-        query_scale = None if self._query_scales is None else self._query_scales[inputs.positions]
         activate = _activation(config, kernels)
-        q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         residual = self.embed(inputs, kernels, tables)
-        # Attention skips padding rows, which belong to no sequence. Zeros keep the rows' values finite.
-        attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
+        attention = AttentionStep(
+            angles=[(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary],
+            query_scale=None if self._query_scales is None else self._query_scales[inputs.positions],
+            batches=inputs.attention,
+            outputs={
+                head_dim: residual.new_zeros(num_tokens, config.num_heads, head_dim) for head_dim in self._head_dims
+            },
+        )
+        layer_inputs = None
+        if self._layer_inputs is not None:
+            layer_inputs = self._layer_inputs(inputs.tokens, residual, kernels)
 
         # The groups that adapters of this step modify.
         adapted = inputs.groups if inputs.segments.num_segments else NO_GROUPS
-
-        def attend(qkv: torch.Tensor, layer: DecoderLayer) -> torch.Tensor:
-            """Attention of one layer, from its projections to the input of o."""
-            assert layer.attention is not None
-            q, k, v = qkv.split((2 * q_out if config.gates_attention else q_out, kv_out, kv_out), dim=1)
-            gate = None
-            if config.gates_attention:
-                q, gate = q.view(num_tokens, config.num_heads, 2 * config.head_dim).chunk(2, dim=2)
-            if layer.qk_norms:
-                q, k = (
-                    norm(kernels, one.view(num_tokens, -1, size))
-                    for norm, one, (_, size) in zip(layer.qk_norms, (q, k), config.qk_norm_sizes, strict=True)
-                )
-            q = q.view(num_tokens, config.num_heads, config.head_dim)
-            k = k.view(num_tokens, config.num_kv_heads, config.head_dim)
-            v = v.view(num_tokens, config.num_kv_heads, config.head_dim)
-            if query_scale is not None:
-                q = q * query_scale
-            if layer.interleaves:
-                num_pairs = angles[layer.rotary][0].shape[1]
-                q, k = in_halves(q, num_pairs), in_halves(k, num_pairs)
-            batch = inputs.attention[layer.cache_group]
-            kernels.rotate_and_store(q, k, v, *angles[layer.rotary], layer.cache_layer, batch)
-            kernels.paged_attention(q, layer.cache_layer, batch, layer.attention, attended, layer.sinks)
-            if gate is None:
-                return attended.view(num_tokens, q_out)
-            return (attended * gate.sigmoid()).view(num_tokens, q_out)
 
         def feed_forward(x: torch.Tensor, layer: DecoderLayer, adapters: LayerAdapters) -> torch.Tensor:
             block, out = layer.feed_forward, None
@@ -237,20 +219,22 @@ class Decoder:
                 inner = activate(inner)
                 out = adapters.add(inner, block.down(inner), LayerGroups.DOWN, block.down_group)
             if layer.mixture is not None:
-                out = layer.mixture(x, out, kernels, activate, adapters)
+                out = layer.mixture(x, residual, out, kernels, activate, adapters)
             assert out is not None, "each layer has a feed-forward or experts"
             return out
 
-        x = residual
+        # The output of the last block, if it still has to be added to the residual.
+        x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             adapters = LayerAdapters(kernels, tables, inputs.slots, inputs.segments, adapted, index)
             norm = layer.attention_norm
-            x = norm(kernels, residual) if index == 0 else norm.add(kernels, x, residual)
+            x = norm(kernels, residual) if x is None else norm.add(kernels, x, residual)
             qkv = adapters.add(x, layer.qkv(x), LayerGroups.QKV, layer.qkv_group)
             normed = x
-            if layer.delta is None:
-                x = attend(qkv, layer)
+            if layer.attention is not None:
+                x = layer.attention(qkv, kernels, attention)
             else:
+                assert layer.delta is not None
                 assert inputs.states is not None
                 x = layer.delta(qkv, kernels, inputs.states)
             x = adapters.add(x, layer.o(x), LayerGroups.O, layer.o_group)
@@ -267,7 +251,16 @@ class Decoder:
                 x.mul_(residual_scale)
             if config.parallel_blocks:
                 x.add_(attention_output)
+            if layer.layer_input is not None:
+                assert layer_inputs is not None
+                residual.add_(x)
+                x = layer.layer_input(residual, layer_inputs[:, index], kernels, adapters)
+            if layer.scalar != 1.0:
+                residual.add_(x).mul_(layer.scalar)
+                x = None
         rows = inputs.sample_rows
+        if x is None:
+            return self._final_norm(kernels, residual[rows])
         return self._final_norm.add(kernels, x[rows], residual[rows])
 
     def new_hidden(self, num_rows: int) -> torch.Tensor:
@@ -314,13 +307,21 @@ def _activation(config: ModelConfig, kernels: Kernels) -> Callable[[torch.Tensor
     return lambda x: functional.relu(x).square_()
 
 
+def _kind(layer: DecoderLayer) -> tuple[object, ...]:
+    """Determines which kernels a layer launches."""
+    attention = None if layer.attention is None else (layer.attention.spec, layer.attention.stores_kv)
+    return attention, layer.feed_forward is None, layer.mixture is None
+
+
 def _outer(tables: AdapterTables) -> AdapterTables:
     assert tables.outer is not None, "segments of outer modules come with their tables"
     return tables.outer
 
 
 def all_module_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """The indices of each group of `LayerGroups`: first `ModelConfig.module_groups`, then the groups of the experts."""
+    """The indices of each group of `LayerGroups`: first `ModelConfig.module_groups`, then the groups of the experts and
+    `ModelConfig.input_groups`.
+    """
     gate_up: list[int] = []
     down: list[int] = []
     if config.experts is not None:
@@ -329,7 +330,7 @@ def all_module_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
             of_expert = [first + config.experts.index(expert, linear) for linear in range(num_linears)]
             gate_up += of_expert[:-1]
             down.append(of_expert[-1])
-    return (*config.module_groups, tuple(gate_up), tuple(down))
+    return (*config.module_groups, tuple(gate_up), tuple(down), *config.input_groups)
 
 
 def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleGroup:
@@ -348,7 +349,7 @@ def _load_layer(
     config: ModelConfig, place: Placement, index: int, rotary: int, window: int | None, cache: CacheLayout
 ) -> DecoderLayer:
     prefix = f"model.layers.{index}"
-    hidden_size, head_dim = config.hidden_size, config.head_dim
+    hidden_size = config.hidden_size
     qkv, o, gate_up, down, router = config.layer_groups(index)
     modules = config.modules
 
@@ -371,34 +372,30 @@ def _load_layer(
         groups = mixture_groups(config.mixture, hidden_size, _group(modules, router), first_expert=len(modules))
         mixture = Mixture(config.mixture, groups, hidden_size, place, prefix)
     has_attention = config.has_attention(index)
-    attention, delta, cache_group, cache_layer = None, None, 0, 0
-    qk_norms: tuple[Norm, ...] = ()
+    attention, delta, layer_input = None, None, None
     if has_attention:
-        attention = AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=head_dim,
-            scale=config.attention_scale,
-            sliding_window=window,
-            soft_cap=config.attention_soft_cap,
-        )
-        qk_norms = tuple(place.norm(f"{prefix}.self_attn.{name}", size) for name, size in config.qk_norm_sizes)
-        cache_group, cache_layer = cache.place(index)
+        attention = load_attention(config, place, index, rotary, window, cache)
     else:
         assert config.delta is not None
         delta = DeltaNet(config.delta, config.norm_eps, place, prefix, config.delta.layers.index(index))
+    if config.layer_input_size:
+        gate, projection = config.input_groups
+        layer_input = LayerInput(
+            gate=linear(gate, False),
+            gate_group=_group(modules, gate),
+            projection=linear(projection, False),
+            projection_group=_group(modules, projection),
+            norm=place.norm(f"{prefix}.{INPUT_NORM}", hidden_size),
+        )
+    scalar = 1.0
+    if config.has_layer_scalars:
+        scalar = place.finite(f"{prefix}.{LAYER_SCALAR}", (1,)).item()
     return DecoderLayer(
         attention_norm=norm(config.norms.before_attention) or NoNorm(),
         qkv=linear(qkv, config.qkv_bias and has_attention),
         qkv_group=_group(modules, qkv),
-        qk_norms=qk_norms,
-        rotary=rotary,
-        interleaves=config.interleaved_rotary and config.layer_ropes[index] is not NO_ROPE,
         attention=attention,
         delta=delta,
-        cache_group=cache_group,
-        cache_layer=cache_layer,
-        sinks=place.finite(f"{prefix}.self_attn.{SINKS}", (config.num_heads,)) if config.has_sinks else None,
         o=linear(o, config.o_bias and has_attention),
         o_group=_group(modules, o),
         attention_output_norm=norm(config.norms.after_attention),
@@ -406,4 +403,6 @@ def _load_layer(
         feed_forward=block,
         mixture=mixture,
         feed_forward_output_norm=norm(config.norms.after_feed_forward),
+        layer_input=layer_input,
+        scalar=scalar,
     )

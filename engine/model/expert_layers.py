@@ -19,6 +19,10 @@ def every_layer(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     return [True] * num_layers
 
 
+def every_layer_if_enabled(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    return [bool(raw["enable_moe_block"])] * num_layers
+
+
 def by_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     """One layer in `decoder_sparse_step`, except `mlp_only_layers`."""
     step = positive({"decoder_sparse_step": 1, **raw}, "decoder_sparse_step")

@@ -57,8 +57,9 @@ class Family:
     With `interleaved_rotary`, neighbouring channels are rotated together instead of channels of two halves. With
     `parallel_blocks`, attention and feed-forward read the same normed residual. With `gates_attention`, the query
     projection also yields a gate for each output of attention. With `has_delta_layers`, `layer_types` may name layers
-    with a gated delta rule. Names of tensors that predict further tokens begin with one of `draft_tensors`; the decoder
-    does not read them.
+    with a gated delta rule. With `has_layer_heads`, layers without windows have heads of K and V of their own, and with
+    `has_value_norm`, V is normed. With `has_layer_scalars`, a tensor scales each layer's output. Names of tensors that
+    predict further tokens begin with one of `draft_tensors`; the decoder does not read them.
     """
 
     layer_kinds: LayerKinds
@@ -91,6 +92,9 @@ class Family:
     mixture: MixtureTraits | None = None
     gates_attention: bool = False
     has_delta_layers: bool = False
+    has_layer_heads: bool = False
+    has_value_norm: bool = False
+    has_layer_scalars: bool = False
     draft_tensors: tuple[str, ...] = ()
     has_sinks: bool = False
     clamps_gate: bool = False

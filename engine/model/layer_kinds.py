@@ -53,6 +53,10 @@ def full_every(period: int, first: int | None = None) -> LayerKinds:
     return lambda raw, num_layers: [FULL if layer % period == first else SLIDING for layer in range(num_layers)]
 
 
+def full_every_sixth_and_last(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    return [*full_every(6)(raw, num_layers)[: num_layers - 1], FULL]
+
+
 def full_by_pattern(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     """`full_every(sliding_window_pattern)`, or no windows if they are not in use."""
     if raw.get("sliding_window") is None:

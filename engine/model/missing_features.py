@@ -62,12 +62,9 @@ _BY_FEATURE: dict[str, str] = {
     "layer norms of q and k": "ChameleonForConditionalGeneration",
     "norms of q and k after the rotation": "HunYuanDenseV1ForCausalLM HunYuanVLForConditionalGeneration",
     "embeddings that enter every layer": """
-        Gemma3nForCausalLM Gemma3nForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
+        Gemma3nForCausalLM Gemma3nForConditionalGeneration
     """,
-    "K and V of one linear, and head sizes that differ by layer": """
-        Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM
-        Gemma4UnifiedForConditionalGeneration
-    """,
+    "K and V that another model computes": "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM",
     "block diffusion": "DiffusionGemmaForBlockDiffusion",
     "attention sinks": "GraniteSWAForCausalLM",
     "differential attention": "DiffLlamaForCausalLM",

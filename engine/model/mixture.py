@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from loramux.adapter_store.formats.quantization.mxfp4 import Mxfp4Experts
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.model.layer_adapters import LayerAdapters
 from loramux.engine.model.mixture_config import MixtureConfig
+from loramux.engine.model.norms import Norm, RmsNorm
 from loramux.engine.model.placement import ExpertWeight, Placement
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape
@@ -49,6 +50,17 @@ class Mixture:
             self._choice_bias = bias.flatten()
             # Such routers compute their logits in float32: their scores may differ less than a bfloat16 can express.
             in_router = replace(place, dtype=torch.float32)
+        self._router_norm: Norm | None = None
+        if config.names.router_scale is not None:
+            scale = place.tensor(f"{prefix}.{config.names.router_scale}", (hidden_size,), torch.float32)
+            self._router_norm = RmsNorm(scale * hidden_size**-0.5, place.config.norm_eps)
+        self._expert_scales: torch.Tensor | None = None
+        if config.names.expert_scales is not None:
+            self._expert_scales = place.finite(f"{prefix}.{config.names.expert_scales}", (num_experts,))
+        branch = config.names.branch_norms
+        self._branch_norms = None
+        if branch is not None:
+            self._branch_norms = [place.norm(f"{prefix}.{name}", hidden_size) for name in astuple(branch)]
         # One product computes the logits of the experts and of the shared expert's gate.
         self._router = in_router.linear(prefix, config.router_linears(hidden_size), config.names.has_biases)
         self._has_gate = config.shared is not None and config.shared.gate is not None
@@ -61,17 +73,40 @@ class Mixture:
     def __call__(
         self,
         x: torch.Tensor,
+        residual: torch.Tensor,
         shared: torch.Tensor | None,
         kernels: Kernels,
         gate_and_mul: Callable[[torch.Tensor], torch.Tensor],
         adapters: LayerAdapters,
     ) -> torch.Tensor:
-        """The layer's output for `x` `[num_tokens, hidden_size]`; `shared` is the output of the shared expert."""
+        """The layer's output for `x` `[num_tokens, hidden_size]`, the normed `residual`; `shared` is the output of the
+        shared expert.
+        """
+        if self._branch_norms is None:
+            return self._experts(x, x, shared, kernels, gate_and_mul, adapters)
+        assert shared is not None
+        after_block, before_experts, after_experts = self._branch_norms
+        x = before_experts(kernels, residual)
+        routed_by = x if self._router_norm is None else self._router_norm(kernels, residual)
+        y = after_experts(kernels, self._experts(x, routed_by, None, kernels, gate_and_mul, adapters))
+        return y.add_(after_block(kernels, shared))
+
+    def _experts(
+        self,
+        x: torch.Tensor,
+        routed_by: torch.Tensor,
+        shared: torch.Tensor | None,
+        kernels: Kernels,
+        gate_and_mul: Callable[[torch.Tensor], torch.Tensor],
+        adapters: LayerAdapters,
+    ) -> torch.Tensor:
         groups = self.groups
-        logits = self._router(x if self._choice_bias is None else x.float())
-        logits = adapters.add(x, logits, LayerGroups.ROUTER, groups.router)
+        logits = self._router(routed_by if self._choice_bias is None else routed_by.float())
+        logits = adapters.add(routed_by, logits, LayerGroups.ROUTER, groups.router)
         num_experts = self._routing.num_experts
         routing = kernels.route(logits[:, :num_experts], self._routing, self._choice_bias)
+        if self._expert_scales is not None:
+            routing = replace(routing, weights=routing.weights * self._expert_scales[routing.experts])
         pairs = adapters.pairs(routing)
         gate_up = kernels.multiply_experts(x, self._gate_up, routing)
         inner = gate_and_mul(adapters.add(x, gate_up, LayerGroups.EXPERTS_GATE_UP, groups.gate_up, pairs))
@@ -112,7 +147,8 @@ def _gate_up_weights(config: MixtureConfig, hidden_size: int, place: Placement, 
         yield from map(_in_halves, _transposed(place, f"{prefix}.{names.experts}.{names.gate}", shape))
         return
     if names.up is None:
-        yield from place.tensor(f"{prefix}.{names.experts}.{names.gate}.weight", (num_experts, 2 * size, hidden_size))
+        name = f"{prefix}.{names.experts}.{names.gate}{names.stack_suffix}"
+        yield from place.tensor(name, (num_experts, 2 * size, hidden_size))
         return
     for expert in range(num_experts):
         parts = [LinearShape(f"{names.experts}.{expert}.{name}", hidden_size, size) for name in (names.gate, names.up)]
@@ -126,7 +162,8 @@ def _down_weights(config: MixtureConfig, hidden_size: int, place: Placement, pre
         yield from _transposed(place, f"{prefix}.{names.experts}.{names.down}", (num_experts, size, hidden_size))
         return
     if names.up is None:
-        yield from place.tensor(f"{prefix}.{names.experts}.{names.down}.weight", (num_experts, hidden_size, size))
+        name = f"{prefix}.{names.experts}.{names.down}{names.stack_suffix}"
+        yield from place.tensor(name, (num_experts, hidden_size, size))
         return
     for expert in range(num_experts):
         yield place.fused_weight(prefix, [LinearShape(f"{names.experts}.{expert}.{names.down}", size, hidden_size)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
@@ -25,6 +25,15 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 
 @dataclass(frozen=True, slots=True)
+class BranchNorms:
+    """Norms of a layer in which experts read the residual, beside a block that all tokens use."""
+
+    after_block: str
+    before_experts: str
+    after_experts: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Names of a mixture's tensors, below the layer.
 
@@ -37,6 +46,10 @@ class ExpertNames:
 
     With `has_biases`, the router and the experts have biases, and the stacked tensors `{gate}` and `{down}` have the
     axes `[experts, in_features, out_features]`. The features of gate and up alternate.
+
+    Names of stacked tensors end with `stack_suffix`. The router reads the residual, normed and scaled by the tensor
+    `router_scale`, if there is one. Then `expert_scales` multiply the weights of each expert, and `branch_norms` are
+    the norms of the block that all tokens use, and of the experts.
     """
 
     router: str
@@ -49,6 +62,10 @@ class ExpertNames:
     choice_bias: str | None = None
     choice_bias_in_row: bool = False
     has_biases: bool = False
+    stack_suffix: str = ".weight"
+    router_scale: str | None = None
+    expert_scales: str | None = None
+    branch_norms: BranchNorms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +156,15 @@ class MixtureConfig:
             yield f"{names.experts}.{names.down}", (num_experts, size, hidden_size)
             yield f"{names.experts}.{names.down}_bias", (num_experts, hidden_size)
             return
+        if names.router_scale is not None:
+            yield names.router_scale, (hidden_size,)
+        if names.expert_scales is not None:
+            yield names.expert_scales, (num_experts,)
+        if names.branch_norms is not None:
+            yield from ((f"{name}.weight", (hidden_size,)) for name in astuple(names.branch_norms))
         if names.up is None:
-            yield f"{names.experts}.{names.gate}.weight", (num_experts, 2 * size, hidden_size)
-            yield f"{names.experts}.{names.down}.weight", (num_experts, hidden_size, size)
+            yield f"{names.experts}.{names.gate}{names.stack_suffix}", (num_experts, 2 * size, hidden_size)
+            yield f"{names.experts}.{names.down}{names.stack_suffix}", (num_experts, hidden_size, size)
             return
         for expert in range(num_experts):
             for name in (names.gate, names.up):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from loramux.engine.model.families import (
     NormNames,
 )
 from loramux.engine.model.feed_forward import ClampedGate, FeedForward
+from loramux.engine.model.layer_heads import LayerHeads, heads_by_layer, kv_sources, usual_heads
 from loramux.engine.model.layer_kinds import FULL, LINEAR, SLIDING
 from loramux.engine.model.missing_features import MISSING_FEATURES
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
@@ -37,13 +38,19 @@ from loramux.engine.model.rope_config import RopeConfig, longest_contexts, parse
 from loramux.kernels.layout import ExpertModules, LinearShape, PageGeometry
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_HEAD_DIM = 256
+_QKV, _O, _GATE_UP, _DOWN, _ROUTER, _INPUT_GATE, _INPUT_PROJECTION = range(7)
+"""The groups of a layer's modules."""
+
 MAX_LAYERS = 1024
 """Largest number of layers. No model has a third of it, and the lists of layers stay small."""
 
 SILU, GELU_TANH, RELU_SQUARED = "silu", "gelu_tanh", "relu_squared"
 SINKS = "sinks"
 """The tensor of a layer's attention sinks: a score for each head."""
+
+INPUT_NORM, LAYER_SCALAR = "post_per_layer_input_norm", "layer_scalar"
+INPUT_EMBEDDING, INPUT_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
+INPUT_PROJECTION_NORM = "model.per_layer_projection_norm"
 
 EMBEDDING, HEAD = 0, 1
 """Indices of `ModelConfig.outer_modules`."""
@@ -57,6 +64,11 @@ class ModelConfig:
     """Configuration of one decoder.
 
     By default, contexts have up to `max_model_len` tokens. The operator can allow up to `stretched_model_len`.
+    `layer_heads` contains each layer's heads of K and V; `num_kv_heads` and `head_dim` are the largest. A layer reads
+    the K and V of the layer in `kv_sources`, and has none of its own unless that is the layer itself. In
+    `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V is normed without a weight.
+    `layer_intermediate_sizes` contains the inner size of each layer's feed-forward. With `layer_input_size`, an
+    embedding of this size enters each layer, and with `has_layer_scalars`, a number multiplies each layer's output.
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
     are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form
@@ -65,7 +77,8 @@ class ModelConfig:
     instead of a feed-forward of `intermediate_size`. The layers of `delta`, which is None if there are none, have a
     gated delta rule instead of attention. With `gates_attention`, the query projection yields q, then a gate, for each
     head. `quantization` is the format of the stored weights, or None if they are floats. Tensors whose names begin with
-    one of `draft_tensors` belong to layers that predict further tokens, which are not computed.
+    one of `draft_tensors` belong to layers that predict further tokens, or that read the K and V of another layer.
+    They are not needed.
     """
 
     architecture: str
@@ -75,6 +88,13 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    layer_heads: tuple[LayerHeads, ...]
+    kv_sources: tuple[int, ...]
+    layers_without_v: tuple[int, ...]
+    has_value_norm: bool
+    layer_intermediate_sizes: tuple[int, ...]
+    layer_input_size: int
+    has_layer_scalars: bool
     vocab_size: int
     max_model_len: int
     stretched_model_len: int
@@ -114,27 +134,57 @@ class ModelConfig:
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """The linears of a layer that adapters can target, with PEFT's names, in the pool's fixed order."""
+        """The linears of a layer that adapters can target, with PEFT's names, in the pool's fixed order.
+
+        A name occurs several times if the layers that have it differ in its size.
+        """
+        return tuple(linear for _, linear in self._grouped_modules)
+
+    @property
+    def _grouped_modules(self) -> list[tuple[int, LinearShape]]:
+        """`modules`, each with the index of its group: those of `module_groups`, then those of `input_groups`."""
         hidden = self.hidden_size
-        q_out, kv_out = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        if self.fused_qkv:
-            outputs = {"qkv_proj": q_out + 2 * kv_out}
-        else:
-            outputs = {"q_proj": 2 * q_out if self.gates_attention else q_out, "k_proj": kv_out, "v_proj": kv_out}
-        attending = None if self.delta is None else self.delta.attention_layers
-        attention = [
-            *(LinearShape(f"self_attn.{name}", hidden, size, layers=attending) for name, size in outputs.items()),
-            LinearShape("self_attn.o_proj", q_out, hidden, layers=attending),
+        attending = [self.has_attention(layer) for layer in range(self.num_layers)]
+        q_out = [self.num_heads * one.head_dim * has for one, has in zip(self.layer_heads, attending, strict=True)]
+        k_out = [
+            heads.width if attending[layer] and self.kv_sources[layer] == layer else 0
+            for layer, heads in enumerate(self.layer_heads)
         ]
-        feed_forwards: list[LinearShape] = []
-        for block, inner, layers in self._feed_forwards:
-            width = (2 if block.has_gate else 1) * inner // len(block.inputs)
-            feed_forwards += [LinearShape(name, hidden, width, layers=layers) for name in block.inputs]
-            feed_forwards.append(LinearShape(block.output, inner, hidden, layers=layers))
-        routers = [] if self.mixture is None else self.mixture.router_linears(hidden)
-        routers = [replace(linear, layers=self._mixture_layers) for linear in routers]
-        deltas = () if self.delta is None else self.delta.linears(hidden)
-        return (*attention, *feed_forwards, *routers, *deltas)
+        v_out = [0 if layer in self.layers_without_v else size for layer, size in enumerate(k_out)]
+        if self.fused_qkv:
+            outputs = {"qkv_proj": [q + k + v for q, k, v in zip(q_out, k_out, v_out, strict=True)]}
+        else:
+            outputs = {
+                "q_proj": [2 * q if self.gates_attention else q for q in q_out],
+                "k_proj": k_out,
+                "v_proj": v_out,
+            }
+        found = [
+            (_QKV, linear)
+            for name, sizes in outputs.items()
+            for linear in _linears(f"self_attn.{name}", [(hidden, size) if size else None for size in sizes])
+        ]
+        o_shapes = [(size, hidden) if size else None for size in q_out]
+        found += [(_O, linear) for linear in _linears("self_attn.o_proj", o_shapes)]
+        for block, sizes in self._feed_forwards:
+            per_input = (2 if block.has_gate else 1) / len(block.inputs)
+            wide = [(hidden, int(per_input * size)) if size else None for size in sizes]
+            for name in block.inputs:
+                found += [(_GATE_UP, linear) for linear in _linears(name, wide)]
+            narrow = [(size, hidden) if size else None for size in sizes]
+            found += [(_DOWN, linear) for linear in _linears(block.output, narrow)]
+        if self.mixture is not None:
+            for router in self.mixture.router_linears(hidden):
+                shape = router.in_features, router.out_features
+                layers = [shape if layer in self.mixture.layers else None for layer in range(self.num_layers)]
+                found += [(_ROUTER, linear) for linear in _linears(router.name, layers)]
+        if self.delta is not None:
+            *inputs, output = self.delta.linears(hidden)
+            found += [*((_QKV, linear) for linear in inputs), (_O, output)]
+        if self.layer_input_size:
+            found.append((_INPUT_GATE, LinearShape("per_layer_input_gate", hidden, self.layer_input_size)))
+            found.append((_INPUT_PROJECTION, LinearShape("per_layer_projection", self.layer_input_size, hidden)))
+        return found
 
     def has_attention(self, layer: int) -> bool:
         return self.delta is None or layer in self.delta.attention_layers
@@ -155,17 +205,16 @@ class ModelConfig:
         return None if len(self.mixture.layers) == self.num_layers else self.mixture.layers
 
     @property
-    def _feed_forwards(self) -> list[tuple[FeedForward, int, tuple[int, ...] | None]]:
-        """The feed-forward blocks that all tokens of a layer use, with their inner sizes and layers (None: all)."""
+    def _feed_forwards(self) -> list[tuple[FeedForward, list[int]]]:
+        """The feed-forward blocks that all tokens of a layer use, with the inner size in each layer (0: no block)."""
+        layers = range(self.num_layers)
         mixture = self.mixture
         if mixture is None:
-            return [(self.feed_forward, self.intermediate_size, None)]
-        dense = tuple(layer for layer in range(self.num_layers) if layer not in mixture.layers)
-        found: list[tuple[FeedForward, int, tuple[int, ...] | None]] = []
-        if dense:
-            found.append((self.feed_forward, self.intermediate_size, dense))
+            return [(self.feed_forward, list(self.layer_intermediate_sizes))]
+        dense = [0 if layer in mixture.layers else self.layer_intermediate_sizes[layer] for layer in layers]
+        found = [(self.feed_forward, dense)] if any(dense) else []
         if mixture.shared is not None:
-            found.append((mixture.shared.block, mixture.shared.size, self._mixture_layers))
+            found.append((mixture.shared.block, [mixture.shared.size * (layer in mixture.layers) for layer in layers]))
         return found
 
     @property
@@ -188,34 +237,35 @@ class ModelConfig:
 
         The projections of a delta rule's input belong to the first group, and that of its output to the second.
         """
-        num_qkv = 1 if self.fused_qkv else 3
-        inputs: list[int] = []
-        outputs: list[int] = []
-        for block, _, _ in self._feed_forwards:
-            at = num_qkv + 1 + len(inputs) + len(outputs)
-            inputs += range(at, at + len(block.inputs))
-            outputs.append(at + len(block.inputs))
-        first_router = num_qkv + 1 + len(inputs) + len(outputs)
-        routers = self._router_modules(first_router)
-        first = first_router + len(routers)
-        deltas = () if self.delta is None else range(first, first + len(self.delta.linears(self.hidden_size)))
-        return (*range(num_qkv), *deltas[:-1]), (num_qkv, *deltas[-1:]), tuple(inputs), tuple(outputs), routers
+        return self._groups(_QKV, _O, _GATE_UP, _DOWN, _ROUTER)
 
-    def _router_modules(self, first: int) -> tuple[int, ...]:
-        return () if self.mixture is None else tuple(range(first, first + len(self.mixture.router_linears(1))))
+    @property
+    def input_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of `modules` that a layer's own input embedding passes through: its gate and its projection."""
+        return self._groups(_INPUT_GATE, _INPUT_PROJECTION)
+
+    def _groups(self, *groups: int) -> tuple[tuple[int, ...], ...]:
+        modules = self._grouped_modules
+        return tuple(tuple(m for m, (group, _) in enumerate(modules) if group == wanted) for wanted in groups)
 
     def layer_groups(self, layer: int) -> tuple[tuple[int, ...], ...]:
         """`module_groups` with only the modules of one layer."""
         modules = self.modules
         return tuple(tuple(m for m in group if modules[m].is_in(layer)) for group in self.module_groups)
 
-    @property
-    def qk_norm_sizes(self) -> tuple[tuple[str, int], ...]:
-        """The norms of q and k, with their numbers of channels; empty if q and k are not normed."""
+    def qk_norm_sizes(self, layer: int) -> tuple[tuple[str, int], ...]:
+        """The norms of a layer's q and k, with their numbers of channels; empty if q and k are not normed."""
         if self.qk_norm is None:
             return ()
-        num_heads = {HEAD_WIDE: (1, 1), PROJECTION_WIDE: (self.num_heads, self.num_kv_heads)}[self.qk_norm]
-        return tuple(zip(("q_norm", "k_norm"), (num * self.head_dim for num in num_heads), strict=True))
+        heads = self.layer_heads[layer]
+        num_heads = {HEAD_WIDE: (1, 1), PROJECTION_WIDE: (self.num_heads, heads.num_kv_heads)}[self.qk_norm]
+        sizes = tuple(zip(("q_norm", "k_norm"), (num * heads.head_dim for num in num_heads), strict=True))
+        return sizes if self.kv_sources[layer] == layer else sizes[:1]
+
+    @property
+    def has_uneven_cache(self) -> bool:
+        """True if layers differ in the size of K and V, or read the K and V of others."""
+        return len(set(self.layer_heads)) > 1 or self.kv_sources != tuple(range(self.num_layers))
 
     def geometry(self, kv_itemsize: int, adapter_itemsize: int) -> PageGeometry:
         """The geometry of the pool's pages for this decoder."""
@@ -254,6 +304,16 @@ class ModelConfig:
             raise ModelNotSupported(f"config.json of {model_dir} is incomplete or malformed: {error}") from error
 
 
+def input_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors from which the embeddings that enter each layer are computed."""
+    size = config.layer_input_size
+    return {
+        f"{INPUT_EMBEDDING}.weight": (config.vocab_size, config.num_layers * size),
+        f"{INPUT_PROJECTION}.weight": (config.num_layers * size, config.hidden_size),
+        f"{INPUT_PROJECTION_NORM}.weight": (size,),
+    }
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
@@ -278,17 +338,21 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     raw = {**family.assumed, **raw}
     if family.gates_attention and raw["attn_output_gate"] is not True:
         refuse_field("attn_output_gate", raw["attn_output_gate"], architecture)
+    if raw.get("use_bidirectional_attention") == "all":
+        refuse_field("use_bidirectional_attention", "all", architecture)
+    if raw.get("rope_parameters") is None and "rope_parameters" in family.assumed:
+        raw["rope_parameters"] = family.assumed["rope_parameters"]
     num_layers, hidden_size = positive(raw, "num_hidden_layers"), positive(raw, "hidden_size")
     if num_layers > MAX_LAYERS:
         raise ModelNotSupported(f"num_hidden_layers {num_layers} is above {MAX_LAYERS}")
     num_heads = positive(raw, "num_attention_heads")
-    head_dim = hidden_size // num_heads if raw.get("head_dim") is None else positive(raw, "head_dim")
-    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
-        raise ModelNotSupported(f"head_dim {head_dim} is not a multiple of 8 in [8, {MAX_HEAD_DIM}]")
-    has_kv_heads = raw.get("num_key_value_heads") is not None
-    num_kv_heads = positive(raw, "num_key_value_heads") if has_kv_heads else num_heads
-    if num_heads % num_kv_heads:
-        raise ModelNotSupported(f"{num_heads} attention heads cannot be divided among {num_kv_heads} key/value heads")
+    kinds = _parse_kinds(raw, architecture, family, num_layers)
+    heads = usual_heads(raw, num_heads)
+    layer_heads = (heads,) * num_layers
+    if family.has_layer_heads:
+        layer_heads = heads_by_layer(raw, architecture, kinds, num_heads)
+    sources = kv_sources(raw, kinds)
+    widest = max(layer_heads, key=lambda one: one.width)
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise ModelNotSupported(f"the dtype {dtype!r} in config.json is not one of {', '.join(DTYPES)}")
@@ -296,9 +360,8 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         quantization = parse_format(raw)
     except BaseNotSupported as error:
         raise ModelNotSupported(str(error)) from error
-    kinds = _parse_kinds(raw, architecture, family, num_layers)
     windows = _parse_windows(raw, family, kinds)
-    ropes = parse_ropes(raw, architecture, family, windows, head_dim)
+    ropes = parse_ropes(raw, architecture, family, windows, heads.head_dim)
     max_model_len, stretched_model_len = longest_contexts(raw, ropes)
     vocab_size = positive(raw, "vocab_size")
     return ModelConfig(
@@ -307,8 +370,15 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         hidden_size=hidden_size,
         intermediate_size=positive(raw, "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=widest.num_kv_heads,
+        head_dim=widest.head_dim,
+        layer_heads=layer_heads,
+        kv_sources=sources,
+        layers_without_v=_layers_without_v(raw, windows),
+        has_value_norm=family.has_value_norm,
+        layer_intermediate_sizes=_intermediate_sizes(raw, sources),
+        layer_input_size=_layer_input_size(raw),
+        has_layer_scalars=family.has_layer_scalars,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         stretched_model_len=stretched_model_len,
@@ -331,7 +401,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         activation=_parse_activation(raw, family),
         clamped_gate=_parse_clamped_gate(raw) if family.clamps_gate else None,
         embedding_scale=hidden_size**0.5 if family.scales_embedding else factor(raw, "embedding_multiplier"),
-        attention_scale=_attention_scale(raw, family, head_dim),
+        attention_scale=_attention_scale(raw, family, heads.head_dim),
         residual_scale=factor(raw, "residual_multiplier"),
         logit_scale=factor(raw, family.logit_scale_field) / factor(raw, family.logit_divisor_field),
         attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping"),
@@ -344,7 +414,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         quantization=quantization,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id")), vocab_size),
-        draft_tensors=(*family.draft_tensors, *_draft_layers(raw, num_layers)),
+        draft_tensors=(*family.draft_tensors, *_draft_layers(raw, num_layers), *_shared_tensors(sources)),
     )
 
 
@@ -361,6 +431,49 @@ def _draft_layers(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     name = "num_nextn_predict_layers"
     count = 0 if raw.get(name) is None else not_negative(raw, name)
     return [f"model.layers.{num_layers + layer}." for layer in range(min(count, MAX_LAYERS))]
+
+
+def _shared_tensors(sources: Sequence[int]) -> list[str]:
+    """Tensors of K and V in layers that read those of another layer, which published files contain."""
+    parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    shared = [layer for layer, source in enumerate(sources) if layer != source]
+    return [f"model.layers.{layer}.self_attn.{part}" for layer in shared for part in parts]
+
+
+def _layers_without_v(raw: Mapping[str, Any], windows: Sequence[int | None]) -> tuple[int, ...]:
+    is_k = bool(raw.get("attention_k_eq_v"))
+    return tuple(layer for layer, window in enumerate(windows) if is_k and window is None)
+
+
+def _intermediate_sizes(raw: Mapping[str, Any], sources: Sequence[int]) -> tuple[int, ...]:
+    """The inner size of each layer's feed-forward, which can be twice as large where K and V are another layer's."""
+    size, factor = positive(raw, "intermediate_size"), 2 if raw.get("use_double_wide_mlp") else 1
+    if factor == 2 and raw.get("enable_moe_block"):
+        raise ModelNotSupported("config.json has both use_double_wide_mlp and enable_moe_block")
+    return tuple(size * (1 if layer == source else factor) for layer, source in enumerate(sources))
+
+
+def _layer_input_size(raw: Mapping[str, Any]) -> int:
+    if not raw.get("hidden_size_per_layer_input"):
+        return 0
+    size = positive(raw, "hidden_size_per_layer_input")
+    if raw["vocab_size_per_layer_input"] != raw["vocab_size"]:
+        raise ModelNotSupported(
+            f"vocab_size_per_layer_input = {raw['vocab_size_per_layer_input']} in config.json differs from vocab_size"
+        )
+    return size
+
+
+def _linears(name: str, shapes: Sequence[tuple[int, int] | None]) -> list[LinearShape]:
+    """A linear for each shape `(in_features, out_features)` that it has in a layer. None stands for no such linear."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for layer, shape in enumerate(shapes):
+        if shape is not None:
+            found.setdefault(shape, []).append(layer)
+    return [
+        LinearShape(name, *shape, layers=None if len(layers) == len(shapes) else tuple(layers))
+        for shape, layers in found.items()
+    ]
 
 
 def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:
@@ -397,6 +510,9 @@ def _parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_
     for kind in kinds:
         if kind not in known:
             raise ModelNotSupported(f"layer_types names {kind!r}; {' and '.join(known)} are supported")
+    if family.has_layer_heads and kinds[-1] != FULL:
+        # transformers would replace it.
+        refuse_field("layer_types[-1]", kinds[-1], architecture)
     if kinds != usual and not family.has_layer_types:
         refuse_field("layer_types", kinds, architecture)
     return list(kinds)

@@ -9,6 +9,7 @@ from typing import Any
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import shown
 from loramux.engine.model.families import FAMILIES, Family
+from loramux.engine.model.gemma4_families import GEMMA4_FAMILIES
 from loramux.engine.model.mixture_families import MIXTURE_FAMILIES
 
 _SHARED = (
@@ -87,6 +88,8 @@ WRAPPERS: dict[str, Wrapper] = {
         {"gemma3_text": "Gemma3ForCausalLM"},
         {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6},
     ),
+    "Gemma4ForConditionalGeneration": Wrapper({"gemma4_text": "Gemma4ForCausalLM"}),
+    "Gemma4UnifiedForConditionalGeneration": Wrapper({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}),
     "AyaVisionForConditionalGeneration": Wrapper({"cohere2": "Cohere2ForCausalLM"}, fixed=_UNSCALED),
     "Cohere2VisionForConditionalGeneration": Wrapper({"cohere2": "Cohere2ForCausalLM"}, fixed=_UNSCALED),
     "DeepseekVLForConditionalGeneration": Wrapper(_LLAMA, _TIED),
@@ -132,7 +135,7 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 """The supported multimodal architectures. Their text decoders are served without images."""
 
-_TEXT_FAMILIES: dict[str, Family] = {**FAMILIES, **MIXTURE_FAMILIES}
+_TEXT_FAMILIES: dict[str, Family] = {**FAMILIES, **MIXTURE_FAMILIES, **GEMMA4_FAMILIES}
 SUPPORTED = frozenset((*_TEXT_FAMILIES, *WRAPPERS))
 """The names of all supported architectures."""
 

@@ -15,6 +15,7 @@ from loramux.engine.model.layer_kinds import FULL, SLIDING
 _ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
+    "proportional": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         "factor",
@@ -47,7 +48,8 @@ _TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
-    `kind` is `none` (q and k are not rotated), `default`, `linear` (scaled by `factor`), `dynamic` (with a `theta` that
+    `kind` is `none` (q and k are not rotated), `default`, `linear` (scaled by `factor`), `proportional` (likewise, but
+    the rotated channels are those of the first `rotary_fraction` of each half), `dynamic` (with a `theta` that
     grows with contexts beyond `original_max_len`, depending on `factor`), `llama3` (scaled by `factor` beyond
     `original_max_len`, with the two frequency factors), `yarn` (scaled by `factor` where a frequency makes fewer
     than `slow_turns` within `original_max_len`, and unscaled above `fast_turns`) or `longrope` (one factor for each
@@ -116,6 +118,9 @@ def _parse_rope(
         if name not in known and value is not None:
             refuse_field(f"{name} of the rotary embedding {kind!r}", value, architecture)
     theta = positive_float(given, "rope_theta")
+    if kind == "proportional":
+        factor, fraction = (positive_float({name: 1.0, **given}, name) for name in ("factor", "partial_rotary_factor"))
+        return RopeConfig(theta=theta, kind=kind, rotary_fraction=min(1.0, fraction), factor=factor)
     fraction = _rotary_fraction(given, raw, architecture, family, head_dim)
     if kind == "default":
         return RopeConfig(theta=theta, rotary_fraction=fraction)

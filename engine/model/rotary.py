@@ -12,7 +12,8 @@ from loramux.engine.model.rope_config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
     """Angle by which each pair of channels rotates per position, float32 `[rotary_dim / 2]`.
 
-    `linear` divides every frequency by the factor. `dynamic` raises theta for contexts beyond the original one.
+    `linear` divides every frequency by the factor. `proportional` does, too, and sets those of the channels that are
+    not rotated to 0. `dynamic` raises theta for contexts beyond the original one.
     `llama3` divides only frequencies with a wavelength beyond the original context, with a smooth transition (Llama
     3.1's published scaling), and `yarn` divides only frequencies that make few turns within it (Peng et al., 2023).
     `longrope` divides each frequency by its own factor (Ding et al., 2024), taken from one list for contexts up to the
@@ -23,6 +24,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
     if rope.kind == "none":
         # Without rotation, one pair of channels with an angle of 0 is enough.
         return torch.zeros(1)
+    if rope.kind == "proportional":
+        num_rotated = int(rope.rotary_fraction * head_dim // 2)
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        frequencies = 1.0 / rope.theta**exponents / rope.factor
+        return torch.where(torch.arange(head_dim // 2) < num_rotated, frequencies, 0.0)
     rotary_dim = int(head_dim * rope.rotary_fraction)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     periods = _theta(rope, rotary_dim, max_len) ** exponents

@@ -8,13 +8,15 @@ from dataclasses import astuple
 
 from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.model_config import SINKS, ModelConfig
+from loramux.engine.model.model_config import INPUT_NORM, LAYER_SCALAR, SINKS, ModelConfig, input_shapes
 from loramux.engine.model.weight_files import DERIVED, EMBEDDING, HEAD, StoredTensor
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and the shape of each tensor that the decoder reads."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    if config.layer_input_size:
+        shapes.update(input_shapes(config))
     for layer in range(config.num_layers):
         shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(config, layer))
     for part in norm_parts(config):
@@ -34,7 +36,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         *(module for group in feed_forward if config.mlp_bias for module in group),
     }
     modules = config.modules
-    for index in sorted(itertools.chain.from_iterable(groups)):
+    for index in sorted(itertools.chain.from_iterable((*groups, *config.input_groups))):
         module = modules[index]
         yield f"{module.name}.weight", (module.out_features, module.in_features)
         if index in biased:
@@ -42,10 +44,14 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     for norm in astuple(config.norms):
         for part in norm_parts(config) if norm is not None else ():
             yield f"{norm}.{part}", (config.hidden_size,)
-    for norm, size in config.qk_norm_sizes if has_attention else ():
+    for norm, size in config.qk_norm_sizes(layer) if has_attention else ():
         yield f"self_attn.{norm}.weight", (size,)
     if config.delta is not None and not has_attention:
         yield from config.delta.weight_shapes()
+    if config.layer_input_size:
+        yield f"{INPUT_NORM}.weight", (config.hidden_size,)
+    if config.has_layer_scalars:
+        yield LAYER_SCALAR, (1,)
     if config.has_sinks:
         yield f"self_attn.{SINKS}", (config.num_heads,)
     if config.mixture is not None and layer in config.mixture.layers:

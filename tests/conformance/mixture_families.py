@@ -20,6 +20,7 @@ from transformers import (
 
 from tests.conformance.corrected_families import CORRECTED_FAMILIES
 from tests.conformance.further_families import MakeModel
+from tests.conformance.gemma4_families import GEMMA4_MIXTURES
 
 
 def _qwen2_moe(shape: dict[str, Any], window: int) -> PreTrainedModel:
@@ -82,6 +83,7 @@ MIXTURE_FAMILIES: dict[str, MakeModel] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     **CORRECTED_FAMILIES,
+    **GEMMA4_MIXTURES,
 }
 
 FREQUENT_MIXTURES = ("qwen2-moe", "gpt-oss")

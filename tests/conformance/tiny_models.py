@@ -37,6 +37,7 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
 from tests.conformance.further_families import FURTHER_FAMILIES, MakeModel
+from tests.conformance.gemma4_families import GEMMA4_FAMILIES
 from tests.conformance.hybrid_families import HYBRID_FAMILIES
 from tests.conformance.mixture_families import FREQUENT_MIXTURES, MIXTURE_FAMILIES
 from tests.conformance.wrapped_families import WRAPPED_FAMILIES
@@ -175,10 +176,11 @@ FAMILIES: dict[str, MakeModel] = {
     **WRAPPED_FAMILIES,
     **MIXTURE_FAMILIES,
     **HYBRID_FAMILIES,
+    **GEMMA4_FAMILIES,
 }
 """Creates a random model of a family from a shape and a window."""
 
-_FURTHER = FURTHER_FAMILIES | WRAPPED_FAMILIES | MIXTURE_FAMILIES | HYBRID_FAMILIES
+_FURTHER = FURTHER_FAMILIES | WRAPPED_FAMILIES | MIXTURE_FAMILIES | HYBRID_FAMILIES | GEMMA4_FAMILIES
 RARE_FAMILIES = _FURTHER.keys() - set(FREQUENT_MIXTURES)
 EVERY_FAMILY = [
     pytest.param(family, marks=pytest.mark.campaign if family in RARE_FAMILIES else ()) for family in FAMILIES
@@ -202,9 +204,10 @@ ADDED_MODULES = {
         "k_proj": ["in_proj_a"],
         "v_proj": ["in_proj_z", "in_proj_b"],
         "o_proj": ["out_proj"],
-    }
+    },
+    "gemma4": {"gate_proj": ["per_layer_input_gate"], "down_proj": ["per_layer_projection"]},
 }
-"""The linears that take the place of Llama's in layers without attention, by the family's name up to a hyphen."""
+"""Further linears that are targeted with Llama's, by the family's name up to a hyphen."""
 
 
 SHARED_BLOCKS = ("shared_expert", "shared_experts")
@@ -253,9 +256,8 @@ class AdapterPlan:
         family = family.partition("-")[0]
         if (added := ADDED_MODULES.get(family)) is not None:
             others = [name for module in self.modules for name in added.get(module, ())]
-            return dataclasses.replace(
-                self, modules=[*self.modules, *others], rank_pattern=_in_hybrid_layers(self.rank_pattern)
-            )
+            pattern = _in_hybrid_layers(self.rank_pattern) if family == "qwen3_5" else self.rank_pattern
+            return dataclasses.replace(self, modules=[*self.modules, *others], rank_pattern=pattern)
         renamed = RENAMED_MODULES.get(family)
         if renamed is None:
             return self

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.cache_groups import UNLIMITED, CacheLayout, cache_layout, uneven_layout
+from loramux.engine.cache_groups import UNLIMITED, CacheLayout, cache_layout, narrow_windows, uneven_layout
 
 GEMMA3_27B = tuple(None if layer % 6 == 5 else 1024 for layer in range(62))
 GPT_OSS_20B = (128, None) * 12
@@ -87,8 +87,8 @@ def uneven(pattern: str, num_shared: int, widths: dict[str, int], max_len: int =
     num_own = len(pattern) - num_shared
     last = {kind: layer for layer, kind in enumerate(pattern[:num_own])}
     sources = [layer if layer < num_own else last[kind] for layer, kind in enumerate(pattern)]
-    windows = [512 if kind == "w" else None for kind in pattern]
-    return uneven_layout(windows, [widths[kind] for kind in pattern], sources, max_len)
+    windows = narrow_windows([512 if kind == "w" else None for kind in pattern], max_len)
+    return uneven_layout(windows, [widths[kind] for kind in pattern], sources)
 
 
 GEMMA4_E2B = ("wwwwf" * 7, 20, {"w": 256, "f": 512})

@@ -5,11 +5,14 @@ import pytest
 
 from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
 
-SPLIT = ((0, 1, 2), (3,), (4, 5), (6,), (), (), ())
-FUSED = ((0,), (1,), (2,), (3,), (), (), ())
-EXPERTS = ((0,), (1,), (), (), (2,), (3, 5), (4, 6))
-WITHOUT_EXPERTS = LayerGroups.ROUTER | LayerGroups.EXPERTS_GATE_UP | LayerGroups.EXPERTS_DOWN
-"""The groups that a base without experts lacks."""
+SPLIT = ((0, 1, 2), (3,), (4, 5), (6,), (), (), (), (), ())
+FUSED = ((0,), (1,), (2,), (3,), (), (), (), (), ())
+EXPERTS = ((0,), (1,), (), (), (2,), (3, 5), (4, 6), (), ())
+INPUTS = LayerGroups.INPUT_GATE | LayerGroups.INPUT_PROJECTION
+"""The groups that a base without inputs of layers lacks."""
+WITHOUT_EXPERTS = LayerGroups.ROUTER | LayerGroups.EXPERTS_GATE_UP | LayerGroups.EXPERTS_DOWN | INPUTS
+"""The groups that a base lacks if it has no experts either."""
+WITHOUT_FEED_FORWARD = LayerGroups.GATE_UP | LayerGroups.DOWN | INPUTS
 
 
 @pytest.mark.parametrize(
@@ -20,8 +23,8 @@ WITHOUT_EXPERTS = LayerGroups.ROUTER | LayerGroups.EXPERTS_GATE_UP | LayerGroups
         pytest.param([3, 5], SPLIT, LayerGroups.O | LayerGroups.GATE_UP | WITHOUT_EXPERTS, id="o-and-up"),
         pytest.param([1, 3, 4, 6], SPLIT, ALL_GROUPS, id="one-of-each"),
         pytest.param([3], FUSED, LayerGroups.DOWN | WITHOUT_EXPERTS, id="fused-down"),
-        pytest.param([6], EXPERTS, LayerGroups.GATE_UP | LayerGroups.DOWN | LayerGroups.EXPERTS_DOWN, id="an-expert"),
-        pytest.param([2], EXPERTS, LayerGroups.GATE_UP | LayerGroups.DOWN | LayerGroups.ROUTER, id="router"),
+        pytest.param([6], EXPERTS, WITHOUT_FEED_FORWARD | LayerGroups.EXPERTS_DOWN, id="an-expert"),
+        pytest.param([2], EXPERTS, WITHOUT_FEED_FORWARD | LayerGroups.ROUTER, id="router"),
     ],
 )
 def test_changed_modules_map_to_their_groups(

@@ -201,7 +201,7 @@ def test_olmo_3_scales_only_layers_that_see_the_whole_context(tmp_path: Path) ->
     local, whole = RopeConfig(theta=5e5), RopeConfig(theta=5e5, kind="linear", factor=8.0)
     assert config.layer_ropes == (local, local, local, whole)
     assert config.layer_windows == (32, 32, 32, None)
-    assert (config.norms, config.qk_norm_sizes) == (OUTPUT_NORMS, (("q_norm", 64), ("k_norm", 32)))
+    assert (config.norms, config.qk_norm_sizes(0)) == (OUTPUT_NORMS, (("q_norm", 64), ("k_norm", 32)))
 
 
 def test_cohere_2_runs_its_blocks_in_parallel(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "activation 'gelu'"),
     ({**GEMMA2, "hidden_activation": "gelu"}, r"activation 'gelu' \(hidden_activation"),
     ({"head_dim": 20}, "head_dim 20"),
-    ({"head_dim": 512}, "head_dim 512"),
+    ({"head_dim": 520}, "head_dim 520"),
     ({"head_dim": [16, 16, 32, 32]}, "head_dim is .*, not a positive integer"),
     ({"num_attention_heads": [4, 4, 8, 8]}, "num_attention_heads is .*, not a positive integer"),
     ({"num_attention_heads": 0}, "num_attention_heads is 0"),

@@ -1,0 +1,125 @@
+"""The attention of one layer, between its fused projections and the projection of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loramux.engine.cache_groups import CacheLayout
+from loramux.engine.model.model_config import SINKS, ModelConfig
+from loramux.engine.model.norms import Norm, RmsNorm
+from loramux.engine.model.placement import Placement
+from loramux.engine.model.rope_config import NO_ROPE
+from loramux.engine.model.rotary import in_halves
+from loramux.kernels.dispatch import Kernels
+from loramux.kernels.tables import AttentionBatch, AttentionSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionStep:
+    """Inputs of a step's attention in all layers.
+
+    `angles` are the cosines and sines of each row for each of the decoder's rotary embeddings. `query_scale` multiplies
+    q, or is None. `batches` has an entry for each of `CacheLayout.groups`. `outputs` are buffers `[num_tokens,
+    num_heads, head_dim]` by `head_dim`. Attention skips padding rows, which belong to no sequence, so their rows of the
+    buffers are zeros.
+    """
+
+    angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    query_scale: torch.Tensor | None
+    batches: Sequence[AttentionBatch]
+    outputs: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """The attention of one layer.
+
+    `norms` are those of q and k with their numbers of channels, or empty. `rotary` is the index of the decoder's rotary
+    embedding for q and k. With `interleaves`, neighbouring channels are rotated together. `cache_group` and
+    `cache_layer` are the layer's `CacheLayout.place`, or that of the layer whose K and V it reads: without `stores_kv`,
+    it has none of its own. Without `has_v`, the projection of K, before its norm, is also V, which then has a norm.
+    """
+
+    spec: AttentionSpec
+    norms: tuple[tuple[Norm, int], ...]
+    value_norm: Norm | None
+    rotary: int
+    interleaves: bool
+    has_gates: bool
+    stores_kv: bool
+    has_v: bool
+    cache_group: int
+    cache_layer: int
+    sinks: torch.Tensor | None
+
+    def __call__(self, qkv: torch.Tensor, kernels: Kernels, step: AttentionStep) -> torch.Tensor:
+        """The input of the output's projection; `qkv` `[num_tokens, ...]` is the output of the fused projections."""
+        spec, num_tokens = self.spec, qkv.shape[0]
+        head_dim, kv_out = spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q_out = spec.num_heads * head_dim
+        num_kv_parts = (1 + self.has_v) if self.stores_kv else 0
+        q, *kv = qkv.split((2 * q_out if self.has_gates else q_out, *(kv_out,) * num_kv_parts), dim=1)
+        gate = None
+        if self.has_gates:
+            q, gate = q.view(num_tokens, spec.num_heads, 2 * head_dim).chunk(2, dim=2)
+        q = self._normed(0, q, kernels).view(num_tokens, spec.num_heads, head_dim)
+        k, v = None, None
+        if kv:
+            k = self._normed(1, kv[0], kernels).view(num_tokens, spec.num_kv_heads, head_dim)
+            v = kv[-1].view(num_tokens, spec.num_kv_heads, head_dim)
+            if self.value_norm is not None:
+                v = self.value_norm(kernels, v)
+        if step.query_scale is not None:
+            q = q * step.query_scale
+        angles = step.angles[self.rotary]
+        if self.interleaves:
+            num_pairs = angles[0].shape[1]
+            q = in_halves(q, num_pairs)
+            k = None if k is None else in_halves(k, num_pairs)
+        batch, attended = step.batches[self.cache_group], step.outputs[head_dim]
+        kernels.rotate_and_store(q, k, v, *angles, self.cache_layer, batch)
+        kernels.paged_attention(q, self.cache_layer, batch, spec, attended, self.sinks)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return attended.view(num_tokens, q_out)
+
+    def _normed(self, index: int, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        if not self.norms:
+            return x
+        norm, size = self.norms[index]
+        return norm(kernels, x.view(x.shape[0], -1, size))
+
+
+def load_attention(
+    config: ModelConfig, place: Placement, layer: int, rotary: int, window: int | None, cache: CacheLayout
+) -> Attention:
+    """The attention of a layer that has one; `rotary` is the index of its rotary embedding."""
+    prefix, heads = f"model.layers.{layer}.self_attn", config.layer_heads[layer]
+    cache_group, cache_layer = cache.place(config.kv_sources[layer])
+    stores_kv = config.kv_sources[layer] == layer
+    value_norm = None
+    if config.has_value_norm and stores_kv:
+        value_norm = RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps)
+    return Attention(
+        spec=AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            scale=config.attention_scale,
+            sliding_window=window,
+            soft_cap=config.attention_soft_cap,
+        ),
+        norms=tuple((place.norm(f"{prefix}.{name}", size), size) for name, size in config.qk_norm_sizes(layer)),
+        value_norm=value_norm,
+        rotary=rotary,
+        interleaves=config.interleaved_rotary and config.layer_ropes[layer] is not NO_ROPE,
+        has_gates=config.gates_attention,
+        stores_kv=stores_kv,
+        has_v=layer not in config.layers_without_v,
+        cache_group=cache_group,
+        cache_layer=cache_layer,
+        sinks=place.finite(f"{prefix}.{SINKS}", (config.num_heads,)) if config.has_sinks else None,
+    )
