@@ -41,6 +41,7 @@ class Attention:
     embedding for q and k. With `interleaves`, neighbouring channels are rotated together. `cache_group` and
     `cache_layer` are the layer's `CacheLayout.place`, or that of the layer whose K and V it reads: without `stores_kv`,
     it has none of its own. Without `has_v`, the projection of K, before its norm, is also V, which then has a norm.
+    Without `scales_query`, the step's query scale does not apply.
     """
 
     spec: AttentionSpec
@@ -54,6 +55,7 @@ class Attention:
     cache_group: int
     cache_layer: int
     sinks: torch.Tensor | None
+    scales_query: bool
 
     def __call__(self, qkv: torch.Tensor, kernels: Kernels, step: AttentionStep) -> torch.Tensor:
         """The input of the output's projection; `qkv` `[num_tokens, ...]` is the output of the fused projections."""
@@ -61,7 +63,7 @@ class Attention:
         head_dim, kv_out = spec.head_dim, spec.num_kv_heads * spec.head_dim
         q_out = spec.num_heads * head_dim
         num_kv_parts = (1 + self.has_v) if self.stores_kv else 0
-        q, *kv = qkv.split((2 * q_out if self.has_gates else q_out, *(kv_out,) * num_kv_parts), dim=1)
+        q, *kv = torch.split(qkv, [2 * q_out if self.has_gates else q_out, *[kv_out] * num_kv_parts], dim=1)
         gate = None
         if self.has_gates:
             q, gate = q.view(num_tokens, spec.num_heads, 2 * head_dim).chunk(2, dim=2)
@@ -72,7 +74,7 @@ class Attention:
             v = kv[-1].view(num_tokens, spec.num_kv_heads, head_dim)
             if self.value_norm is not None:
                 v = self.value_norm(kernels, v)
-        if step.query_scale is not None:
+        if step.query_scale is not None and self.scales_query:
             q = q * step.query_scale
         angles = step.angles[self.rotary]
         if self.interleaves:
@@ -100,6 +102,13 @@ def load_attention(
     prefix, heads = f"model.layers.{layer}.self_attn", config.layer_heads[layer]
     cache_group, cache_layer = cache.place(config.kv_sources[layer])
     stores_kv = config.kv_sources[layer] == layer
+    is_rotated = config.layer_ropes[layer] is not NO_ROPE
+    norms: tuple[tuple[Norm, int], ...] = ()
+    if config.has_l2_norms and is_rotated:
+        # transformers norms after the rotation, which does not change the length of a head's vector.
+        norms = (
+            (RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps), heads.head_dim),
+        ) * 2
     value_norm = None
     if config.has_value_norm and stores_kv:
         value_norm = RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps)
@@ -112,14 +121,16 @@ def load_attention(
             sliding_window=window,
             soft_cap=config.attention_soft_cap,
         ),
-        norms=tuple((place.norm(f"{prefix}.{name}", size), size) for name, size in config.qk_norm_sizes(layer)),
+        norms=norms
+        or tuple((place.norm(f"{prefix}.{name}", size), size) for name, size in config.qk_norm_sizes(layer)),
         value_norm=value_norm,
         rotary=rotary,
-        interleaves=config.interleaved_rotary and config.layer_ropes[layer] is not NO_ROPE,
+        interleaves=config.interleaved_rotary and is_rotated,
         has_gates=config.gates_attention,
         stores_kv=stores_kv,
         has_v=layer not in config.layers_without_v,
         cache_group=cache_group,
         cache_layer=cache_layer,
+        scales_query=config.query_scaling is None or not is_rotated,
         sinks=place.finite(f"{prefix}.{SINKS}", (config.num_heads,)) if config.has_sinks else None,
     )

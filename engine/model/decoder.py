@@ -23,7 +23,7 @@ from loramux.engine.model.mixture import Mixture, mixture_groups
 from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, INPUT_NORM, LAYER_SCALAR, ModelConfig
 from loramux.engine.model.norms import NoNorm, Norm
 from loramux.engine.model.placement import Placement
-from loramux.engine.model.rotary import query_scales, rotary_tables
+from loramux.engine.model.rotary import growing_scales, query_scales, rotary_tables
 from loramux.engine.model.vocabularies import Vocabularies
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.dispatch import Kernels, KernelShapes
@@ -130,6 +130,8 @@ class Decoder:
             for cos, sin in (rotary_tables(rope, head_dim, max_len) for rope, head_dim in ropes)
         ]
         scales = query_scales(ropes[0][0], max_len)
+        if config.query_scaling is not None:
+            scales = growing_scales(config.query_scaling, max_len)
         self._query_scales = None if scales is None else scales.to(backend.device, self._dtype)
 
     @property

@@ -52,6 +52,19 @@ def listed_or_after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]
     return [kind == SPARSE for kind in kinds]
 
 
+def listed_or_every_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """The layers in `moe_layers`; without this field, every `interleave_moe_layer_step`-th."""
+    listed = raw.get("moe_layers")
+    if listed is None:
+        step = positive(raw, "interleave_moe_layer_step")
+        listed = range(step - 1, num_layers, step)
+    elif any(type(layer) is not int or not 0 <= layer < num_layers for layer in listed):
+        raise ModelNotSupported(
+            f"moe_layers = {shown(listed)} in config.json is not supported for a model with {num_layers} layers"
+        )
+    return [layer in listed for layer in range(num_layers)]
+
+
 def by_interval(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     """One layer in `moe_layer_interval`, from `moe_layer_start_index` to `moe_layer_end_index` (-1: the last)."""
     interval, start = positive(raw, "moe_layer_interval"), not_negative(raw, "moe_layer_start_index")

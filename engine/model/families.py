@@ -58,8 +58,11 @@ class Family:
     `parallel_blocks`, attention and feed-forward read the same normed residual. With `gates_attention`, the query
     projection also yields a gate for each output of attention. With `has_delta_layers`, `layer_types` may name layers
     with a gated delta rule. With `has_layer_heads`, layers without windows have heads of K and V of their own, and with
-    `has_value_norm`, V is normed. With `has_layer_scalars`, a tensor scales each layer's output. Names of tensors that
-    predict further tokens begin with one of `draft_tensors`; the decoder does not read them.
+    `has_value_norm`, V is normed. With `has_l2_norms`, q and k of rotated layers have norms without weights. With
+    `has_chunks`, `layer_types` may name layers that see only tokens of their own chunk, and contexts end with the first
+    chunk. With `scales_unrotated`, q grows with its position in layers without rotation. `dense_size_field` is the
+    inner size of a feed-forward without experts. With `has_layer_scalars`, a tensor scales each layer's output. Names
+    of tensors that predict further tokens begin with one of `draft_tensors`; the decoder does not read them.
     """
 
     layer_kinds: LayerKinds
@@ -94,6 +97,10 @@ class Family:
     has_delta_layers: bool = False
     has_layer_heads: bool = False
     has_value_norm: bool = False
+    has_l2_norms: bool = False
+    has_chunks: bool = False
+    scales_unrotated: bool = False
+    dense_size_field: str = "intermediate_size"
     has_layer_scalars: bool = False
     draft_tensors: tuple[str, ...] = ()
     has_sinks: bool = False

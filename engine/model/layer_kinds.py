@@ -7,7 +7,7 @@ from typing import Any
 
 from loramux.engine.model.config_fields import positive
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
 """Kinds of layers in `layer_types`."""
 
 LayerKinds = Callable[[Mapping[str, Any], int], list[str]]
@@ -76,6 +76,10 @@ def windowed_unless_rotated(raw: Mapping[str, Any], num_layers: int) -> list[str
     return [FULL if is_rotated else SLIDING for is_rotated in _listed(raw, num_layers)]
 
 
+def chunked_if_rotated(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    return [CHUNKED if is_rotated else FULL for is_rotated in _listed(raw, num_layers)]
+
+
 def all_rotated(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[bool]:
     return [True] * len(windows)
 
@@ -94,7 +98,7 @@ def _listed(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     none.
     """
     listed = raw.get("no_rope_layers")
-    if listed is None:
+    if not listed:
         interval = positive(raw, "no_rope_layer_interval")
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
     if len(listed) < num_layers or any(one not in (0, 1) for one in listed):

@@ -7,10 +7,9 @@ _BY_FEATURE: dict[str, str] = {
         AfmoeForCausalLM AriaForConditionalGeneration AriaTextForCausalLM BeamForCausalLM Cohere2MoeForCausalLM
         DbrxForCausalLM DeepseekOcr2ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
         FlintForCausalLM GraniteMoeSWAForCausalLM HYV3ForCausalLM
-        HunYuanMoEV1ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM Llama4ForCausalLM
-        Llama4ForConditionalGeneration MiMoV2FlashForCausalLM
+        HunYuanMoEV1ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM MiMoV2FlashForCausalLM
         MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM MuseSparkForConditionalGeneration
-        PhimoeForCausalLM Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLMoeForConditionalGeneration
+        PhimoeForCausalLM Qwen3OmniMoeThinkerForConditionalGeneration
         Step3p7ForConditionalGeneration UnlimitedOcrForConditionalGeneration
     """,
     "latent attention (MLA)": """
@@ -25,7 +24,7 @@ _BY_FEATURE: dict[str, str] = {
         Glm5NextForConditionalGeneration GraniteMoeHybridForCausalLM JambaForCausalLM KimiLinearForCausalLM
         Mamba2ForCausalLM MambaForCausalLM MiniCPMOcrForConditionalGeneration MiniCPMV4_6ForConditionalGeneration
         MiniCPMV4_7ForConditionalGeneration MiniMaxForCausalLM NemotronHForCausalLM NemotronH_Omni_Reasoning_V3
-        OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+        OlmoHybridForCausalLM Qwen3NextForCausalLM
         Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration RecurrentGemmaForCausalLM RwkvForCausalLM
         Zamba2ForCausalLM ZambaForCausalLM xLSTMForCausalLM
     """,

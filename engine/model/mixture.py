@@ -42,6 +42,7 @@ class Mixture:
     ) -> None:
         self.groups = groups
         self._routing = config.routing
+        self._scales_input = config.scales_input
         num_experts = config.routing.num_experts
         self._choice_bias: torch.Tensor | None = None
         in_router = place
@@ -108,6 +109,10 @@ class Mixture:
         if self._expert_scales is not None:
             routing = replace(routing, weights=routing.weights * self._expert_scales[routing.experts])
         pairs = adapters.pairs(routing)
+        if self._scales_input:
+            # A row for each pair.
+            x = (x[:, None] * routing.weights[:, :, None].to(x.dtype)).flatten(0, 1)
+            routing = replace(routing, weights=torch.ones_like(routing.weights))
         gate_up = kernels.multiply_experts(x, self._gate_up, routing)
         inner = gate_and_mul(adapters.add(x, gate_up, LayerGroups.EXPERTS_GATE_UP, groups.gate_up, pairs))
         y = kernels.multiply_experts(inner, self._down, routing)
@@ -147,8 +152,7 @@ def _gate_up_weights(config: MixtureConfig, hidden_size: int, place: Placement, 
         yield from map(_in_halves, _transposed(place, f"{prefix}.{names.experts}.{names.gate}", shape))
         return
     if names.up is None:
-        name = f"{prefix}.{names.experts}.{names.gate}{names.stack_suffix}"
-        yield from place.tensor(name, (num_experts, 2 * size, hidden_size))
+        yield from _stacked(config, names.gate, (2 * size, hidden_size), place, prefix)
         return
     for expert in range(num_experts):
         parts = [LinearShape(f"{names.experts}.{expert}.{name}", hidden_size, size) for name in (names.gate, names.up)]
@@ -162,8 +166,7 @@ def _down_weights(config: MixtureConfig, hidden_size: int, place: Placement, pre
         yield from _transposed(place, f"{prefix}.{names.experts}.{names.down}", (num_experts, size, hidden_size))
         return
     if names.up is None:
-        name = f"{prefix}.{names.experts}.{names.down}{names.stack_suffix}"
-        yield from place.tensor(name, (num_experts, hidden_size, size))
+        yield from _stacked(config, names.down, (hidden_size, size), place, prefix)
         return
     for expert in range(num_experts):
         yield place.fused_weight(prefix, [LinearShape(f"{names.experts}.{expert}.{names.down}", size, hidden_size)])
@@ -177,6 +180,18 @@ def _transposed(place: Placement, name: str, shape: tuple[int, int, int]) -> Ite
         return
     for one in place.tensor(name, shape):
         yield one.T.contiguous()
+
+
+def _stacked(
+    config: MixtureConfig, name: str, shape: tuple[int, int], place: Placement, prefix: str
+) -> Iterator[ExpertWeight]:
+    """Each expert's part of a stacked tensor, in `shape`."""
+    names, num_experts = config.names, config.routing.num_experts
+    full_name = f"{prefix}.{names.experts}.{name}{names.stack_suffix}"
+    if not names.is_transposed:
+        yield from place.tensor(full_name, (num_experts, *shape))
+        return
+    yield from _transposed(place, full_name, (num_experts, shape[1], shape[0]))
 
 
 def _biases(

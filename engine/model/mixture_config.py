@@ -47,9 +47,12 @@ class ExpertNames:
     With `has_biases`, the router and the experts have biases, and the stacked tensors `{gate}` and `{down}` have the
     axes `[experts, in_features, out_features]`. The features of gate and up alternate.
 
-    Names of stacked tensors end with `stack_suffix`. The router reads the residual, normed and scaled by the tensor
-    `router_scale`, if there is one. Then `expert_scales` multiply the weights of each expert, and `branch_norms` are
-    the norms of the block that all tokens use, and of the experts.
+    Names of stacked tensors end with `stack_suffix`. With `is_transposed`, they have the axes `[experts, in_features,
+    out_features]`. Without `takes_adapters`, adapters cannot target the experts.
+
+    The router reads the residual, normed and scaled by the tensor `router_scale`, if there is one. Then `expert_scales`
+    multiply the weights of each expert, and `branch_norms` are the norms of the block that all tokens use, and of the
+    experts.
     """
 
     router: str
@@ -63,6 +66,8 @@ class ExpertNames:
     choice_bias_in_row: bool = False
     has_biases: bool = False
     stack_suffix: str = ".weight"
+    is_transposed: bool = False
+    takes_adapters: bool = True
     router_scale: str | None = None
     expert_scales: str | None = None
     branch_norms: BranchNorms | None = None
@@ -88,7 +93,7 @@ class MixtureTraits:
 
     `assumed_experts` is the number of experts if the file does not say it. The inner size of an expert is in
     `size_field`. With `has_groups`, `n_group` and `topk_group` limit the choice, and `routed_scaling_factor` scales
-    the weights.
+    the weights. With `scales_input`, the weights multiply the inputs of experts, not their outputs.
     """
 
     names: ExpertNames
@@ -101,6 +106,7 @@ class MixtureTraits:
     has_sigmoid: bool = False
     has_groups: bool = False
     min_total_field: str | None = None
+    scales_input: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +114,8 @@ class MixtureConfig:
     """The layers in which a router chooses experts for each token.
 
     `layers` are these layers in ascending order; other layers have one feed-forward block. `expert_size` is the inner
-    size of an expert. `names` are those of the tensors in a file.
+    size of an expert. `names` are those of the tensors in a file. With `scales_input`, the weights of experts multiply
+    their inputs.
     """
 
     layers: tuple[int, ...]
@@ -116,6 +123,7 @@ class MixtureConfig:
     expert_size: int
     shared: SharedExpert | None
     names: ExpertNames
+    scales_input: bool
 
     @property
     def choice_bias_shape(self) -> tuple[int, ...]:
@@ -135,7 +143,8 @@ class MixtureConfig:
 
         def linear(name: str | None, stack: str | None, in_features: int, out_features: int) -> ExpertLinear:
             own = None if name is None or names.up is None else f"{names.experts}.{{}}.{name}"
-            return ExpertLinear(own, None if stack is None else f"{names.stack}.{stack}", in_features, out_features)
+            has_stack = stack is not None and names.takes_adapters
+            return ExpertLinear(own, f"{names.stack}.{stack}" if has_stack else None, in_features, out_features)
 
         gate_up = replace(linear(None, "gate_up_proj", hidden_size, 2 * size), alternates=names.has_biases)
         parts = () if names.up is None else (names.gate, names.up)
@@ -163,8 +172,9 @@ class MixtureConfig:
         if names.branch_norms is not None:
             yield from ((f"{name}.weight", (hidden_size,)) for name in astuple(names.branch_norms))
         if names.up is None:
-            yield f"{names.experts}.{names.gate}{names.stack_suffix}", (num_experts, 2 * size, hidden_size)
-            yield f"{names.experts}.{names.down}{names.stack_suffix}", (num_experts, hidden_size, size)
+            for name, outputs, inputs in ((names.gate, 2 * size, hidden_size), (names.down, hidden_size, size)):
+                shape = (inputs, outputs) if names.is_transposed else (outputs, inputs)
+                yield f"{names.experts}.{name}{names.stack_suffix}", (num_experts, *shape)
             return
         for expert in range(num_experts):
             for name in (names.gate, names.up):
@@ -186,6 +196,7 @@ def parse_mixture(raw: Mapping[str, Any], traits: MixtureTraits, num_layers: int
         expert_size=positive(raw, traits.size_field),
         shared=None if traits.shared is None else _parse_shared(raw, traits.shared),
         names=traits.names,
+        scales_input=traits.scales_input,
     )
 
 

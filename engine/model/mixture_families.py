@@ -11,14 +11,25 @@ from loramux.engine.model.expert_layers import (
     by_step,
     every_layer,
     listed_or_after_dense,
+    listed_or_every_step,
 )
-from loramux.engine.model.families import HEAD_WIDE, MULTIPLIERS, OUTPUT_NORMS, PROJECTION_WIDE, QK_NORM, Family
+from loramux.engine.model.families import (
+    FAMILIES,
+    HEAD_WIDE,
+    MULTIPLIERS,
+    OUTPUT_NORMS,
+    PROJECTION_WIDE,
+    QK_NORM,
+    Family,
+)
 from loramux.engine.model.feed_forward import FeedForward
 from loramux.engine.model.layer_kinds import (
     all_windowed,
     all_windowed_if_used,
+    chunked_if_rotated,
     full_by_pattern,
     full_every,
+    rotated_if_listed,
     rotated_if_windowed,
     windowed_from,
     windowed_in_turn,
@@ -51,6 +62,10 @@ _SHARED_EXPERT = FeedForward(
 )
 _SHARED_EXPERTS = FeedForward(
     ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
+)
+_LLAMA4_SHARED = FeedForward(
+    ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+    "feed_forward.shared_expert.down_proj",
 )
 _SHARED_MLP = FeedForward(("shared_mlp.input_linear",), "shared_mlp.output_linear")
 
@@ -100,6 +115,26 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         qk_norm=HEAD_WIDE,
         mixture=MixtureTraits(
             names=_QWEN_NAMES, assumed_experts=128, layers=by_step, size_field="moe_intermediate_size"
+        ),
+    ),
+    "Qwen3_5MoeForCausalLM": replace(
+        FAMILIES["Qwen3_5ForCausalLM"],
+        assumed={
+            **FAMILIES["Qwen3_5ForCausalLM"].assumed,
+            "num_key_value_heads": 2,
+            # No layer is dense.
+            "intermediate_size": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        reads=(*FAMILIES["Qwen3_5ForCausalLM"].reads, *NUM_EXPERTS),
+        mixture=MixtureTraits(
+            names=_QWEN_NAMES,
+            assumed_experts=256,
+            size_field="moe_intermediate_size",
+            shared=SharedTraits(_SHARED_EXPERT, "shared_expert_intermediate_size", gate="mlp.shared_expert_gate"),
+            always_normalizes=True,
         ),
     ),
     "MixtralForCausalLM": Family(
@@ -285,6 +320,59 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         ),
         draft_tensors=("mtp.",),
     ),
+    # Contexts are short enough to be within one chunk.
+    "Llama4ForCausalLM": Family(
+        layer_kinds=chunked_if_rotated,
+        has_layer_types=True,
+        rotated_layers=rotated_if_listed,
+        assumed={
+            "num_key_value_heads": 8,
+            "rope_theta": 500000.0,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "intermediate_size_mlp": 16384,
+            "interleave_moe_layer_step": 1,
+            "num_experts_per_tok": 1,
+        },
+        reads=(
+            "attention_bias",
+            "attention_chunk_size",
+            "attn_temperature_tuning",
+            "no_rope_layers",
+            *QK_NORM,
+            *NUM_EXPERTS,
+        ),
+        dense_size_field="intermediate_size_mlp",
+        feed_forward=FeedForward(("feed_forward.gate_proj", "feed_forward.up_proj"), "feed_forward.down_proj"),
+        has_l2_norms=True,
+        qk_norm_field="use_qk_norm",
+        has_chunks=True,
+        scales_unrotated=True,
+        interleaved_rotary=True,
+        mixture=MixtureTraits(
+            names=ExpertNames(
+                "feed_forward.router",
+                "feed_forward.experts",
+                "gate_up_proj",
+                None,
+                "down_proj",
+                "feed_forward.router",
+                "feed_forward.experts",
+                stack_suffix="",
+                is_transposed=True,
+                takes_adapters=False,
+            ),
+            assumed_experts=16,
+            layers=listed_or_every_step,
+            shared=SharedTraits(_LLAMA4_SHARED, "intermediate_size"),
+            has_sigmoid=True,
+            scales_input=True,
+        ),
+    ),
     "GptOssForCausalLM": Family(
         layer_kinds=full_every(2),
         has_layer_types=True,
@@ -313,3 +401,25 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         clamps_gate=True,
     ),
 }
+
+INNER_FAMILIES: dict[str, Family] = {
+    "Qwen3VLMoeText": Family(
+        layer_kinds=without_windows,
+        assumed={
+            "num_key_value_heads": 16,
+            "rope_theta": 500000.0,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+        },
+        reads=("attention_bias", *QK_NORM, *NUM_EXPERTS),
+        qk_norm=HEAD_WIDE,
+        mixture=MixtureTraits(
+            names=_QWEN_NAMES,
+            assumed_experts=60,
+            layers=by_step,
+            size_field="moe_intermediate_size",
+            always_normalizes=True,
+        ),
+    ),
+}
+"""The text decoders that only multimodal architectures have."""

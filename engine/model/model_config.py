@@ -30,11 +30,11 @@ from loramux.engine.model.families import (
 )
 from loramux.engine.model.feed_forward import ClampedGate, FeedForward
 from loramux.engine.model.layer_heads import LayerHeads, heads_by_layer, kv_sources, usual_heads
-from loramux.engine.model.layer_kinds import FULL, LINEAR, SLIDING
+from loramux.engine.model.layer_kinds import CHUNKED, FULL, LINEAR, SLIDING
 from loramux.engine.model.missing_features import MISSING_FEATURES
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
 from loramux.engine.model.multimodal import text_decoder
-from loramux.engine.model.rope_config import RopeConfig, longest_contexts, parse_ropes
+from loramux.engine.model.rope_config import QueryScaling, RopeConfig, longest_contexts, parse_ropes
 from loramux.kernels.layout import ExpertModules, LinearShape, PageGeometry
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,7 +66,8 @@ class ModelConfig:
     By default, contexts have up to `max_model_len` tokens. The operator can allow up to `stretched_model_len`.
     `layer_heads` contains each layer's heads of K and V; `num_kv_heads` and `head_dim` are the largest. A layer reads
     the K and V of the layer in `kv_sources`, and has none of its own unless that is the layer itself. In
-    `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V is normed without a weight.
+    `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V is normed without a weight,
+    and with `has_l2_norms`, q and k are in rotated layers. `query_scaling` applies to q in the other layers.
     `layer_intermediate_sizes` contains the inner size of each layer's feed-forward. With `layer_input_size`, an
     embedding of this size enters each layer, and with `has_layer_scalars`, a number multiplies each layer's output.
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
@@ -92,6 +93,8 @@ class ModelConfig:
     kv_sources: tuple[int, ...]
     layers_without_v: tuple[int, ...]
     has_value_norm: bool
+    has_l2_norms: bool
+    query_scaling: QueryScaling | None
     layer_intermediate_sizes: tuple[int, ...]
     layer_input_size: int
     has_layer_scalars: bool
@@ -363,6 +366,10 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     windows = _parse_windows(raw, family, kinds)
     ropes = parse_ropes(raw, architecture, family, windows, heads.head_dim)
     max_model_len, stretched_model_len = longest_contexts(raw, ropes)
+    if CHUNKED in kinds:
+        # Within the first chunk, such a layer sees the whole context.
+        chunk = positive(raw, "attention_chunk_size")
+        max_model_len, stretched_model_len = min(max_model_len, chunk), min(stretched_model_len, chunk)
     vocab_size = positive(raw, "vocab_size")
     return ModelConfig(
         architecture=architecture,
@@ -376,7 +383,9 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         kv_sources=sources,
         layers_without_v=_layers_without_v(raw, windows),
         has_value_norm=family.has_value_norm,
-        layer_intermediate_sizes=_intermediate_sizes(raw, sources),
+        has_l2_norms=family.has_l2_norms and _has_qk_norm(raw, family),
+        query_scaling=_query_scaling(raw) if family.scales_unrotated else None,
+        layer_intermediate_sizes=_intermediate_sizes(raw, family, sources),
         layer_input_size=_layer_input_size(raw),
         has_layer_scalars=family.has_layer_scalars,
         vocab_size=vocab_size,
@@ -433,6 +442,12 @@ def _draft_layers(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     return [f"model.layers.{num_layers + layer}." for layer in range(min(count, MAX_LAYERS))]
 
 
+def _query_scaling(raw: Mapping[str, Any]) -> QueryScaling | None:
+    if not raw["attn_temperature_tuning"]:
+        return None
+    return QueryScaling(growth=positive_float(raw, "attn_scale"), span=positive(raw, "floor_scale"))
+
+
 def _shared_tensors(sources: Sequence[int]) -> list[str]:
     """Tensors of K and V in layers that read those of another layer, which published files contain."""
     parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
@@ -445,9 +460,9 @@ def _layers_without_v(raw: Mapping[str, Any], windows: Sequence[int | None]) -> 
     return tuple(layer for layer, window in enumerate(windows) if is_k and window is None)
 
 
-def _intermediate_sizes(raw: Mapping[str, Any], sources: Sequence[int]) -> tuple[int, ...]:
+def _intermediate_sizes(raw: Mapping[str, Any], family: Family, sources: Sequence[int]) -> tuple[int, ...]:
     """The inner size of each layer's feed-forward, which can be twice as large where K and V are another layer's."""
-    size, factor = positive(raw, "intermediate_size"), 2 if raw.get("use_double_wide_mlp") else 1
+    size, factor = positive(raw, family.dense_size_field), 2 if raw.get("use_double_wide_mlp") else 1
     if factor == 2 and raw.get("enable_moe_block"):
         raise ModelNotSupported("config.json has both use_double_wide_mlp and enable_moe_block")
     return tuple(size * (1 if layer == source else factor) for layer, source in enumerate(sources))
@@ -506,7 +521,7 @@ def _parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_
     kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
     if len(kinds) != num_layers:
         raise ModelNotSupported(f"layer_types names {len(kinds)} layers of {num_layers}")
-    known = (FULL, LINEAR if family.has_delta_layers else SLIDING)
+    known = (FULL, LINEAR if family.has_delta_layers else CHUNKED if family.has_chunks else SLIDING)
     for kind in kinds:
         if kind not in known:
             raise ModelNotSupported(f"layer_types names {kind!r}; {' and '.join(known)} are supported")

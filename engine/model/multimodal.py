@@ -10,7 +10,7 @@ from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import shown
 from loramux.engine.model.families import FAMILIES, Family
 from loramux.engine.model.gemma4_families import GEMMA4_FAMILIES
-from loramux.engine.model.mixture_families import MIXTURE_FAMILIES
+from loramux.engine.model.mixture_families import INNER_FAMILIES, MIXTURE_FAMILIES
 
 _SHARED = (
     "dtype",
@@ -90,6 +90,9 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "Gemma4ForConditionalGeneration": Wrapper({"gemma4_text": "Gemma4ForCausalLM"}),
     "Gemma4UnifiedForConditionalGeneration": Wrapper({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}),
+    "Llama4ForConditionalGeneration": Wrapper({"llama4_text": "Llama4ForCausalLM"}),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper({"qwen3_vl_moe_text": "Qwen3VLMoeText"}, has_mrope=True),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, has_mrope=True),
     "AyaVisionForConditionalGeneration": Wrapper({"cohere2": "Cohere2ForCausalLM"}, fixed=_UNSCALED),
     "Cohere2VisionForConditionalGeneration": Wrapper({"cohere2": "Cohere2ForCausalLM"}, fixed=_UNSCALED),
     "DeepseekVLForConditionalGeneration": Wrapper(_LLAMA, _TIED),
@@ -157,7 +160,7 @@ def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Map
             f"the text decoder {shown(kind)} of {architecture} is not supported; "
             f"supported: {', '.join(wrapper.decoders)}"
         )
-    family = _TEXT_FAMILIES[wrapper.decoders[kind]]
+    family = {**_TEXT_FAMILIES, **INNER_FAMILIES}[wrapper.decoders[kind]]
     if wrapper.has_mrope:
         fields = (*family.rope_fields, "mrope_section", "mrope_interleaved")
         family = replace(family, ropes=(*family.ropes, "mrope"), rope_fields=fields)

@@ -73,6 +73,14 @@ class RopeConfig:
     query_growth: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """q at position `p` is multiplied by `1 + growth * log(1 + floor((p + 1) / span))` (Nakanishi, 2025)."""
+
+    growth: float
+    span: int
+
+
 NO_ROPE = RopeConfig(theta=1.0, kind="none")
 """The rotary embedding of layers without positions."""
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from loramux.engine.model.rope_config import RopeConfig
+from loramux.engine.model.rope_config import QueryScaling, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
@@ -85,6 +85,14 @@ def query_scales(rope: RopeConfig, max_len: int) -> torch.Tensor | None:
         return None
     spans = (torch.arange(max_len).float() / rope.original_max_len).floor()
     return (1 + rope.query_growth * torch.log(1 + spans)).view(-1, 1, 1)
+
+
+def growing_scales(scaling: QueryScaling, max_len: int) -> torch.Tensor | None:
+    """Factor of q at each position, float32 `[max_len, 1, 1]`, or None if it is 1 everywhere."""
+    if max_len < scaling.span:
+        return None
+    spans = ((torch.arange(max_len).float() + 1) / scaling.span).floor()
+    return (1 + scaling.growth * torch.log1p(spans)).view(-1, 1, 1)
 
 
 def in_halves(heads: torch.Tensor, num_pairs: int) -> torch.Tensor:

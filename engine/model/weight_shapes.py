@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.model_config import INPUT_NORM, LAYER_SCALAR, SINKS, ModelConfig, input_shapes
+from loramux.engine.model.stacked_experts import StackedPlace, stacked_place
 from loramux.engine.model.weight_files import DERIVED, EMBEDDING, HEAD, StoredTensor
 
 
@@ -68,14 +69,23 @@ def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Non
     A separate head of a model with tied embeddings must equal the embedding, which headers do not show.
     """
     wanted = weight_shapes(config)
+    stacks: set[str] = set()
     for name, shape in wanted.items():
-        if name not in stored:
+        stack = stacked_place(name)
+        tensor = stored.get(name)
+        if tensor is None and stack is not None and stack.name in stored:
+            tensor = stored[stack.name]
+            stacks.add(stack.name)
+            if stack.is_transposed(tensor.shape, shape) is None:
+                raise misshapen_stack(stack, tensor.shape)
+            tensor = replace(tensor, shape=shape)
+        if tensor is None:
             raise missing(name)
-        if not stored[name].is_coded and stored[name].dtype not in STORAGE:
-            raise unexplained(name, stored[name].dtype)
-        if stored[name].shape != shape:
-            raise misshapen(name, stored[name].shape, shape)
-    unused = unused_tensors(stored.keys() - wanted.keys(), config.draft_tensors)
+        if not tensor.is_coded and tensor.dtype not in STORAGE:
+            raise unexplained(name, tensor.dtype)
+        if tensor.shape != shape:
+            raise misshapen(name, tensor.shape, shape)
+    unused = unused_tensors(stored.keys() - wanted.keys() - stacks, config.draft_tensors)
     if unused and unused != [HEAD]:
         raise unread(unused)
 
@@ -91,6 +101,10 @@ def missing(name: str) -> ModelNotSupported:
 
 def misshapen(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ModelNotSupported:
     return ModelNotSupported(f"the tensor {name} has shape {list(found)}, config.json says {list(wanted)}")
+
+
+def misshapen_stack(stack: StackedPlace, found: tuple[int, ...]) -> ModelNotSupported:
+    return ModelNotSupported(f"the tensor {stack.name} has shape {list(found)} and no weight of expert {stack.expert}")
 
 
 def unexplained(name: str, dtype: str) -> ModelNotSupported:

@@ -14,8 +14,16 @@ from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.quantization.base_format import CodedTensor
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.stacked_experts import StackedPlace, stacked_place
 from loramux.engine.model.weight_files import EMBEDDING, HEAD, checkpoint_of, text_tensors, unreadable, weight_paths
-from loramux.engine.model.weight_shapes import misshapen, missing, unexplained, unread, unused_tensors
+from loramux.engine.model.weight_shapes import (
+    misshapen,
+    misshapen_stack,
+    missing,
+    unexplained,
+    unread,
+    unused_tensors,
+)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,9 +57,13 @@ class Weights:
             if coded.shape != shape:
                 raise misshapen(name, coded.shape, shape)
             return _decode(coded)
-        if name not in self._places:
+        stack = stacked_place(name)
+        if name in self._places:
+            tensor = self._read(name)
+        elif stack is not None and stack.name in self._places:
+            tensor = self._read_expert(stack, shape)
+        else:
             raise missing(name)
-        tensor = self._read(name)
         if tuple(tensor.shape) != shape:
             raise misshapen(name, tuple(tensor.shape), shape)
         return tensor
@@ -73,10 +85,24 @@ class Weights:
 
     def _read(self, name: str) -> torch.Tensor:
         file, stored = self._places[name]
-        tensor: torch.Tensor = file.get_tensor(stored)
-        if tensor.dtype not in _FLOATS:
-            raise unexplained(name, str(tensor.dtype).removeprefix("torch."))
-        return tensor
+        return _float(name, file.get_tensor(stored))
+
+    def _read_expert(self, stack: StackedPlace, shape: tuple[int, ...]) -> torch.Tensor:
+        self._unread.discard(stack.name)
+        file, stored = self._places[stack.name]
+        stacked = file.get_slice(stored)
+        stack_shape = tuple(stacked.get_shape())
+        is_transposed = stack.is_transposed(stack_shape, shape)
+        if is_transposed is None:
+            raise misshapen_stack(stack, stack_shape)
+        tensor = _float(stack.name, stacked[stack.index(shape, is_transposed)])
+        return tensor.T.contiguous() if is_transposed else tensor
+
+
+def _float(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in _FLOATS:
+        raise unexplained(name, str(tensor.dtype).removeprefix("torch."))
+    return tensor
 
 
 def _decode(coded: CodedTensor) -> CodedWeight:

@@ -70,16 +70,26 @@ SINGLE_NAMES = {"mixtral": _MIXTRAL_NAMES, "minimax-m2": _MIXTRAL_NAMES}
 """The router, the experts, gate, up and down in transformers 4, where they differ from Qwen's."""
 
 QWEN_NAMES = ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-STACKED_ONLY = ("granite-moe", "granite-moe-shared", "gpt-oss")
+STACKED_ONLY = (
+    "gemma4_moe",
+    "gpt-oss",
+    "granite-moe",
+    "granite-moe-shared",
+    "granite_moe_swa",
+)
 """Families whose checkpoints have always stacked the experts."""
 
 WRAPPED = "glm4v_moe"
 """A family with a vision tower, whose linears have the names of the experts' linears."""
+NOT_TARGETED = ("llama4", "llama4-multimodal", "llama4-two-experts", "qwen3_5_moe-multimodal", "qwen3_vl_moe")
+"""Families whose experts adapters cannot target, or that have a vision tower and decode as another family does."""
 
 
 def plans_for(family: str) -> list[ExpertPlan]:
     router, experts, gate, up, down = SINGLE_NAMES.get(family, QWEN_NAMES)
     last, layer = "router" if family in STACKED_ONLY else "gate", 0 if family in ("qwen3-moe", "exaone-moe") else 1
+    if family == "gemma4_moe":
+        last = "router.proj"
     plans = [
         ExpertPlan("attention", 3, modules=("q_proj", "o_proj")),
         ExpertPlan("stacked", 4, modules=("q_proj",), parameters=("experts.gate_up_proj", "experts.down_proj")),

@@ -15,7 +15,7 @@ from transformers import (
 from tests.conformance.further_families import MakeModel
 
 
-def _text(shape: dict[str, Any]) -> dict[str, Any]:
+def hybrid_text(shape: dict[str, Any]) -> dict[str, Any]:
     """Attention in the second layer only. Two value heads share a key head, and keys are longer than values."""
     kinds = ["full_attention" if layer == 1 else "linear_attention" for layer in range(shape["num_hidden_layers"])]
     return {
@@ -39,12 +39,12 @@ def _text(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_5(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_text(shape), tie_word_embeddings=True))
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**hybrid_text(shape), tie_word_embeddings=True))
 
 
 def _qwen3_5_multimodal(shape: dict[str, Any], _: int) -> PreTrainedModel:
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 128}
-    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=_text(shape), vision_config=vision))
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=hybrid_text(shape), vision_config=vision))
 
 
 HYBRID_FAMILIES: dict[str, MakeModel] = {"qwen3_5": _qwen3_5, "qwen3_5-multimodal": _qwen3_5_multimodal}

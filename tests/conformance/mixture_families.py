@@ -21,6 +21,7 @@ from transformers import (
 from tests.conformance.corrected_families import CORRECTED_FAMILIES
 from tests.conformance.further_families import MakeModel
 from tests.conformance.gemma4_families import GEMMA4_MIXTURES
+from tests.conformance.stacked_families import STACKED_FAMILIES
 
 
 def _qwen2_moe(shape: dict[str, Any], window: int) -> PreTrainedModel:
@@ -84,6 +85,7 @@ MIXTURE_FAMILIES: dict[str, MakeModel] = {
     "olmoe": _olmoe,
     **CORRECTED_FAMILIES,
     **GEMMA4_MIXTURES,
+    **STACKED_FAMILIES,
 }
 
 FREQUENT_MIXTURES = ("qwen2-moe", "gpt-oss")

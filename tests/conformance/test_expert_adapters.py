@@ -12,7 +12,7 @@ import torch
 from loramux.engine.device.backend import Backend
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.messages import Add, SamplingParams, StatsRequest
-from tests.conformance.expert_adapters import WRAPPED, ExpertSubject, make_expert_subject, plans_for
+from tests.conformance.expert_adapters import NOT_TARGETED, WRAPPED, ExpertSubject, make_expert_subject, plans_for
 from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.parity import Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE
@@ -30,6 +30,7 @@ FREQUENT = ("qwen2-moe", "gpt-oss")
     params=[
         pytest.param(family, marks=() if family in FREQUENT else pytest.mark.campaign)
         for family in (*MIXTURE_FAMILIES, WRAPPED)
+        if family not in NOT_TARGETED
     ],
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ExpertSubject:

@@ -198,13 +198,14 @@ RENAMED_MODULES = {
 }
 """Names of linears that differ from those in Llama, by the family's name up to a hyphen."""
 
+_DELTA_MODULES = {
+    "q_proj": ["in_proj_qkv"],
+    "k_proj": ["in_proj_a"],
+    "v_proj": ["in_proj_z", "in_proj_b"],
+    "o_proj": ["out_proj"],
+}
 ADDED_MODULES = {
-    "qwen3_5": {
-        "q_proj": ["in_proj_qkv"],
-        "k_proj": ["in_proj_a"],
-        "v_proj": ["in_proj_z", "in_proj_b"],
-        "o_proj": ["out_proj"],
-    },
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _DELTA_MODULES),
     "gemma4": {"gate_proj": ["per_layer_input_gate"], "down_proj": ["per_layer_projection"]},
 }
 """Further linears that are targeted with Llama's, by the family's name up to a hyphen."""
@@ -256,7 +257,7 @@ class AdapterPlan:
         family = family.partition("-")[0]
         if (added := ADDED_MODULES.get(family)) is not None:
             others = [name for module in self.modules for name in added.get(module, ())]
-            pattern = _in_hybrid_layers(self.rank_pattern) if family == "qwen3_5" else self.rank_pattern
+            pattern = _in_hybrid_layers(self.rank_pattern) if family.startswith("qwen3_5") else self.rank_pattern
             return dataclasses.replace(self, modules=[*self.modules, *others], rank_pattern=pattern)
         renamed = RENAMED_MODULES.get(family)
         if renamed is None:
@@ -275,9 +276,12 @@ class AdapterPlan:
         """
         linears = [name for name, module in base.named_modules() if isinstance(module, (Linear, Embedding))]
 
+        block = "feed_forward" if any(".feed_forward." in linear for linear in linears) else "mlp"
+
         def names(name: str) -> list[str]:
             above, dot, last = name.rpartition(".")
-            in_blocks = [f"{above or 'mlp'}.{last}", *(f"{above}{dot}{block}.{last}" for block in SHARED_BLOCKS)]
+            above = above.replace("mlp", block)
+            in_blocks = [f"{above or block}.{last}", *(f"{above}{dot}{shared}.{last}" for shared in SHARED_BLOCKS)]
             if last in _GRANITE_SHARED:
                 in_blocks.append(f"{above.removesuffix('mlp')}{_GRANITE_SHARED[last]}")
             candidates = in_blocks if last in FEED_FORWARD else [name]

@@ -14,6 +14,8 @@ from loramux.engine.model.families import HEAD_WIDE, PROJECTION_WIDE
 from loramux.engine.model.feed_forward import ClampedGate
 from loramux.engine.model.mixture_config import MAX_EXPERTS
 from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.rope_config import NO_ROPE, QueryScaling
+from loramux.engine.model.weight_shapes import weight_shapes
 from loramux.kernels.routing_spec import RoutingSpec
 
 SIZES: dict[str, Any] = {
@@ -41,6 +43,8 @@ MINIMAX_M2 = {"architectures": ["MiniMaxM2ForCausalLM"]}
 FLEX_OLMO = {"architectures": ["FlexOlmoForCausalLM"]}
 MELLUM = {"architectures": ["MellumForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
+QWEN3_5_MOE = {"architectures": ["Qwen3_5MoeForCausalLM"]}
+LLAMA4 = {"architectures": ["Llama4ForCausalLM"], "intermediate_size_mlp": 80, "attention_chunk_size": 128}
 
 
 def load(tmp_path: Path, changes: dict[str, Any]) -> ModelConfig:
@@ -58,6 +62,7 @@ DEFAULTS = {
     "solar-open": (SOLAR, RoutingSpec(128, 8, normalizes=True, has_sigmoid=True), 1280, 1280),
     "minimax-m2": (MINIMAX_M2, RoutingSpec(256, 8, normalizes=True, has_sigmoid=True), 96, None),
     "flex-olmo": (FLEX_OLMO, RoutingSpec(7, 5, normalizes=False), 96, None),
+    "qwen3.5-moe": (QWEN3_5_MOE, RoutingSpec(256, 8, normalizes=True), 512, 512),
     "gpt-oss": (GPT_OSS, RoutingSpec(128, 4, normalizes=True), 96, None),
     "mellum": (MELLUM, RoutingSpec(64, 8, normalizes=True), 896, None),
 }
@@ -251,7 +256,29 @@ def test_biases_and_norms_follow_the_family(tmp_path: Path) -> None:
     assert (olmoe.qk_norm, olmoe.qkv_bias) == (PROJECTION_WIDE, False)
 
 
+def test_llama_4_is_served_within_its_first_chunk(tmp_path: Path) -> None:
+    config = load(tmp_path, {**LLAMA4, "interleave_moe_layer_step": 2})
+    assert (config.max_model_len, config.stretched_model_len, config.layer_windows) == (128, 128, (None,) * 4)
+    assert [rope is NO_ROPE for rope in config.layer_ropes] == [False, False, False, True]
+    assert config.query_scaling == QueryScaling(growth=0.1, span=8192)
+    assert config.mixture is not None
+    assert (config.mixture.layers, config.mixture.scales_input) == ((1, 3), True)
+    shapes = weight_shapes(config)
+    assert shapes["model.layers.0.feed_forward.gate_proj.weight"] == (80, 64)
+    assert shapes["model.layers.1.feed_forward.shared_expert.gate_proj.weight"] == (96, 64)
+    assert shapes["model.layers.1.feed_forward.experts.gate_up_proj"] == (16, 64, 192)
+    plain = load(tmp_path, {**LLAMA4, "no_rope_layers": [1] * 4, "use_qk_norm": False, "moe_layers": [0]})
+    assert (NO_ROPE in plain.layer_ropes, plain.has_l2_norms) == (False, False)
+    assert plain.mixture is not None
+    assert plain.mixture.layers == (0,)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({**LLAMA4, "attention_chunk_size": None}, "attention_chunk_size is None"),
+    ({**LLAMA4, "moe_layers": [4]}, r"moe_layers = \[4\]"),
+    ({**LLAMA4, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),
+    ({**LLAMA4, "floor_scale": 0}, "floor_scale is 0"),
+    ({**LLAMA4, "layer_types": ["sliding_attention"] * 4}, "layer_types names 'sliding_attention'"),
     ({**MIXTRAL, "num_local_experts": 8, "num_experts": 4}, "contradicts itself about the number of experts"),
     ({**MIXTRAL, "num_local_experts": 0}, r"0 experts in config.json are not in \[1, 1024\]"),
     ({**MIXTRAL, "num_local_experts": MAX_EXPERTS + 1}, "1025 experts"),

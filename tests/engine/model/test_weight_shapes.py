@@ -33,6 +33,7 @@ SHAPE: dict[str, Any] = {
 }
 EXPERT_SIZES = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 56, "shared_intermediate_size": 40}
 EXPERT_FIELDS: dict[str, dict[str, Any]] = {
+    "Qwen3_5MoeForCausalLM": {"full_attention_interval": 2},
     "Qwen2MoeForCausalLM": {"mlp_only_layers": [1]},
     "Qwen3MoeForCausalLM": {"mlp_only_layers": [1]},
     "Dots1ForCausalLM": {"num_experts_per_tok": 2, "n_shared_experts": 2},
