@@ -41,7 +41,7 @@ class Attention:
     embedding for q and k. With `interleaves`, neighbouring channels are rotated together. `cache_group` and
     `cache_layer` are the layer's `CacheLayout.place`, or that of the layer whose K and V it reads: without `stores_kv`,
     it has none of its own. Without `has_v`, the projection of K, before its norm, is also V, which then has a norm.
-    Without `scales_query`, the step's query scale does not apply.
+    Without `scales_query`, the step's query scale does not apply. `clip` limits the outputs of the projections.
     """
 
     spec: AttentionSpec
@@ -56,12 +56,15 @@ class Attention:
     cache_layer: int
     sinks: torch.Tensor | None
     scales_query: bool
+    clip: float | None
 
     def __call__(self, qkv: torch.Tensor, kernels: Kernels, step: AttentionStep) -> torch.Tensor:
         """The input of the output's projection; `qkv` `[num_tokens, ...]` is the output of the fused projections."""
         spec, num_tokens = self.spec, qkv.shape[0]
         head_dim, kv_out = spec.head_dim, spec.num_kv_heads * spec.head_dim
         q_out = spec.num_heads * head_dim
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
         num_kv_parts = (1 + self.has_v) if self.stores_kv else 0
         q, *kv = torch.split(qkv, [2 * q_out if self.has_gates else q_out, *[kv_out] * num_kv_parts], dim=1)
         gate = None
@@ -131,6 +134,7 @@ def load_attention(
         has_v=layer not in config.layers_without_v,
         cache_group=cache_group,
         cache_layer=cache_layer,
+        clip=config.clip_qkv,
         scales_query=config.query_scaling is None or not is_rotated,
         sinks=place.finite(f"{prefix}.{SINKS}", (config.num_heads,)) if config.has_sinks else None,
     )

@@ -20,12 +20,14 @@ from loramux.engine.model.delta_net import DeltaNet
 from loramux.engine.model.layer_adapters import LayerAdapters
 from loramux.engine.model.layer_inputs import LayerInput, LayerInputs
 from loramux.engine.model.mixture import Mixture, mixture_groups
-from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, INPUT_NORM, LAYER_SCALAR, ModelConfig
+from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, INPUT_NORM, LAYER_SCALAR, XIELU, ModelConfig
 from loramux.engine.model.norms import NoNorm, Norm
 from loramux.engine.model.placement import Placement
 from loramux.engine.model.rotary import growing_scales, query_scales, rotary_tables
 from loramux.engine.model.vocabularies import Vocabularies
+from loramux.engine.model.weight_files import HEAD_BIAS
 from loramux.engine.model.weights import WeightSource
+from loramux.engine.model.xielu import Xielu
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.layout import LinearShape
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, Segments
@@ -60,12 +62,16 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedForward:
-    """A feed-forward block that all tokens use, with gate/up fused: a dense layer's block, or the shared expert."""
+    """A feed-forward block that all tokens use, with gate/up fused: a dense layer's block, or the shared expert.
+
+    `xielu` is the layer's own activation, or None.
+    """
 
     gate_up: Linear
     gate_up_group: ModuleGroup
     down: Linear
     down_group: ModuleGroup
+    xielu: Xielu | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,11 +125,12 @@ class Decoder:
             _load_layer(config, place, layer, ropes.index(layer_ropes[layer]), windows[layer], self.cache_layout)
             for layer in range(config.num_layers)
         ]
-        self._final_norm = place.norm("model.norm", config.hidden_size)
+        self._final_norm = place.norm(config.final_norm, config.hidden_size)
         if config.tied_embeddings:
-            self._head = backend.make_linear(self._embedding, None)
+            head_bias = place.tensor(HEAD_BIAS, (config.vocab_size,)) if config.head_bias else None
+            self._head = backend.make_linear(self._embedding, head_bias)
         else:
-            self._head = place.linear("", [config.outer_modules[HEAD]], has_bias=False)
+            self._head = place.linear("", [config.outer_modules[HEAD]], config.head_bias)
         self._head_dims = sorted(set(head_dims))
         self._rotary = [
             (cos.to(backend.device), sin.to(backend.device))
@@ -218,7 +225,7 @@ class Decoder:
             block, out = layer.feed_forward, None
             if block is not None:
                 inner = adapters.add(x, block.gate_up(x), LayerGroups.GATE_UP, block.gate_up_group)
-                inner = activate(inner)
+                inner = activate(inner) if block.xielu is None else block.xielu(inner)
                 out = adapters.add(inner, block.down(inner), LayerGroups.DOWN, block.down_group)
             if layer.mixture is not None:
                 out = layer.mixture(x, residual, out, kernels, activate, adapters)
@@ -368,6 +375,7 @@ def _load_layer(
             gate_up_group=_group(modules, gate_up),
             down=linear(down, config.mlp_bias),
             down_group=_group(modules, down),
+            xielu=Xielu(place, prefix) if config.activation == XIELU else None,
         )
     mixture = None
     if config.mixture is not None and index in config.mixture.layers:

@@ -61,8 +61,10 @@ class Family:
     `has_value_norm`, V is normed. With `has_l2_norms`, q and k of rotated layers have norms without weights. With
     `has_chunks`, `layer_types` may name layers that see only tokens of their own chunk, and contexts end with the first
     chunk. With `scales_unrotated`, q grows with its position in layers without rotation. `dense_size_field` is the
-    inner size of a feed-forward without experts. With `has_layer_scalars`, a tensor scales each layer's output. Names
-    of tensors that predict further tokens begin with one of `draft_tensors`; the decoder does not read them.
+    inner size of a feed-forward without experts. With `layer_theta_field`, that field has each layer's theta, or 0 for
+    no rotation. `o_name` is the projection of attention's output, and `final_norm` the norm after the last layer. With
+    `has_layer_scalars`, a tensor scales each layer's output. Names of tensors that predict further tokens begin with
+    one of `draft_tensors`; the decoder does not read them.
     """
 
     layer_kinds: LayerKinds
@@ -101,6 +103,11 @@ class Family:
     has_chunks: bool = False
     scales_unrotated: bool = False
     dense_size_field: str = "intermediate_size"
+    layer_theta_field: str | None = None
+    has_norm_weights: bool = True
+    o_name: str = "self_attn.o_proj"
+    final_norm: str = "model.norm"
+    has_head_bias: bool = False
     has_layer_scalars: bool = False
     draft_tensors: tuple[str, ...] = ()
     has_sinks: bool = False
@@ -415,6 +422,60 @@ FAMILIES: dict[str, Family] = {
         o_bias="use_bias",
         mlp_bias="use_bias",
         feed_forward=FeedForward(("mlp.c_fc",), "mlp.c_proj", has_gate=False),
+    ),
+    "OlmoForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"layer_norm_eps": 1e-5},
+        reads=("attention_bias", "clip_qkv"),
+        norm_eps_field="layer_norm_eps",
+        has_layer_norms=True,
+        has_norm_weights=False,
+        mlp_bias=False,
+    ),
+    "PhiForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        reads=("partial_rotary_factor",),
+        norms=PARALLEL_NORMS,
+        norm_eps_field="layer_norm_eps",
+        has_layer_norms=True,
+        has_norm_biases=True,
+        parallel_blocks=True,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        feed_forward=FeedForward(("mlp.fc1",), "mlp.fc2", has_gate=False),
+        o_name="self_attn.dense",
+        final_norm="model.final_layernorm",
+        has_head_bias=True,
+    ),
+    "ApertusForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={
+            "hidden_act": "xielu",
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        reads=("attention_bias", *QK_NORM),
+        norms=NormNames("attention_layernorm", None, "feedforward_layernorm", None),
+        qk_norm=HEAD_WIDE,
+        mlp_bias=False,
+        feed_forward=WITHOUT_GATE,
+    ),
+    "GraniteSWAForCausalLM": Family(
+        layer_kinds=full_every(4, first=0),
+        has_layer_types=True,
+        assumed={"attention_multiplier": 1.0, "sliding_window": 128, "tie_word_embeddings": True},
+        reads=("attention_bias", "mlp_bias", *MULTIPLIERS),
+        logit_divisor_field="logits_scaling",
+        layer_theta_field="layer_rope_theta",
+        has_sinks=True,
     ),
     "ArceeForCausalLM": Family(
         layer_kinds=without_windows,

@@ -6,7 +6,7 @@ _BY_FEATURE: dict[str, str] = {
     "its kind of router, shared experts or expert layout": """
         AfmoeForCausalLM AriaForConditionalGeneration AriaTextForCausalLM BeamForCausalLM Cohere2MoeForCausalLM
         DbrxForCausalLM DeepseekOcr2ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
-        FlintForCausalLM GraniteMoeSWAForCausalLM HYV3ForCausalLM
+        FlintForCausalLM HYV3ForCausalLM
         HunYuanMoEV1ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM MiMoV2FlashForCausalLM
         MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM MuseSparkForConditionalGeneration
         PhimoeForCausalLM Qwen3OmniMoeThinkerForConditionalGeneration
@@ -56,8 +56,8 @@ _BY_FEATURE: dict[str, str] = {
     "q, k and v that are grouped by head in one linear": """
         FalconForCausalLM FuyuForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM PersimmonForCausalLM
     """,
-    "a bias of the head": "CodeGenForCausalLM GPTJForCausalLM PhiForCausalLM",
-    "norms without weights": "NanoChatForCausalLM OlmoForCausalLM",
+    "a bias of the head": "CodeGenForCausalLM GPTJForCausalLM",
+    "norms without weights": "NanoChatForCausalLM",
     "layer norms of q and k": "ChameleonForConditionalGeneration",
     "norms of q and k after the rotation": "HunYuanDenseV1ForCausalLM HunYuanVLForConditionalGeneration",
     "embeddings that enter every layer": """
@@ -65,11 +65,9 @@ _BY_FEATURE: dict[str, str] = {
     """,
     "K and V that another model computes": "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM",
     "block diffusion": "DiffusionGemmaForBlockDiffusion",
-    "attention sinks": "GraniteSWAForCausalLM",
     "differential attention": "DiffLlamaForCausalLM",
     "dynamic attention masks": "DogeForCausalLM",
     "layers that run several times": "HrmTextForCausalLM",
-    "the activation xIELU": "ApertusForCausalLM",
     "an exact gelu as a gate": "ModernBertDecoderForCausalLM",
     "ternary weights": "BitNetForCausalLM",
     "patches of bytes": "BltForCausalLM",

@@ -177,6 +177,35 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             always_normalizes=True,
         ),
     ),
+    "GraniteMoeSWAForCausalLM": Family(
+        layer_kinds=full_every(4, first=0),
+        has_layer_types=True,
+        assumed={
+            "attention_multiplier": 1.0,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 0,
+            "sliding_window": 128,
+        },
+        reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
+        logit_divisor_field="logits_scaling",
+        layer_theta_field="layer_rope_theta",
+        has_sinks=True,
+        mixture=MixtureTraits(
+            names=ExpertNames(
+                "block_sparse_moe.router",
+                "block_sparse_moe.experts",
+                "gate_up_proj",
+                None,
+                "down_proj",
+                "block_sparse_moe.router",
+                "block_sparse_moe.experts",
+                stack_suffix="",
+            ),
+            assumed_experts=8,
+            shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size"),
+            always_normalizes=True,
+        ),
+    ),
     "Glm4MoeForCausalLM": Family(
         layer_kinds=without_windows,
         assumed={

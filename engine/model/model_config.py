@@ -44,9 +44,13 @@ _QKV, _O, _GATE_UP, _DOWN, _ROUTER, _INPUT_GATE, _INPUT_PROJECTION = range(7)
 MAX_LAYERS = 1024
 """Largest number of layers. No model has a third of it, and the lists of layers stay small."""
 
-SILU, GELU_TANH, RELU_SQUARED = "silu", "gelu_tanh", "relu_squared"
+SILU, GELU_TANH, RELU_SQUARED, XIELU = "silu", "gelu_tanh", "relu_squared", "xielu"
 SINKS = "sinks"
 """The tensor of a layer's attention sinks: a score for each head."""
+
+XIELU_PREFIX = "mlp.act_fn"
+XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+"""The tensors of the activation xIELU of a layer."""
 
 INPUT_NORM, LAYER_SCALAR = "post_per_layer_input_norm", "layer_scalar"
 INPUT_EMBEDDING, INPUT_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
@@ -56,7 +60,12 @@ EMBEDDING, HEAD = 0, 1
 """Indices of `ModelConfig.outer_modules`."""
 
 _GATES = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-_ACTIVATIONS_WITHOUT_GATE = {"gelu_pytorch_tanh": GELU_TANH, "relu2": RELU_SQUARED}
+_ACTIVATIONS_WITHOUT_GATE = {
+    "gelu_pytorch_tanh": GELU_TANH,
+    "gelu_new": GELU_TANH,
+    "relu2": RELU_SQUARED,
+    "xielu": XIELU,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +75,20 @@ class ModelConfig:
     By default, contexts have up to `max_model_len` tokens. The operator can allow up to `stretched_model_len`.
     `layer_heads` contains each layer's heads of K and V; `num_kv_heads` and `head_dim` are the largest. A layer reads
     the K and V of the layer in `kv_sources`, and has none of its own unless that is the layer itself. In
-    `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V is normed without a weight,
-    and with `has_l2_norms`, q and k are in rotated layers. `query_scaling` applies to q in the other layers.
+    `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V is normed without a weight, and with
+    `has_l2_norms`, q and k are in rotated layers. `query_scaling` applies to q in the other layers.
     `layer_intermediate_sizes` contains the inner size of each layer's feed-forward. With `layer_input_size`, an
     embedding of this size enters each layer, and with `has_layer_scalars`, a number multiplies each layer's output.
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
-    are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form
-    a single linear. Adapters see the same linears. A soft cap of None means no cap. With `has_sinks`, each head's
-    softmax has a further key without a value. The layers of `mixture`, which is None if there are none, have experts
-    instead of a feed-forward of `intermediate_size`. The layers of `delta`, which is None if there are none, have a
-    gated delta rule instead of attention. With `gates_attention`, the query projection yields q, then a gate, for each
-    head. `quantization` is the format of the stored weights, or None if they are floats. Tensors whose names begin with
-    one of `draft_tensors` belong to layers that predict further tokens, or that read the K and V of another layer.
-    They are not needed.
+    are not normed. `clip_qkv` limits q, k and v, or is None. `residual_scale` multiplies the outputs of attention and
+    feed-forward. With `fused_qkv`, q/k/v form a single linear. Adapters see the same linears. A soft cap of None means
+    no cap. With `has_sinks`, each head's softmax has a further key without a value. The layers of `mixture`, which is
+    None if there are none, have experts instead of a feed-forward of `intermediate_size`. The layers of `delta`, which
+    is None if there are none, have a gated delta rule instead of attention. With `gates_attention`, the query
+    projection yields q, then a gate, for each head. `quantization` is the format of the stored weights, or None if they
+    are floats. Tensors whose names begin with one of `draft_tensors` belong to layers that predict further tokens, or
+    that read the K and V of another layer. They are not needed.
     """
 
     architecture: str
@@ -105,10 +114,15 @@ class ModelConfig:
     norm_eps: float
     norm_offset: float
     has_layer_norms: bool
+    has_norm_weights: bool
     has_norm_biases: bool
+    final_norm: str
     qk_norm: str | None
     qkv_bias: bool
     o_bias: bool
+    o_name: str
+    head_bias: bool
+    clip_qkv: float | None
     mlp_bias: bool
     fused_qkv: bool
     feed_forward: FeedForward
@@ -168,7 +182,7 @@ class ModelConfig:
             for linear in _linears(f"self_attn.{name}", [(hidden, size) if size else None for size in sizes])
         ]
         o_shapes = [(size, hidden) if size else None for size in q_out]
-        found += [(_O, linear) for linear in _linears("self_attn.o_proj", o_shapes)]
+        found += [(_O, linear) for linear in _linears(self.o_name, o_shapes)]
         for block, sizes in self._feed_forwards:
             per_input = (2 if block.has_gate else 1) / len(block.inputs)
             wide = [(hidden, int(per_input * size)) if size else None for size in sizes]
@@ -395,10 +409,15 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         norm_eps=positive_float(raw, family.norm_eps_field),
         norm_offset=family.norm_offset,
         has_layer_norms=family.has_layer_norms,
+        has_norm_weights=family.has_norm_weights,
         has_norm_biases=family.has_norm_biases,
+        final_norm=family.final_norm,
         qk_norm=family.qk_norm if _has_qk_norm(raw, family) else None,
         qkv_bias=_has_bias(raw, family.qkv_bias),
         o_bias=_has_bias(raw, family.o_bias),
+        o_name=family.o_name,
+        head_bias=family.has_head_bias,
+        clip_qkv=_soft_cap(raw, "clip_qkv") if "clip_qkv" in family.reads else None,
         mlp_bias=_has_bias(raw, family.mlp_bias),
         fused_qkv=family.fused_qkv,
         feed_forward=family.feed_forward,

@@ -60,7 +60,10 @@ class Placement:
 
     def norm(self, name: str, size: int) -> Norm:
         config = self.config
-        weight = self.tensor(f"{name}.weight", (size,), torch.float32)
+        if config.has_norm_weights:
+            weight = self.tensor(f"{name}.weight", (size,), torch.float32)
+        else:
+            weight = torch.ones(size, device=self.backend.device)
         if config.norm_offset:
             weight = weight + config.norm_offset
         if not config.has_layer_norms:
@@ -84,7 +87,9 @@ class Placement:
         shapes = list(shapes)
         bias = None
         if has_bias:
-            bias = torch.cat([self.tensor(f"{prefix}.{one.name}.bias", (one.out_features,)) for one in shapes])
+            bias = torch.cat(
+                [self.tensor(f"{prefix}.{one.name}.bias".removeprefix("."), (one.out_features,)) for one in shapes]
+            )
         stored = self._stored(prefix, shapes)
         make = self.backend.make_quantized_linear
         linear = None if make is None else self._linear_of_codes(stored, bias, make)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
@@ -98,6 +98,11 @@ def parse_ropes(
     theta = 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
     if family.window_theta_field is None:
         rope = parse({"rope_theta": theta, **(scaling or given)})
+        thetas = None if family.layer_theta_field is None else raw.get(family.layer_theta_field)
+        if thetas is not None:
+            if len(thetas) != len(windows) or any(type(one) not in (int, float) or one < 0 for one in thetas):
+                refuse_field(family.layer_theta_field or "", thetas, architecture)
+            return tuple(replace(rope, theta=float(one)) if one else NO_ROPE for one in thetas)
         return tuple(rope if is_rotated else NO_ROPE for is_rotated in family.rotated_layers(raw, windows))
     for name in given:
         if name not in (FULL, SLIDING):

@@ -15,7 +15,7 @@ from loramux.adapter_store.formats.quantization.base_format import Checkpoint, f
 from loramux.adapter_store.formats.text_names import text_name
 from loramux.engine.errors import ModelNotSupported
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, HEAD_BIAS = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"
 
 DERIVED = (".rotary_emb.inv_freq",)
 """Name suffixes of tensors that config.json determines. Older versions of transformers stored them."""

@@ -8,9 +8,18 @@ from dataclasses import astuple, replace
 
 from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.model_config import INPUT_NORM, LAYER_SCALAR, SINKS, ModelConfig, input_shapes
+from loramux.engine.model.model_config import (
+    INPUT_NORM,
+    LAYER_SCALAR,
+    SINKS,
+    XIELU,
+    XIELU_PREFIX,
+    XIELU_SHAPES,
+    ModelConfig,
+    input_shapes,
+)
 from loramux.engine.model.stacked_experts import StackedPlace, stacked_place
-from loramux.engine.model.weight_files import DERIVED, EMBEDDING, HEAD, StoredTensor
+from loramux.engine.model.weight_files import DERIVED, EMBEDDING, HEAD, HEAD_BIAS, StoredTensor
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -21,7 +30,9 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(config, layer))
     for part in norm_parts(config):
-        shapes[f"model.norm.{part}"] = (config.hidden_size,)
+        shapes[f"{config.final_norm}.{part}"] = (config.hidden_size,)
+    if config.head_bias:
+        shapes[HEAD_BIAS] = (config.vocab_size,)
     if not config.tied_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
@@ -49,6 +60,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         yield f"self_attn.{norm}.weight", (size,)
     if config.delta is not None and not has_attention:
         yield from config.delta.weight_shapes()
+    if config.activation == XIELU:
+        yield from ((f"{XIELU_PREFIX}.{name}", shape) for name, shape in XIELU_SHAPES.items())
     if config.layer_input_size:
         yield f"{INPUT_NORM}.weight", (config.hidden_size,)
     if config.has_layer_scalars:
@@ -60,6 +73,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
 
 
 def norm_parts(config: ModelConfig) -> tuple[str, ...]:
+    if not config.has_norm_weights:
+        return ()
     return ("weight", "bias") if config.has_norm_biases else ("weight",)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    GraniteMoeSWAConfig,
+    GraniteMoeSWAForCausalLM,
     Llama4Config,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
@@ -18,7 +20,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from tests.conformance.further_families import MakeModel
+from tests.conformance.further_families import MULTIPLIERS, MakeModel
 from tests.conformance.hybrid_families import hybrid_text
 
 _DEPTH = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 128}
@@ -90,10 +92,23 @@ def _qwen3_5_moe_multimodal(shape: dict[str, Any], _: int) -> PreTrainedModel:
     return Qwen3_5MoeForConditionalGeneration(config)
 
 
+def _granite_moe_swa(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    config = GraniteMoeSWAConfig(
+        **shape,
+        **MULTIPLIERS,
+        num_local_experts=5,
+        shared_intermediate_size=72,
+        sliding_window=window,
+        attn_implementation="eager",
+    )
+    return GraniteMoeSWAForCausalLM(config)
+
+
 STACKED_FAMILIES: dict[str, MakeModel] = {
     "llama4": _llama4,
     "llama4-two-experts": _llama4_two_experts,
     "llama4-multimodal": _llama4_multimodal,
+    "granite_moe_swa": _granite_moe_swa,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5_moe": _qwen3_5_moe,
     "qwen3_5_moe-multimodal": _qwen3_5_moe_multimodal,

@@ -40,6 +40,7 @@ from tests.conformance.further_families import FURTHER_FAMILIES, MakeModel
 from tests.conformance.gemma4_families import GEMMA4_FAMILIES
 from tests.conformance.hybrid_families import HYBRID_FAMILIES
 from tests.conformance.mixture_families import FREQUENT_MIXTURES, MIXTURE_FAMILIES
+from tests.conformance.singular_families import SINGULAR_FAMILIES
 from tests.conformance.wrapped_families import WRAPPED_FAMILIES
 
 V = TypeVar("V")
@@ -177,10 +178,13 @@ FAMILIES: dict[str, MakeModel] = {
     **MIXTURE_FAMILIES,
     **HYBRID_FAMILIES,
     **GEMMA4_FAMILIES,
+    **SINGULAR_FAMILIES,
 }
 """Creates a random model of a family from a shape and a window."""
 
-_FURTHER = FURTHER_FAMILIES | WRAPPED_FAMILIES | MIXTURE_FAMILIES | HYBRID_FAMILIES | GEMMA4_FAMILIES
+_FURTHER = (
+    FURTHER_FAMILIES | WRAPPED_FAMILIES | MIXTURE_FAMILIES | HYBRID_FAMILIES | GEMMA4_FAMILIES | SINGULAR_FAMILIES
+)
 RARE_FAMILIES = _FURTHER.keys() - set(FREQUENT_MIXTURES)
 EVERY_FAMILY = [
     pytest.param(family, marks=pytest.mark.campaign if family in RARE_FAMILIES else ()) for family in FAMILIES
@@ -194,7 +198,8 @@ RENAMED_MODULES = {
     "phi3": {**_FUSED_QKV, **_FUSED_GATE_UP},
     **dict.fromkeys(("glm", "glm4", "glm4v", "glm46v"), _FUSED_GATE_UP),
     "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
-    **dict.fromkeys(("arcee", "nemotron", "jais2"), _WITHOUT_GATE),
+    "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
+    **dict.fromkeys(("apertus", "arcee", "nemotron", "jais2"), _WITHOUT_GATE),
 }
 """Names of linears that differ from those in Llama, by the family's name up to a hyphen."""
 
