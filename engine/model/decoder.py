@@ -15,6 +15,7 @@ from loramux.engine.batch import StepInputs
 from loramux.engine.cache_groups import CacheLayout, cache_layout, hybrid_layout, narrow_windows, uneven_layout
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
+from loramux.engine.model.altup import AltUp, AltUpLayer, sparse_gate, sparsity_multiplier
 from loramux.engine.model.attention import Attention, AttentionStep, load_attention
 from loramux.engine.model.delta_net import DeltaNet
 from loramux.engine.model.layer_adapters import LayerAdapters
@@ -41,7 +42,8 @@ class DecoderLayer:
     `attention`; `qkv` and `o` are then the input and output projections of the delta rule.
 
     Output norms apply to the outputs of attention and feed-forward before these are added to the residual.
-    `layer_input` adds the layer's own input to its output. Then `scalar` multiplies the residual.
+    `layer_input` adds the layer's own input to its output. Then `scalar` multiplies the residual. With `altup`, the
+    layer has several residuals.
     """
 
     attention_norm: Norm
@@ -58,13 +60,14 @@ class DecoderLayer:
     feed_forward_output_norm: Norm | None
     layer_input: LayerInput | None
     scalar: float
+    altup: AltUpLayer | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedForward:
     """A feed-forward block that all tokens use, with gate/up fused: a dense layer's block, or the shared expert.
 
-    `xielu` is the layer's own activation, or None.
+    `xielu` is the layer's own activation, or None. With `sparsity`, a multiplier of `sparse_gate`, it is sparse.
     """
 
     gate_up: Linear
@@ -72,6 +75,7 @@ class FeedForward:
     down: Linear
     down_group: ModuleGroup
     xielu: Xielu | None
+    sparsity: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +112,7 @@ class Decoder:
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self._altup = None if config.altup is None else AltUp(config.altup, config.hidden_size, place)
         self._layer_inputs = LayerInputs(config, place) if config.layer_input_size else None
         head_dims = [heads.head_dim for heads in config.layer_heads]
         layer_ropes = list(zip(config.layer_ropes, head_dims, strict=True))
@@ -225,6 +230,8 @@ class Decoder:
             block, out = layer.feed_forward, None
             if block is not None:
                 inner = adapters.add(x, block.gate_up(x), LayerGroups.GATE_UP, block.gate_up_group)
+                if block.sparsity is not None:
+                    inner = sparse_gate(inner, block.sparsity)
                 inner = activate(inner) if block.xielu is None else block.xielu(inner)
                 out = adapters.add(inner, block.down(inner), LayerGroups.DOWN, block.down_group)
             if layer.mixture is not None:
@@ -232,10 +239,16 @@ class Decoder:
             assert out is not None, "each layer has a feed-forward or experts"
             return out
 
+        streams = None if self._altup is None else self._altup.expand(residual)
+
         # The output of the last block, if it still has to be added to the residual.
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             adapters = LayerAdapters(kernels, tables, inputs.slots, inputs.segments, adapted, index)
+            if layer.altup is not None:
+                assert streams is not None
+                streams = layer.altup.predict(streams, kernels)
+                residual, x = streams[0].clone(), None
             norm = layer.attention_norm
             x = norm(kernels, residual) if x is None else norm.add(kernels, x, residual)
             qkv = adapters.add(x, layer.qkv(x), LayerGroups.QKV, layer.qkv_group)
@@ -252,7 +265,11 @@ class Decoder:
             if residual_scale != 1.0:
                 x.mul_(residual_scale)
             attention_output = x
-            x = normed if config.parallel_blocks else layer.feed_forward_norm.add(kernels, x, residual)
+            if layer.altup is not None:
+                residual.add_(x).add_(layer.altup.laurel(normed, kernels)).mul_(0.5**0.5)
+                x = layer.feed_forward_norm(kernels, residual)
+            else:
+                x = normed if config.parallel_blocks else layer.feed_forward_norm.add(kernels, x, residual)
             x = feed_forward(x, layer, adapters)
             if layer.feed_forward_output_norm is not None:
                 x = layer.feed_forward_output_norm(kernels, x)
@@ -260,7 +277,14 @@ class Decoder:
                 x.mul_(residual_scale)
             if config.parallel_blocks:
                 x.add_(attention_output)
-            if layer.layer_input is not None:
+            if layer.altup is not None:
+                assert streams is not None
+                assert layer.layer_input is not None
+                assert layer_inputs is not None
+                streams = layer.altup.correct(streams, residual.add_(x), kernels)
+                gated = layer.altup.gate_input(streams[0])
+                streams[1:] += layer.layer_input(gated, layer_inputs[:, index], kernels, adapters)
+            elif layer.layer_input is not None:
                 assert layer_inputs is not None
                 residual.add_(x)
                 x = layer.layer_input(residual, layer_inputs[:, index], kernels, adapters)
@@ -268,6 +292,9 @@ class Decoder:
                 residual.add_(x).mul_(layer.scalar)
                 x = None
         rows = inputs.sample_rows
+        if self._altup is not None:
+            assert streams is not None
+            return self._final_norm(kernels, self._altup.join(streams[:, rows]))
         if x is None:
             return self._final_norm(kernels, residual[rows])
         return self._final_norm.add(kernels, x[rows], residual[rows])
@@ -314,6 +341,11 @@ def _activation(config: ModelConfig, kernels: Kernels) -> Callable[[torch.Tensor
     if config.activation == GELU_TANH:
         return lambda x: functional.gelu(x, approximate="tanh")
     return lambda x: functional.relu(x).square_()
+
+
+def _sparsity(config: ModelConfig, layer: int) -> float | None:
+    sparsity = 0.0 if config.altup is None else config.altup.sparsities[layer]
+    return sparsity_multiplier(sparsity) if sparsity else None
 
 
 def _kind(layer: DecoderLayer) -> tuple[object, ...]:
@@ -375,6 +407,7 @@ def _load_layer(
             gate_up_group=_group(modules, gate_up),
             down=linear(down, config.mlp_bias),
             down_group=_group(modules, down),
+            sparsity=_sparsity(config, index),
             xielu=Xielu(place, prefix) if config.activation == XIELU else None,
         )
     mixture = None
@@ -415,4 +448,5 @@ def _load_layer(
         feed_forward_output_norm=norm(config.norms.after_feed_forward),
         layer_input=layer_input,
         scalar=scalar,
+        altup=None if config.altup is None else AltUpLayer(config.altup, hidden_size, place, prefix),
     )

@@ -62,9 +62,9 @@ class Family:
     `has_chunks`, `layer_types` may name layers that see only tokens of their own chunk, and contexts end with the first
     chunk. With `scales_unrotated`, q grows with its position in layers without rotation. `dense_size_field` is the
     inner size of a feed-forward without experts. With `layer_theta_field`, that field has each layer's theta, or 0 for
-    no rotation. `o_name` is the projection of attention's output, and `final_norm` the norm after the last layer. With
-    `has_layer_scalars`, a tensor scales each layer's output. Names of tensors that predict further tokens begin with
-    one of `draft_tensors`; the decoder does not read them.
+    no rotation. With `has_altup`, a layer has several residuals. `o_name` is the projection of attention's output, and
+    `final_norm` the norm after the last layer. With `has_layer_scalars`, a tensor scales each layer's output. Names of
+    tensors that predict further tokens begin with one of `draft_tensors`; the decoder does not read them.
     """
 
     layer_kinds: LayerKinds
@@ -108,6 +108,7 @@ class Family:
     o_name: str = "self_attn.o_proj"
     final_norm: str = "model.norm"
     has_head_bias: bool = False
+    has_altup: bool = False
     has_layer_scalars: bool = False
     draft_tensors: tuple[str, ...] = ()
     has_sinks: bool = False

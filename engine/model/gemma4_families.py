@@ -1,4 +1,4 @@
-"""The architectures of Gemma 4."""
+"""The architectures of Gemma 3n and Gemma 4."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from loramux.engine.model.expert_layers import every_layer_if_enabled
 from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE, Family
 from loramux.engine.model.feed_forward import GATED
-from loramux.engine.model.layer_kinds import full_every_sixth_and_last
+from loramux.engine.model.layer_kinds import full_every, full_every_sixth_and_last
 from loramux.engine.model.mixture_config import NUM_EXPERTS, BranchNorms, ExpertNames, MixtureTraits, SharedTraits
 
 _MIXTURE = MixtureTraits(
@@ -83,6 +83,43 @@ _GEMMA4 = Family(
 )
 
 GEMMA4_FAMILIES: dict[str, Family] = {
+    "Gemma3nForCausalLM": Family(
+        layer_kinds=full_every(5),
+        has_layer_types=True,
+        assumed={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "attention_multiplier": 1.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144,
+            "num_kv_shared_layers": 15,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "final_logit_softcapping": 30.0,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "altup_num_inputs": 4,
+            "altup_active_idx": 0,
+            "altup_correct_scale": True,
+            "laurel_rank": 64,
+            "activation_sparsity_pattern": None,
+        },
+        reads=(
+            "attention_bias",
+            "attention_multiplier",
+            "final_logit_softcapping",
+            "hidden_size_per_layer_input",
+            "num_kv_shared_layers",
+        ),
+        norms=GEMMA_NORMS,
+        qk_norm=HEAD_WIDE,
+        activation_field="hidden_activation",
+        scales_embedding=True,
+        window_theta_field="rope_local_base_freq",
+        has_value_norm=True,
+        has_altup=True,
+    ),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4UnifiedForCausalLM": replace(
         _GEMMA4,

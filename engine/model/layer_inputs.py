@@ -31,6 +31,7 @@ class LayerInputs:
         shapes = input_shapes(config)
         self._num_layers, self._size = config.num_layers, config.layer_input_size
         self._embedding = place.tensor(f"{INPUT_EMBEDDING}.weight", shapes[f"{INPUT_EMBEDDING}.weight"])
+        self._is_smaller = config.layer_input_vocab_size < config.vocab_size
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(self._size**0.5, dtype=place.dtype).item()
         prefix, _, name = INPUT_PROJECTION.rpartition(".")
@@ -41,6 +42,8 @@ class LayerInputs:
 
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """The inputs of all layers, `[num_tokens, num_layers, size]`; `embedded` `[num_tokens, hidden_size]`."""
+        if self._is_smaller:
+            tokens = tokens.masked_fill(tokens >= self._embedding.shape[0], 0)
         own = functional.embedding(tokens, self._embedding) * self._embedding_scale
         projected = (self._projection(embedded) * self._projection_scale).view(-1, self._num_layers, self._size)
         return (self._norm(kernels, projected) + own.to(embedded.dtype).view_as(projected)) * 2**-0.5

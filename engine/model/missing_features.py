@@ -60,9 +60,6 @@ _BY_FEATURE: dict[str, str] = {
     "norms without weights": "NanoChatForCausalLM",
     "layer norms of q and k": "ChameleonForConditionalGeneration",
     "norms of q and k after the rotation": "HunYuanDenseV1ForCausalLM HunYuanVLForConditionalGeneration",
-    "embeddings that enter every layer": """
-        Gemma3nForCausalLM Gemma3nForConditionalGeneration
-    """,
     "K and V that another model computes": "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM",
     "block diffusion": "DiffusionGemmaForBlockDiffusion",
     "differential attention": "DiffLlamaForCausalLM",

@@ -13,6 +13,7 @@ from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.quantization.base_format import parse_format
 from loramux.adapter_store.formats.quantization.weight_format import WeightFormat
 from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.altup_config import AltUpConfig, parse_altup
 from loramux.engine.model.config_fields import (
     factor,
     not_negative,
@@ -76,19 +77,19 @@ class ModelConfig:
     `layer_heads` contains each layer's heads of K and V; `num_kv_heads` and `head_dim` are the largest. A layer reads
     the K and V of the layer in `kv_sources`, and has none of its own unless that is the layer itself. In
     `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V is normed without a weight, and with
-    `has_l2_norms`, q and k are in rotated layers. `query_scaling` applies to q in the other layers.
-    `layer_intermediate_sizes` contains the inner size of each layer's feed-forward. With `layer_input_size`, an
-    embedding of this size enters each layer, and with `has_layer_scalars`, a number multiplies each layer's output.
-    `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
-    contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
-    are not normed. `clip_qkv` limits q, k and v, or is None. `residual_scale` multiplies the outputs of attention and
-    feed-forward. With `fused_qkv`, q/k/v form a single linear. Adapters see the same linears. A soft cap of None means
-    no cap. With `has_sinks`, each head's softmax has a further key without a value. The layers of `mixture`, which is
-    None if there are none, have experts instead of a feed-forward of `intermediate_size`. The layers of `delta`, which
-    is None if there are none, have a gated delta rule instead of attention. With `gates_attention`, the query
-    projection yields q, then a gate, for each head. `quantization` is the format of the stored weights, or None if they
-    are floats. Tensors whose names begin with one of `draft_tensors` belong to layers that predict further tokens, or
-    that read the K and V of another layer. They are not needed.
+    `has_l2_norms`, q and k are in rotated layers. `query_scaling` applies to q in the other layers. `altup` describes
+    parallel residuals, or is None. `layer_intermediate_sizes` contains the inner size of each layer's feed-forward.
+    With `layer_input_size`, an embedding of this size enters each layer, and with `has_layer_scalars`, a number
+    multiplies each layer's output. `layer_windows` contains each layer's sliding window in tokens, or None for the
+    whole context. `layer_ropes` contains each layer's rotary embedding. `norm_offset` is added to every norm's weight.
+    `qk_norm` is None if q and k are not normed. `clip_qkv` limits q, k and v, or is None. `residual_scale` multiplies
+    the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form a single linear. Adapters see the same
+    linears. A soft cap of None means no cap. With `has_sinks`, each head's softmax has a further key without a value.
+    The layers of `mixture`, which is None if there are none, have experts instead of a feed-forward of
+    `intermediate_size`. The layers of `delta`, which is None if there are none, have a gated delta rule instead of
+    attention. With `gates_attention`, the query projection yields q, then a gate, for each head. `quantization` is the
+    format of the stored weights, or None if they are floats. Tensors whose names begin with one of `draft_tensors`
+    belong to layers that predict further tokens, or that read the K and V of another layer. They are not needed.
     """
 
     architecture: str
@@ -106,6 +107,8 @@ class ModelConfig:
     query_scaling: QueryScaling | None
     layer_intermediate_sizes: tuple[int, ...]
     layer_input_size: int
+    layer_input_vocab_size: int
+    altup: AltUpConfig | None
     has_layer_scalars: bool
     vocab_size: int
     max_model_len: int
@@ -325,7 +328,7 @@ def input_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors from which the embeddings that enter each layer are computed."""
     size = config.layer_input_size
     return {
-        f"{INPUT_EMBEDDING}.weight": (config.vocab_size, config.num_layers * size),
+        f"{INPUT_EMBEDDING}.weight": (config.layer_input_vocab_size, config.num_layers * size),
         f"{INPUT_PROJECTION}.weight": (config.num_layers * size, config.hidden_size),
         f"{INPUT_PROJECTION_NORM}.weight": (size,),
     }
@@ -369,6 +372,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     if family.has_layer_heads:
         layer_heads = heads_by_layer(raw, architecture, kinds, num_heads)
     sources = kv_sources(raw, kinds)
+    sizes = _intermediate_sizes(raw, family, sources)
     widest = max(layer_heads, key=lambda one: one.width)
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
@@ -389,7 +393,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=positive(raw, "intermediate_size"),
+        intermediate_size=max(sizes),
         num_heads=num_heads,
         num_kv_heads=widest.num_kv_heads,
         head_dim=widest.head_dim,
@@ -399,8 +403,10 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         has_value_norm=family.has_value_norm,
         has_l2_norms=family.has_l2_norms and _has_qk_norm(raw, family),
         query_scaling=_query_scaling(raw) if family.scales_unrotated else None,
-        layer_intermediate_sizes=_intermediate_sizes(raw, family, sources),
-        layer_input_size=_layer_input_size(raw),
+        layer_intermediate_sizes=sizes,
+        layer_input_size=_layer_input_size(raw, family),
+        layer_input_vocab_size=raw.get("vocab_size_per_layer_input") or 0,
+        altup=parse_altup(raw, architecture, num_layers) if family.has_altup else None,
         has_layer_scalars=family.has_layer_scalars,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
@@ -481,17 +487,24 @@ def _layers_without_v(raw: Mapping[str, Any], windows: Sequence[int | None]) -> 
 
 def _intermediate_sizes(raw: Mapping[str, Any], family: Family, sources: Sequence[int]) -> tuple[int, ...]:
     """The inner size of each layer's feed-forward, which can be twice as large where K and V are another layer's."""
+    if family.has_altup and isinstance(raw[family.dense_size_field], list):
+        sizes = raw[family.dense_size_field]
+        if len(sizes) != len(sources):
+            raise ModelNotSupported(f"intermediate_size lists {len(sizes)} layers of {len(sources)}")
+        return tuple(positive({"intermediate_size": size}, "intermediate_size") for size in sizes)
     size, factor = positive(raw, family.dense_size_field), 2 if raw.get("use_double_wide_mlp") else 1
     if factor == 2 and raw.get("enable_moe_block"):
         raise ModelNotSupported("config.json has both use_double_wide_mlp and enable_moe_block")
     return tuple(size * (1 if layer == source else factor) for layer, source in enumerate(sources))
 
 
-def _layer_input_size(raw: Mapping[str, Any]) -> int:
+def _layer_input_size(raw: Mapping[str, Any], family: Family) -> int:
     if not raw.get("hidden_size_per_layer_input"):
         return 0
     size = positive(raw, "hidden_size_per_layer_input")
-    if raw["vocab_size_per_layer_input"] != raw["vocab_size"]:
+    own, usual = positive(raw, "vocab_size_per_layer_input"), positive(raw, "vocab_size")
+    # With AltUp, tokens beyond the smaller vocabulary have the first one's input.
+    if own != usual and not (family.has_altup and own < usual):
         raise ModelNotSupported(
             f"vocab_size_per_layer_input = {raw['vocab_size_per_layer_input']} in config.json differs from vocab_size"
         )

@@ -88,6 +88,7 @@ WRAPPERS: dict[str, Wrapper] = {
         {"gemma3_text": "Gemma3ForCausalLM"},
         {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6},
     ),
+    "Gemma3nForConditionalGeneration": Wrapper({"gemma3n_text": "Gemma3nForCausalLM"}),
     "Gemma4ForConditionalGeneration": Wrapper({"gemma4_text": "Gemma4ForCausalLM"}),
     "Gemma4UnifiedForConditionalGeneration": Wrapper({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}),
     "Llama4ForConditionalGeneration": Wrapper({"llama4_text": "Llama4ForCausalLM"}),

@@ -27,6 +27,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     if config.layer_input_size:
         shapes.update(input_shapes(config))
+    if config.altup is not None:
+        shapes.update(config.altup.model_shapes(config.hidden_size))
     for layer in range(config.num_layers):
         shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(config, layer))
     for part in norm_parts(config):
@@ -64,6 +66,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         yield from ((f"{XIELU_PREFIX}.{name}", shape) for name, shape in XIELU_SHAPES.items())
     if config.layer_input_size:
         yield f"{INPUT_NORM}.weight", (config.hidden_size,)
+    if config.altup is not None:
+        yield from config.altup.layer_shapes(config.hidden_size)
     if config.has_layer_scalars:
         yield LAYER_SCALAR, (1,)
     if config.has_sinks:

@@ -1,11 +1,16 @@
-"""Random tiny Gemma 4 models."""
+"""Random tiny models of Gemma 3n and Gemma 4."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import (
+    Gemma3nConfig,
+    Gemma3nForCausalLM,
+    Gemma3nForConditionalGeneration,
+    Gemma3nTextConfig,
     Gemma4Config,
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
@@ -16,6 +21,7 @@ from transformers import (
     Gemma4UnifiedTextConfig,
     PreTrainedModel,
 )
+from transformers.models.gemma3n import modeling_gemma3n
 
 from tests.conformance.further_families import MakeModel
 
@@ -97,7 +103,47 @@ def _gemma4_multimodal(shape: dict[str, Any], window: int) -> PreTrainedModel:
     return _scaled(Gemma4ForConditionalGeneration(config))
 
 
+def _gemma3n_text(shape: dict[str, Any], window: int) -> dict[str, Any]:
+    """Layers with feed-forwards of different sizes, some of them sparse, and fewer inputs of layers than tokens."""
+    settings = _text(shape, window, 6)
+    del settings["global_head_dim"]
+    return {
+        **settings,
+        "intermediate_size": [208, 176, 208, 176, 208, 144],
+        "hidden_size_per_layer_input": 24,
+        "vocab_size_per_layer_input": shape["vocab_size"] - 20,
+        "num_kv_shared_layers": 2,
+        "altup_num_inputs": 3,
+        "laurel_rank": 12,
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0, 0.0],
+        "final_logit_softcapping": 8.0,
+    }
+
+
+def _gemma3n(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    return Gemma3nForCausalLM(Gemma3nTextConfig(**_gemma3n_text(shape, window)))
+
+
+def _gemma3n_multimodal(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    """Its towers do nothing: the vision tower is from timm, which is not installed, and text passes through neither."""
+    config = Gemma3nConfig(
+        text_config=_gemma3n_text(shape, window),
+        vision_config={"hidden_size": 16},
+        audio_config={"hidden_size": 16},
+        attn_implementation="eager",
+    )
+    make = modeling_gemma3n.AutoModel.from_config
+
+    def only_text(config: Any, **settings: Any) -> Any:
+        return make(config=config, **settings) if isinstance(config, Gemma3nTextConfig) else torch.nn.Linear(2, 2)
+
+    with patch.object(modeling_gemma3n.AutoModel, "from_config", only_text):
+        return Gemma3nForConditionalGeneration(config)
+
+
 GEMMA4_FAMILIES: dict[str, MakeModel] = {
+    "gemma3n": _gemma3n,
+    "gemma3n-multimodal": _gemma3n_multimodal,
     "gemma4": _gemma4,
     "gemma4_large": _gemma4_large,
     "gemma4_unified": _gemma4_unified,

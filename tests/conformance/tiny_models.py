@@ -211,6 +211,7 @@ _DELTA_MODULES = {
 }
 ADDED_MODULES = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _DELTA_MODULES),
+    "gemma3n": {"gate_proj": ["per_layer_input_gate"], "down_proj": ["per_layer_projection"]},
     "gemma4": {"gate_proj": ["per_layer_input_gate"], "down_proj": ["per_layer_projection"]},
 }
 """Further linears that are targeted with Llama's, by the family's name up to a hyphen."""

@@ -111,9 +111,43 @@ def test_experts_stand_beside_the_block_of_all_tokens(tmp_path: Path) -> None:
     assert load(tmp_path, PLAIN).mixture is None
 
 
+GEMMA3N: dict[str, Any] = {
+    "architectures": ["Gemma3nForCausalLM"],
+    "intermediate_size": [96] * 10 + [80] * 2,
+    "use_double_wide_mlp": None,
+    "use_bidirectional_attention": None,
+    "global_head_dim": None,
+    "vocab_size_per_layer_input": 90,
+}
+
+
+def test_gemma_3n_has_streams_and_sparse_layers(tmp_path: Path) -> None:
+    config = load(tmp_path, GEMMA3N)
+    assert config.altup is not None
+    assert (config.altup.num_streams, config.altup.laurel_rank, config.altup.scales_output) == (4, 64, True)
+    assert config.altup.sparsities == (0.95,) * 10 + (0.0,) * 2
+    assert config.layer_intermediate_sizes == (96,) * 10 + (80,) * 2
+    assert (config.layer_windows[3:5], config.kv_sources[8:]) == ((512, None), (7, 4, 7, 7))
+    shapes = weight_shapes(config)
+    assert shapes["model.altup_projections.2.weight"] == (64, 64)
+    assert shapes["model.layers.0.altup.prediction_coefs.weight"] == (16, 4)
+    assert shapes["model.embed_tokens_per_layer.weight"] == (90, 12 * 24)
+    assert "model.layers.0.layer_scalar" not in shapes
+    dense = load(tmp_path, {**GEMMA3N, "activation_sparsity_pattern": [0.0] * 12}).altup
+    assert dense is not None
+    assert set(dense.sparsities) == {0.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({**GEMMA3N, "altup_active_idx": 1}, "altup_active_idx = 1"),
+        ({**GEMMA3N, "altup_num_inputs": 17}, "altup_active_idx 0 of 17 streams"),
+        ({**GEMMA3N, "activation_sparsity_pattern": [1.0] * 12}, "activation_sparsity_pattern"),
+        ({**GEMMA3N, "activation_sparsity_pattern": [0.5]}, "for each of 12 layers"),
+        ({**GEMMA3N, "intermediate_size": [96]}, "intermediate_size lists 1 layers of 12"),
+        ({**GEMMA3N, "intermediate_size": [0] * 12}, "intermediate_size is 0"),
+        ({**GEMMA3N, "vocab_size_per_layer_input": 101}, "vocab_size_per_layer_input = 101"),
         ({"num_kv_shared_layers": 12}, "leaves no 'full_attention' layer"),
         ({"num_kv_shared_layers": 7}, "leaves no 'full_attention' layer"),
         ({"num_kv_shared_layers": -1}, "not an integer of at least 0"),
