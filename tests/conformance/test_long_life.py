@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.backend import Backend
 from loramux.engine.messages import (
     Abort,
     AdapterState,
@@ -28,6 +30,7 @@ from loramux.engine.model.model_config import ModelConfig
 from loramux.platform.generation.activation import activation
 from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.parity import TOLERANCE, Subject, make_subject
+from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.tiny_models import PLANS, VOCAB_SIZE
 
 NUM_EVENTS = int(os.environ.get("LORAMUX_LIFE_EVENTS", "10000"))
@@ -65,7 +68,7 @@ def make_life_subject(family: str, directory: Path) -> Subject:
 class Life:
     """Drives one engine with random events. The pool is too small for the load."""
 
-    def __init__(self, subject: Subject, seed: int) -> None:
+    def __init__(self, subject: Subject, seed: int, backend: Backend | None = None) -> None:
         self.subject = subject
         self.rng = random.Random(seed)
         config = ModelConfig.load(subject.directory)
@@ -74,6 +77,7 @@ class Life:
         num_pages = max(subject.num_pages.values()) + 18 + 5 * config.num_state_pages(geometry)
         self.activated = [name for name in NAMES if subject.reference.peft_config[name].alora_invocation_tokens]
         self.assembled = subject.assemble(
+            backend,
             pool_bytes=num_pages * geometry.total_page_bytes,
             max_resident_adapters=3,
             max_sequences=8,
@@ -191,19 +195,25 @@ class Life:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_events"),
+    ("family", "num_events", "is_gpu"),
     [
-        pytest.param("llama", 30, id="llama"),
+        pytest.param("llama", 30, False, id="llama"),
         *(
-            pytest.param(family, count, id=f"{family}-campaign", marks=pytest.mark.campaign)
+            pytest.param(family, count, False, id=f"{family}-cpu-campaign", marks=pytest.mark.campaign)
             for family, count in FAMILIES.items()
+        ),
+        *(
+            pytest.param(family, NUM_EVENTS // 20, True, id=f"{family}-gpu-campaign", marks=pytest.mark.campaign)
+            for family in FAMILIES
         ),
     ],
 )
 def test_aborts_evictions_preemptions_and_reloads_change_no_answer(
-    family: str, num_events: int, tmp_path: Path
+    family: str, num_events: int, is_gpu: bool, tmp_path: Path
 ) -> None:
-    life = Life(make_life_subject(family, tmp_path), seed=num_events)
+    """On the GPU's path, with reference kernels, steps are padded and submitted ahead."""
+    backend = plain_backend(HostAccelerator()) if is_gpu else None
+    life = Life(make_life_subject(family, tmp_path), num_events, backend)
     while life.events().total() < num_events or min(life.events().values()) == 0:
         life.turn()
     life.end()
