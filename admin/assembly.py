@@ -200,6 +200,7 @@ def assemble(
             audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
+            fleet=sharing,
             loads=gateway.loads,
             metrics=metrics,
             self_check=SelfCheck(

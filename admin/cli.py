@@ -19,6 +19,7 @@ from loramux.admin.commands import (
     prices,
     profiles,
     quotas,
+    replicas,
     requests,
     residency,
     root,
@@ -55,6 +56,7 @@ app.command("costs", rich_help_panel=VERBS)(usage.costs)
 app.add_typer(prices.app, name="prices", rich_help_panel=VERBS)
 app.command("audit", rich_help_panel=VERBS)(audit.audit)
 app.command("residency", rich_help_panel=VERBS)(residency.residency)
+app.command("replicas", rich_help_panel=VERBS)(replicas.replicas)
 app.add_typer(requests.app, name="requests", rich_help_panel=VERBS)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=VERBS)
 app.add_typer(profiles.app, name="profiles", rich_help_panel=VERBS)

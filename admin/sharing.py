@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
 from importlib.metadata import version
@@ -13,7 +14,7 @@ from loramux.admin.errors import StartRefused
 from loramux.admin.server.listeners import bind
 from loramux.admin.server.settings import Settings
 from loramux.engine.config import EngineConfig
-from loramux.engine.messages import PROTOCOL
+from loramux.engine.messages import PROTOCOL, Stats
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.engine_link.local_engine import LocalEngine
@@ -22,6 +23,7 @@ from loramux.platform.replicas.peer_listener import PeerListener
 from loramux.platform.replicas.presence import Presence
 from loramux.platform.replicas.records import ReplicaRow, base_fingerprint
 from loramux.platform.replicas.replica_table import ReplicaTable
+from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.router import Router
 from loramux.platform.telemetry.metrics import GatewayMetrics
@@ -52,6 +54,7 @@ class Sharing:
         self._metrics = metrics
         self._executor = executor
         self._id = new_id("rep")
+        self._presence: Presence | None = None
         router = Router(clock=time.monotonic, random=SystemRandom())
         self.engine = RoutedEngine(local, self._id, router, lambda outcome: metrics.forwarded.labels(outcome).inc())
 
@@ -80,7 +83,7 @@ class Sharing:
             self._listener, self._local, lambda reason: metrics.replica_refusals.labels(reason).inc()
         )
         listener.start()
-        return Presence(
+        self._presence = Presence(
             own=row,
             table=ReplicaTable(self._database),
             certificates=OwnCertificates(self._id),
@@ -90,6 +93,17 @@ class Sharing:
             metrics=metrics,
             call=partial(call_on, self._executor),
         )
+        return self._presence
+
+    def reports(self) -> Sequence[ReplicaReport]:
+        """As in `Fleet`. Empty until `open_presence`."""
+        return () if self._presence is None else self._presence.reports()
+
+    async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
+        """As in `Fleet`."""
+        if self._presence is None:
+            raise UnknownReplica(replica_id)
+        return await self._presence.stats_of(replica_id, timeout_s, with_tiers)
 
 
 def bind_peers(settings: Settings, address: str) -> socket.socket:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+from loramux.admin.commands.output import connected, fail, print_json, print_table, shown_time
+from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
-    from loramux.admin.client.client import Document
+    from loramux.admin.client.client import AdminClient, Document
 
 MIB = 1 << 20
 
@@ -27,18 +28,36 @@ class Tier(StrEnum):
 def residency(
     tier: Annotated[Tier, typer.Option(help="The tier to list.")] = Tier.POOL,
     tenant: AnyTenant = None,
+    replica: Annotated[
+        str | None, typer.Option(help="A server's identifier from 'loramux replicas'.", metavar="ID")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="List the adapters of every server that shares requests.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show which adapters are loaded, most recently used first, and how full each tier is."""
+    """Show which adapters are loaded, most recently used first, and how full each tier is.
+
+    With --all, show the adapters of this server and of each server that it shares requests with.
+    """
+    if every and replica is not None:
+        raise typer.BadParameter("use either --replica or --all")
     with connected(as_json) as client:
-        document = client.get("residency", tier=tier.value, tenant=tenant)
+        documents: dict[str | None, Document]
+        if every:
+            documents = {
+                one: client.get("residency", tier=tier.value, tenant=tenant, replica=one) for one in _ids(client)
+            }
+        else:
+            documents = {replica: client.get("residency", tier=tier.value, tenant=tenant, replica=replica)}
     if as_json:
-        print_json(document)
+        print_json(documents if every else documents[replica])
         return
     print_table(
-        ("models", "pages", "MiB", "in use", "pinned", "last used", "digest"),
+        (*(("server",) if every else ()), "models", "pages", "MiB", "in use", "pinned", "last used", "digest"),
         [
             (
+                *((server,) if every else ()),
                 " ".join(version["model"] for version in one["versions"]) or None,
                 one["num_pages"],
                 f"{one['num_bytes'] / MIB:.1f}",
@@ -47,13 +66,25 @@ def residency(
                 shown_time(one["last_used_at"]),
                 one["digest"][:12],
             )
+            for server, document in documents.items()
             for one in document["data"]
         ],
     )
-    if document["has_more"]:
-        print(f"and more: only the most recently used adapters of the {tier.value} tier are listed")
-    if document["tiers"] is not None:
-        _print_fill(document)
+    for server, document in documents.items():
+        if every:
+            print(f"\nserver {server}")
+        if document["has_more"]:
+            print(f"and more: only the most recently used adapters of the {tier.value} tier are listed")
+        if document["tiers"] is not None:
+            _print_fill(document)
+
+
+def _ids(client: AdminClient) -> list[str]:
+    """The servers whose engines can be asked. Exits if the server does not share requests."""
+    found = [one["id"] for one in client.get("replicas")["data"] if one["state"] in ("serving", "draining")]
+    if not found:
+        fail("this server does not share requests with others: start it with --peer-address, or omit --all", REFUSED)
+    return found
 
 
 def _print_fill(document: Document) -> None:

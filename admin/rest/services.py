@@ -34,6 +34,7 @@ from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.quotas.overview import QuotaOverview
 from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.replicas.reports import Fleet
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.threads import call_on
 
@@ -101,6 +102,8 @@ class AdminServices:
     audit_log: AuditLog
     ledger: Ledger
     engine: EngineClient
+    fleet: Fleet | None
+    """The servers that share requests with this one. None if this server does not share requests."""
     loads: AdapterLoads
     metrics: GatewayMetrics
     self_check: SelfCheck

@@ -108,6 +108,7 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
             audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
+            fleet=None,
             loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),
             metrics=GatewayMetrics(),
             self_check=SelfCheck(database=database, blobs=blobs, engine=engine, data_dir=root, served_name="base"),

@@ -22,6 +22,7 @@ from loramux.platform.replicas.peer_listener import PeerListener
 from loramux.platform.replicas.records import ReplicaRow
 from loramux.platform.replicas.replica_book import ReplicaBook
 from loramux.platform.replicas.replica_table import ReplicaTable, Summary, TableReading
+from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica, report_of
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.views import ReplicaView
 from loramux.platform.telemetry.metrics import GatewayMetrics
@@ -85,6 +86,28 @@ class Presence:
     def num_relayed(self) -> int:
         """Number of sequences that the local engine runs for other servers."""
         return self._listener.num_sequences
+
+    def reports(self) -> list[ReplicaReport]:
+        """This server, then the servers that it knows, by identifier."""
+        own, now_s = self._own.view(self._clock()), self._clock()
+        found = [report_of(self._own.row, len(own.holds), self._own.row.state, 0.0, is_own=True)]
+        for name, peer in sorted(self._book.peers.items()):
+            engine = self._peers.get(name)
+            is_reachable = engine is not None and engine.is_ready
+            state = peer.row.state if is_reachable else "unreachable"
+            found.append(report_of(peer.row, len(peer.holds), state, now_s - peer.since_s, is_own=False))
+        refused = sorted(self._book.refused.items())
+        return found + [
+            ReplicaReport(id=name, address=None, is_own=False, state="refused", reason=reason)
+            for name, reason in refused
+        ]
+
+    async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
+        """The statistics of a server's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""
+        engine = self._local if replica_id == self._own.row.id else self._peers.get(replica_id)
+        if engine is None:
+            raise UnknownReplica(replica_id)
+        return await engine.stats(timeout_s, with_tiers)
 
     def drain(self) -> None:
         """Ask for no more requests from the next beat on. Requests that this server has accepted still run."""

@@ -106,6 +106,7 @@ def open_admin_side(
             audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
+            fleet=None,
             loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),
             metrics=GatewayMetrics(),
             self_check=SelfCheck(

@@ -45,17 +45,33 @@ class Residency:
     async def _facts(self, visit: Visit) -> dict[str, Any]:
         tier = visit.query("tier")
         tier = tier if tier in TIERS else "pool"
+        servers = await self._servers(visit)
+        chosen = visit.query("replica")
+        replica = next((one["id"] for one in servers if one["id"] == chosen), None)
         found = await self._recent.get(
-            (tier, visit.sees), EVERY_S / 2, lambda: panel(visit.rest.get("/residency", tier=tier))
+            (tier, replica, visit.sees),
+            EVERY_S / 2,
+            lambda: panel(visit.rest.get("/residency", tier=tier, replica=replica)),
         )
         pages = found.data["pages"] if found.data else None
         return {
             "tier": tier,
             "tiers": TIERS,
+            "servers": servers,
+            "replica": replica,
             "residency": found,
             "adapters": found.data["data"][:MAX_SHOWN] if found.data else [],
             "parts_of_pool": picture(pages) if pages else [],
         }
+
+    async def _servers(self, visit: Visit) -> list[Document]:
+        """The servers that share requests, for operators. Empty if this server shares none."""
+        if not visit.is_platform:
+            return []
+        found = await self._recent.get(
+            ("replicas", visit.sees), EVERY_S / 2, lambda: panel(visit.rest.get("/replicas"))
+        )
+        return list(found.data["data"]) if found.data else []
 
 
 async def place(visit: Visit) -> Response:

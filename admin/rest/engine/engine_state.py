@@ -12,7 +12,8 @@ from loramux.admin.rest.access import PlatformReader, Services
 from loramux.admin.rest.services import AdminServices
 from loramux.engine.messages import Stats
 from loramux.platform.engine_link.engine_client import EngineUnavailable
-from loramux.platform.errors import Unavailable
+from loramux.platform.errors import NotFound, Unavailable
+from loramux.platform.replicas.reports import UnknownReplica
 
 router = APIRouter(prefix="/engine", tags=["engine"])
 
@@ -89,10 +90,19 @@ async def get_engine(services: Services, caller: PlatformReader) -> EngineDocume
     }
 
 
-async def engine_stats(services: AdminServices, with_tiers: bool = False) -> Stats:
-    """The engine's state. Raises Unavailable if the engine does not answer."""
+async def engine_stats(services: AdminServices, with_tiers: bool = False, replica: str | None = None) -> Stats:
+    """The state of this server's engine, or of another server's.
+
+    Raises NotFound if no such server shares requests with this one, and Unavailable if the engine does not answer.
+    """
     try:
-        return await services.engine.stats(STATS_TIMEOUT_S, with_tiers)
+        if replica is None:
+            return await services.engine.stats(STATS_TIMEOUT_S, with_tiers)
+        if services.fleet is None:
+            raise UnknownReplica(replica)
+        return await services.fleet.stats_of(replica, STATS_TIMEOUT_S, with_tiers)
+    except UnknownReplica:
+        raise NotFound("no such server shares requests with this one", param="replica") from None
     except (EngineUnavailable, TimeoutError):
         raise _silent() from None
 

@@ -96,6 +96,9 @@ async def get_residency(
     caller: Reader,
     tier: Annotated[Tier, Query(description="The tier to list.")] = "pool",
     tenant: TenantParam = None,
+    replica: Annotated[
+        str | None, Query(max_length=40, description="A server's identifier from `/replicas`. By default, this server.")
+    ] = None,
     limit: Annotated[
         int, Query(ge=1, le=MAX_LISTED, description="Number of adapters, most recently used first.")
     ] = 200,
@@ -107,7 +110,7 @@ async def get_residency(
     key that is restricted to adapters sees only their versions.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
-    stats = await engine_stats(services, with_tiers=True)
+    stats = await engine_stats(services, with_tiers=True, replica=replica)
     held = _held(stats, tier)
     if tenant_id is None:
         held = held[:limit]

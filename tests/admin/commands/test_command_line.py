@@ -108,6 +108,9 @@ def test_preloaded_version_appears_in_residency_and_jobs(loramux: Run, make_adap
     assert re.search(rf"acme/support@1 .* yes .*{pushed['digest'][:12]}", shown), shown
     assert "pages are free" in shown
     assert loramux("residency", "--tier", "disk").exit_code == 0
+    assert "does not share requests" in loramux("replicas").stdout
+    alone = loramux("residency", "--all")
+    assert (alone.exit_code, "--peer-address" in alone.stderr) == (1, True)
     assert printed_json(loramux("residency", "--tenant", "acme", "--json"))["data"][0]["is_pinned"] is True
     assert printed_json(loramux("adapters", "unpin", "acme/support@1", "--json"))["pinned"] is False
     assert printed_json(loramux("jobs", "list", "--json"))["data"] == []

@@ -7,6 +7,7 @@ import html
 import html.parser
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_plus
@@ -19,10 +20,13 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loramux.admin.app import create_admin_app
 from loramux.admin.console.app import create_console
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.app_client import client_of
 from tests.admin.console.signed_in_browser import Browser, Stream, first_match
+from tests.admin.fleet import PEER, SILENT, ScriptedFleet
 from tests.admin.metered_requests import begin_request, settle_request
 
 pytestmark = pytest.mark.anyio
@@ -445,3 +449,19 @@ async def test_live_part_reports_database_outage_and_ends_with_its_session(
         console_side.services.api_keys.revoke(key.key.id)
         await stream.until("event: signed-out")
     await client.aclose()
+
+
+async def test_residency_shows_every_server_and_the_chosen_ones_pool(console_side: AdminSide) -> None:
+    peer = ScriptedEngine()
+    peer.resident["cd" * 32] = 1
+    services = replace(console_side.services, fleet=ScriptedFleet(console_side.engine, peer))
+    async with client_of(create_admin_app(services)) as client:
+        operator = Browser(client)
+        await operator.sign_in(ADMIN_KEY)
+        page = (await operator.get("/residency")).text
+        assert "it serves another base" in page
+        assert "cdcdcd" not in page
+        assert "cdcdcd" in (await operator.get(f"/residency?replica={PEER}")).text
+        assert "the engine does not answer" in (await operator.get(f"/residency?replica={SILENT}")).text
+        # A server that nobody knows is ignored.
+        assert "The page pool" in (await operator.get("/residency?replica=rep_nobody")).text

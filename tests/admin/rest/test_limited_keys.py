@@ -247,6 +247,7 @@ REFUSED = {
     "DELETE /tenants/{id_or_slug}",
     "GET /audit_log",
     "GET /engine",
+    "GET /replicas",
     "GET /server",
     "GET /server/findings",
     "PATCH /api_keys/{key_id}",

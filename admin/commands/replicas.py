@@ -1,0 +1,38 @@
+"""`loramux replicas`: the servers that share requests."""
+
+from __future__ import annotations
+
+from loramux.admin.commands.options import AsJson
+from loramux.admin.commands.output import connected, print_json, print_table
+
+
+def replicas(as_json: AsJson = False) -> None:
+    """Show the servers that share requests, with their load, memory and adapters."""
+    with connected(as_json) as client:
+        document = client.get("replicas")
+    if as_json:
+        print_json(document)
+        return
+    if not document["data"]:
+        print("this server does not share requests with others: see --peer-address of 'loramux serve'")
+        return
+    print_table(
+        ("server", "address", "state", "running", "waiting", "capacity", "free pages", "pages", "adapters"),
+        [
+            (
+                f"{one['id']} (this one)" if one["is_own"] else one["id"],
+                one["address"],
+                one["state"],
+                one["num_running"],
+                one["num_waiting"],
+                one["capacity"],
+                one["num_free_pages"],
+                one["num_pages"],
+                one["num_adapters"],
+            )
+            for one in document["data"]
+        ],
+    )
+    for one in document["data"]:
+        if one["reason"] is not None:
+            print(f"{one['id']} is refused: {one['reason']}")

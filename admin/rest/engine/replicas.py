@@ -1,0 +1,65 @@
+"""`/replicas`: the servers that share requests, with their load and memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter
+from typing_extensions import TypedDict
+
+from loramux.admin.rest.access import PlatformReader, Services
+from loramux.admin.rest.listing import ListDocument, whole_list
+from loramux.platform.replicas.reports import ReplicaReport
+
+router = APIRouter(prefix="/replicas", tags=["replicas"])
+
+
+class ReplicaDocument(TypedDict):
+    """One server, as it last described itself. Figures are null for a refused server, which has a `reason` instead.
+
+    `num_free_pages` includes pages of idle adapters and idle prefixes. `age_s` is the age of the description.
+    """
+
+    object: Literal["replica"]
+    id: str
+    address: str | None
+    is_own: bool
+    state: Literal["serving", "draining", "unreachable", "refused"]
+    reason: str | None
+    age_s: float | None
+    num_running: int | None
+    num_waiting: int | None
+    capacity: int | None
+    num_pages: int | None
+    num_free_pages: int | None
+    num_adapters: int | None
+
+
+@router.get("")
+async def list_replicas(services: Services, caller: PlatformReader) -> ListDocument[ReplicaDocument]:
+    """List this server and the servers that it shares requests with. Empty if it shares none (`peer_address`).
+
+    A server is `unreachable` if it publishes its state but no connection to it is open, and `refused` if its base,
+    version or certificate does not fit. Servers that have stopped publishing are not listed.
+    """
+    reports = () if services.fleet is None else services.fleet.reports()
+    return whole_list([_describe(report) for report in reports])
+
+
+def _describe(report: ReplicaReport) -> ReplicaDocument:
+    figures = report.figures
+    return {
+        "object": "replica",
+        "id": report.id,
+        "address": report.address,
+        "is_own": report.is_own,
+        "state": report.state,
+        "reason": report.reason,
+        "age_s": None if report.age_s is None else round(report.age_s, 3),
+        "num_running": None if figures is None else figures.num_running,
+        "num_waiting": None if figures is None else figures.num_waiting,
+        "capacity": None if figures is None else figures.capacity,
+        "num_pages": None if figures is None else figures.num_pages,
+        "num_free_pages": None if figures is None else figures.num_free_pages,
+        "num_adapters": None if figures is None else figures.num_adapters,
+    }

@@ -1,0 +1,71 @@
+"""What operators see of the servers that share requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from loramux.engine.messages import Stats
+from loramux.platform.replicas.records import ReplicaRow
+
+ReplicaState = Literal["serving", "draining", "unreachable", "refused"]
+
+
+class UnknownReplica(Exception):
+    """No server with this identifier shares requests with this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFigures:
+    """A server's load and memory, as it last published them."""
+
+    num_running: int
+    num_waiting: int
+    capacity: int
+    num_pages: int
+    num_free_pages: int
+    num_adapters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """One server. A refused server has a `reason` and no figures, because nothing that it claims is used."""
+
+    id: str
+    address: str | None
+    is_own: bool
+    state: ReplicaState
+    reason: str | None = None
+    age_s: float | None = None
+    """Seconds since this server last noticed a new beat, by its own clock."""
+    figures: ReplicaFigures | None = None
+
+
+class Fleet(Protocol):
+    """The servers that share requests, as one of them knows them."""
+
+    def reports(self) -> Sequence[ReplicaReport]:
+        """This server first, then the others by identifier. Empty if this server does not share requests."""
+
+    async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
+        """The statistics of a server's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""
+        ...
+
+
+def report_of(row: ReplicaRow, num_adapters: int, state: ReplicaState, age_s: float, is_own: bool) -> ReplicaReport:
+    return ReplicaReport(
+        id=row.id,
+        address=row.address,
+        is_own=is_own,
+        state=state,
+        age_s=age_s,
+        figures=ReplicaFigures(
+            num_running=row.num_running,
+            num_waiting=row.num_waiting,
+            capacity=row.capacity,
+            num_pages=row.num_pages,
+            num_free_pages=row.num_free_pages,
+            num_adapters=num_adapters,
+        ),
+    )
