@@ -268,7 +268,7 @@ bench-versions: $(WARM) ## Decode steps, compared with those of another checkout
 bench-simulation: $(READY) ## Engine steps per second on a simulated device (ARGS='--running 64')
 	$(VENV)/bin/python -m benchmarks.simulation $(ARGS)
 
-bench-routing: $(READY) ## The choice of replicas in a simulated fleet, compared with simpler policies, 10 minutes (ARGS='--help' for sizes)
+bench-routing: $(READY) ## The choice of replicas in a simulated fleet, compared with simpler policies, 7 minutes (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.routing $(ARGS)
 
 bench-admission: $(READY) ## Reserving and settling quota, one by one and by group commit, on both databases
