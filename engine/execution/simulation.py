@@ -76,10 +76,11 @@ class SimulatedExecutor:
         self.batches.append(batch)
         slots, sample_rows = batch.slots.tolist(), batch.sample_rows.tolist()
         salts = {slot: _salt(self._adapter_pages.digest_of_slot(slot)) for slot in set(slots)}
-        states = self._write(batch, slots, salts)
+        sizes = {slot: self._vocab_size_of(slot) for slot in salts}
+        states = self._write(batch, slots, salts, sizes)
 
         def likeliest(rows: list[int]) -> list[int]:
-            return [(states[row] + salts[slots[row]]) % self._vocab_size_of(slots[row]) for row in rows]
+            return [(states[row] + salts[slots[row]]) % sizes[slots[row]] for row in rows]
 
         scored = None
         if batch.scores:
@@ -146,7 +147,7 @@ class SimulatedExecutor:
             first = page * self._page_places
             self._states[first : first + self._page_places] = [UNWRITTEN] * self._page_places
 
-    def _write(self, batch: Batch, slots: list[int], salts: dict[int, int]) -> list[int]:
+    def _write(self, batch: Batch, slots: list[int], salts: dict[int, int], sizes: dict[int, int]) -> list[int]:
         """Compute each row's state from the previous state in its context, and store it in the row's KV slots.
 
         Returns each row's state. With windowed layers, returns the sum of the states in the row's windows.
@@ -156,7 +157,6 @@ class SimulatedExecutor:
         cu_q, seq_lens, starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.block_starts.tolist()
         state_starts, first_slots = batch.state_starts.tolist(), kv_slots[0]
         is_plain, is_hybrid = self._windows == [None], self._num_state_pages > 0
-        sizes = {slot: self._vocab_size_of(slot) for slot in set(slots)}
         # A row that was not finite has no token. Its sequence ends without using this row's result.
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
