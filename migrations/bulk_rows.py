@@ -1,4 +1,4 @@
-"""Statements for many rows. Preparing one takes the same time for one row as for hundreds."""
+"""Statements for many rows. A statement for hundreds of rows takes no longer to prepare than one for a single row."""
 
 from __future__ import annotations
 

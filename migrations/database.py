@@ -240,7 +240,7 @@ class Database:
             found = MigrationContext.configure(connection).get_current_revision()
         if found != wanted:
             raise DatabaseError(
-                f"the database schema is at {found or 'no version'}, but this loramux needs {wanted}: "
+                f"the database schema is at {found or 'no version'}, but this version of loramux needs {wanted}: "
                 "run 'loramux db upgrade'"
             )
 

@@ -1,4 +1,4 @@
-"""Waits until gateways' caches may be stale. On PostgreSQL, a notification ends the wait. Any wait also times out."""
+"""Waits until gateways' caches may be stale: for a notification on PostgreSQL, and at most for a given time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _TURN_S = 0.25
 class CacheListener:
     """Listens on its own connection. Blocking: use it from one thread, and set `stopped` to end the wait.
 
-    Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble. Then open another listener.
+    Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble. To continue, open another
+    listener.
     """
 
     def __init__(self, database: Database, stopped: threading.Event) -> None:

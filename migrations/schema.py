@@ -438,7 +438,7 @@ idempotency_keys = Table(
     Column("principal", String(200), primary_key=True),
     # SHA-256 of the Idempotency-Key that the client sent.
     Column("key_sha256", LargeBinary(32), primary_key=True),
-    # SHA-256 of method, path and body. A different call with the same key is refused.
+    # SHA-256 of the method, the path and the body. A different call with the same key is refused.
     Column("request_sha256", LargeBinary(32), nullable=False),
     # NULL while the first call is running, and permanently if its process died during the call.
     Column("status", Integer, nullable=True),
@@ -481,7 +481,7 @@ replicas = Table(
     Column("id", ID, primary_key=True),
     # HOST:PORT of the listener for other servers.
     Column("address", String(300), nullable=False),
-    # SHA-256 over everything that makes two engines give the same answers, hexadecimal.
+    # SHA-256 of the model, dtype, quantisation and page size, hexadecimal. It must match for servers to share requests.
     Column("base", String(64), nullable=False),
     Column("version", String(40), nullable=False),
     Column("protocol", Integer, nullable=False),
@@ -498,7 +498,8 @@ replicas = Table(
     CheckConstraint("state IN ('serving', 'draining')", name="state"),
 )
 
-# The adapters in each server's pool. Separate from `replicas`, because it changes less often than the beat.
+# The adapters in each server's pool. Separate from `replicas`, because the adapters change less often than
+# the beat.
 adapter_residency = Table(
     "adapter_residency",
     metadata,

@@ -79,7 +79,7 @@ class RequestCancelled(ApiError):
 
 
 class NotFound(ApiError):
-    """The resource does not exist, or the caller may not know that it does."""
+    """The resource does not exist, or the caller must not learn that it exists."""
 
     status = 404
     type = "invalid_request_error"

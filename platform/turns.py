@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Waiting:
-    """A tenant's requests that wait or work. The lock admits one at a time."""
+    """A tenant's waiting and running requests. The lock admits one at a time."""
 
     num_requests: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -34,7 +34,7 @@ class TenantTurns:
 
     @property
     def num_tenants(self) -> int:
-        """Number of tenants with requests that wait or work."""
+        """Number of tenants with waiting or running requests."""
         return len(self._waiting)
 
     async def run(self, tenant_id: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:

@@ -1,4 +1,4 @@
-"""Add a version's optional files and its own digest. Servers of the previous schema still work with this one."""
+"""Add a version's optional files and its own digest. Servers for the previous schema still work with this one."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def upgrade() -> None:
 def downgrade() -> None:
     """Delete the optional files. An older server serves their versions with the weights alone."""
     op.drop_table("adapter_version_files")
-    # SQLite refuses this in a batch, because a batch replaces the table and others refer to it.
+    # SQLite refuses this in a batch, because a batch replaces the table, to which other tables refer.
     op.drop_column("adapter_versions", "version_digest")

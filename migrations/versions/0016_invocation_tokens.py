@@ -1,4 +1,4 @@
-"""Add the tokens that activate a version. Servers of the step before would apply such a version to the whole prompt."""
+"""Add the tokens that activate a version. Older servers would apply such a version to the whole prompt."""
 
 from __future__ import annotations
 

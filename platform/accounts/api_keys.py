@@ -234,7 +234,7 @@ class ApiKeys:
         self._cache.clear()
 
     def recent(self, presented: str) -> Principal | None:
-        """The caller with this key, if it was authenticated within the last five seconds. Does not block."""
+        """Return the caller with this key, or None if the key is not in the five-second cache. Does not block."""
         return self._cache.get(key_sha256(presented), self._database.now_us())
 
     def authenticate(self, presented: str) -> Principal | None:

@@ -36,7 +36,7 @@ LIMITABLE_SCOPES = frozenset({"adapters", "base", "tenant:develop"})
 
 
 def checked_scopes(tenant_id: str | None, scopes: Iterable[str] | None) -> frozenset[str]:
-    """Validate the scopes of an owner's key. None selects the default scopes. Raises InvalidRequest."""
+    """Validate the scopes of a tenant's or the platform's key. None selects the defaults. Raises InvalidRequest."""
     allowed = PLATFORM_SCOPES if tenant_id is None else TENANT_SCOPES
     if scopes is None:
         return DEFAULT_PLATFORM_SCOPES if tenant_id is None else DEFAULT_TENANT_SCOPES

@@ -26,7 +26,7 @@ class Principal:
     def may_name(self, adapter_id: str | None) -> bool:
         """Return whether the key's own limit allows the adapter. The tenant's rights are checked elsewhere.
 
-        `adapter_id` is None for an object without an adapter, such as a request to the base. A limited key may not see
+        `adapter_id` is None for an object without an adapter, such as a request to the base. A limited key cannot see
         such objects.
         """
         return self.adapter_ids is None or adapter_id in self.adapter_ids

@@ -212,7 +212,7 @@ class Tenants:
         return share
 
     def recent_share(self, tenant_id: str) -> Share | None:
-        """The tenant's share, if it was read within the last five seconds. Does not block."""
+        """Return the tenant's share, or None if it was not read within the last five seconds. Does not block."""
         read_us, share = self._shares.get(tenant_id, (0, None))
         # Setting the clock back must not extend an entry's life.
         return share if 0 <= self._database.now_us() - read_us < MAX_STALE_US else None

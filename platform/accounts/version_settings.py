@@ -1,4 +1,4 @@
-"""The chat template, sampling defaults, parsers and own tokens of a resolved model."""
+"""The chat template, sampling defaults, parsers and added tokens of a resolved model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_CACHED_VERSIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class VersionSettings:
-    """`template` is the source of the adapter's own chat template, and `vocabulary` its own tokens, if it has them."""
+    """`template` is the source of the adapter's own chat template, and `vocabulary` its own tokens, if it has any."""
 
     template: str | None
     defaults: SamplingDefaults

@@ -109,7 +109,7 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def ran_at_death(self) -> frozenset[str]:
-        """Sequences of all gateways that the last engine was running when it died. Up to date if no engine is ready."""
+        """Sequences of all gateways that the last engine was running when it died. Set before `is_ready` is false."""
         return self._ran_at_death
 
     @property

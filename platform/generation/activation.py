@@ -1,4 +1,4 @@
-"""Finds the tokens that activate an adapter in a prompt, where PEFT finds them."""
+"""Finds the tokens that activate an adapter in a prompt, at the same position as PEFT."""
 
 from __future__ import annotations
 

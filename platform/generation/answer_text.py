@@ -27,7 +27,7 @@ class AnswerText(Protocol):
         """True if a stop string was found. Nothing follows it."""
 
     def feed(self, token_id: int, can_stop: bool) -> None:
-        """Stop strings count only if `can_stop`."""
+        """Add a token. Stop strings take effect only if `can_stop`."""
 
     def finish(self, *, can_stop: bool, shown_token_id: int | None, is_cut_off: bool) -> None:
         """The engine has ended the choice. `shown_token_id` is the token that ended it, if the text shows it.
@@ -144,7 +144,7 @@ class ChannelText:
         self._has_text = False
         """True if the open message has text."""
         self._earlier: set[Destination] = set()
-        """The destinations, except calls, that earlier messages had text for."""
+        """The destinations of earlier messages that had text, except calls."""
         self._num_calls = 0
         self._num_header = 0
         """Number of tokens of the header that is being read."""

@@ -32,7 +32,7 @@ LOAD_S = 60.0
 
 
 def held_nowhere_else(digest: str) -> bool:
-    """What a server that shares no requests knows of other servers."""
+    """The default for a server that shares no requests: no other server holds the adapter."""
     return False
 
 
@@ -43,7 +43,7 @@ class ColdLoads:
     as resident, and an adapter that several gateways load concurrently counts as a cold load for each of them. No
     request is refused because of an outdated report: see `admit`. Before the first report, no load counts as cold.
 
-    No load counts as cold either while `is_held_elsewhere` finds the adapter on another server, which can run the
+    A load also does not count as cold while `is_held_elsewhere` finds the adapter on another server, which can run the
     request.
     """
 
@@ -68,7 +68,7 @@ class ColdLoads:
     ) -> T:
         """Call `hold` with True if the engine must load the adapter, and return its result.
 
-        With `is_tied`, this server's own engine must have the adapter, whatever others hold.
+        With `is_tied`, this server's own engine must have the adapter, even if other servers hold it.
 
         If a limit refuses the cold load, ask the engine for a new report, because another gateway may have loaded the
         adapter. If it has, call `hold` again.

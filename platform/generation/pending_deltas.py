@@ -19,7 +19,7 @@ class PendingDeltas:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, bool], ChoiceDelta | JoinedDeltas] = {}
-        """By choice, and whether the delta is the choice's last."""
+        """Keyed by the choice's index and by whether the delta is the choice's last one."""
         self._is_closed = False
         self._reader: asyncio.Future[None] | None = None
 

@@ -52,8 +52,8 @@ class SettlementSpool:
     records can be replayed repeatedly. Once no record is waiting, the file is overwritten with zeros.
 
     A torn last line, left by a crash, was never acknowledged. A damaged line elsewhere is reported and kept. Lines in
-    the file LEFT are replayed at the next start and then removed. An earlier version left them, or an operator took
-    them from the log.
+    the file LEFT, which come from an earlier version or were copied from the log by an operator, are replayed at the
+    next start and then removed.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:

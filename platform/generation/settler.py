@@ -30,8 +30,8 @@ class Settler:
     """Closes reservations, even while the database is failing.
 
     A settlement that the database does not accept waits in the spool, or in memory if the spool does not accept it
-    either. While any settlement waits in memory, no request is admitted. No more settlements can therefore wait than
-    reservations were open or in progress when the trouble began.
+    either. While any settlement waits in memory, no request is admitted. Therefore, at most as many settlements can
+    wait in memory as reservations were open or in progress when the trouble began.
     """
 
     def __init__(

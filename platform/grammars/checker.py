@@ -64,8 +64,8 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 Observer = Callable[[str, float, tuple[str, ...]], None]
-"""Called after each check with the outcome (`accepted`, `refused` or `known`), the seconds, and the unsupported
-keywords.
+"""Called after each check with the outcome (`accepted`, `refused` or `known`), the duration in seconds, and the
+unsupported keywords.
 """
 
 

@@ -69,7 +69,7 @@ def _children(node: Any, root: Any) -> Iterator[Any]:
 
 
 def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
-    """Return whether a finite value satisfies `node`. `can_end` has the subschemas known to have one."""
+    """Return whether a finite value satisfies `node`. `can_end` contains subschemas that have one."""
     if not isinstance(node, dict):
         return True
 

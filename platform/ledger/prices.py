@@ -63,8 +63,8 @@ class PriceBook:
     def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int) -> Price | None:
         """Return the price that a tenant pays at `at_us` for an adapter, or for the base if `adapter_id` is None.
 
-        The tenant's own prices take precedence over list prices. Among each, the adapter's price comes first, then the
-        price for adapters or the base, then the price for all. Returns None if there is no price.
+        The tenant's own prices take precedence over list prices. Among each owner's prices, the adapter's comes first,
+        then the price for adapters or the base, then the price for all. Returns None if there is no price.
         """
         if not self._by_scope:
             return None

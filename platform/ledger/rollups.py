@@ -1,4 +1,4 @@
-"""Sums of the ledger by minute, hour, day and week, updated in the background."""
+"""Sums of the ledger over spans from a minute to sixteen days, updated in the background."""
 
 from __future__ import annotations
 

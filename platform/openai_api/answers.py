@@ -24,7 +24,7 @@ class Answer(Protocol):
     """Builds one endpoint's response bodies. Use one object per request, because each chunk depends on earlier ones."""
 
     def chunks(self, delta: ChoiceDelta, usage: Document | None = None) -> list[Chunk]:
-        """The chunks that a stream sends for a delta. `usage` is shown in each if the client asked for usage."""
+        """The chunks that a stream sends for a delta. Each includes `usage` if the client asked for it."""
 
     def usage_chunk(self, usage: Usage) -> Document:
         """The last chunk of a stream, if the client asked for usage."""

@@ -22,7 +22,7 @@ def chat_constraint(tokenizer: ModelTokenizer, body: ChatRequest, prepared: Prep
     if calls is None and (wanted is None or (reasoning is None and channels is None)):
         return wanted
     if calls is not None and calls.is_forced:
-        # The answer consists of calls.
+        # A forced answer consists only of calls, so the other constraint does not apply.
         wanted = None
     ids: dict[str, int | None] = {marker: tokenizer.marker_token_id(marker) for marker in prepared.markers}
     if channels is not None:

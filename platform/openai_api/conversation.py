@@ -40,7 +40,7 @@ class CalledFunction(StrictModel):
     name: Annotated[str, AfterValidator(_called_name)]
     arguments: str
     parsed_arguments: Any = None
-    """Helpers of the OpenAI clients add it to the calls that they send back. It has no effect."""
+    """The OpenAI clients' helpers add this field to the calls that they send back. It has no effect."""
 
 
 class ToolCall(StrictModel):
@@ -54,8 +54,8 @@ class ToolCall(StrictModel):
 class ChatMessage(StrictModel):
     """One message.
 
-    Clients send our answers back, with any number of calls. Our answers have the null-only fields, helpers of the
-    OpenAI clients add `parsed`, and litellm adds `provider_specific_fields`.
+    Clients send our answers back, with any number of calls. Our answers have the null-only fields, the OpenAI
+    clients' helpers add `parsed`, and litellm adds `provider_specific_fields`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -1,4 +1,4 @@
-"""Certificates by which servers know one another. Private keys never leave their process."""
+"""Certificates that identify servers to one another. A private key never leaves its process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cryptography.x509.oid import NameOID
 
 LIFETIME_S = 24 * 3600.0
 CLOCK_SKEW_S = 3600.0
-"""A certificate is valid from this long before it is made, in seconds, because hosts' clocks differ."""
+"""How long before its creation a certificate is already valid, in seconds, because hosts' clocks differ."""
 SETTLE_S = 60.0
-"""A renewed certificate is used this long after it is published, in seconds, when every server has read it."""
+"""Delay, in seconds, before a renewed certificate is used, so that every server can read it first."""
 MAX_CERTIFICATES = 4
 """Maximum number of certificates that a server can publish."""
 
@@ -49,7 +49,7 @@ class OwnCertificate:
 
 
 class OwnCertificates:
-    """This server's certificates. The successor is made at half the lifetime, and both are valid for a while."""
+    """This server's certificates. Each gets a successor halfway through its lifetime, and both remain valid."""
 
     def __init__(self, name: str, now: Now = utc_now, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -68,7 +68,7 @@ class OwnCertificates:
         return settled[-1] if settled else self._certificates[0]
 
     def renew_if_due(self) -> bool:
-        """Make a successor if the newest certificate has lived half its life, and forget expired ones."""
+        """Create a successor if the newest certificate is past half its lifetime, and drop expired certificates."""
         now_s = self._clock()
         if now_s - self._certificates[-1].made_s < LIFETIME_S / 2:
             return False
@@ -78,7 +78,7 @@ class OwnCertificates:
 
     def _make(self) -> OwnCertificate:
         key = ec.generate_private_key(ec.SECP256R1())
-        # OpenSSL finds an accepted certificate by its subject, so every certificate needs a subject of its own.
+        # OpenSSL looks up accepted certificates by subject, so every certificate needs a unique subject.
         subject = f"{self._name} {secrets.token_hex(8)}"
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
         now = self._now()
@@ -119,21 +119,21 @@ def read_certificates(pem: str) -> tuple[PublishedCertificate, ...]:
 
 
 def tls_context(purpose: int, own: OwnCertificate, accepted: Iterable[PublishedCertificate]) -> ssl.SSLContext:
-    """A context for TLS 1.3 with a certificate on both sides. `purpose` is ssl.PROTOCOL_TLS_SERVER or _CLIENT.
+    """Return a context for mutually authenticated TLS 1.3. `purpose` is ssl.PROTOCOL_TLS_SERVER or _CLIENT.
 
-    The caller must also compare the peer's certificate with the one that it expects: an accepted certificate could
-    have signed another.
+    The caller must also check that the peer's certificate is one of those it expects, because an accepted certificate
+    could have signed another certificate.
     """
     context = ssl.SSLContext(purpose)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Servers are known by their certificates. Their host names say nothing.
+    # Servers are identified by their certificates, not by their host names.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if purpose == ssl.PROTOCOL_TLS_SERVER:
         # A resumed session would skip the check of the client's certificate.
         context.num_tickets = 0
     context.load_verify_locations(cadata="".join(one.pem for one in accepted))
-    # The ssl module reads keys only from files. This file has no name and lives in memory.
+    # The ssl module reads keys only from files. This file is anonymous and exists only in memory.
     descriptor = os.memfd_create("loramux-certificate", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, own.certificate_pem + own.key_pem)

@@ -1,4 +1,4 @@
-"""Compares what other servers claim to hold with what their engines report."""
+"""Compares the adapters that other servers claim to hold with those that their engines report."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from loramux.engine.messages import Stats
 from loramux.platform.routing.views import digest_prefix
 
 MIN_CLAIMS = 4
-"""A server with fewer claims is not checked."""
+"""Minimum number of claims to check. A server with fewer claims passes."""
 MAX_FALSE_SHARE = 0.5
-"""A check fails if a greater share of the claims is false. Some always are, because reports are a second old."""
+"""A check fails if more than this share of the claims is false. Some are, because claims are up to seconds old."""
 MAX_FAILURES = 3
-"""A server loses its claims after this many failed checks in a row."""
+"""A server's claims are ignored after this many failed checks in a row."""
 DISTRUST_S = 60.0
-"""How long it loses them, in seconds."""
+"""How long the claims are then ignored, in seconds."""
 
 log = structlog.get_logger()
 
 
 class ClaimChecks:
-    """Claims are hints. A server whose claims keep proving false would only attract requests that it must load for."""
+    """Decides whose claims to trust.
+
+    Claims are hints, but a server with false claims would attract requests for adapters that it has yet to load.
+    """
 
     def __init__(self, count_refusal: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._count_refusal = count_refusal

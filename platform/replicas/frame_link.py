@@ -1,4 +1,4 @@
-"""One TLS connection between two servers: frames of bounded size, each after its length, and a pulse."""
+"""One TLS connection between two servers. It carries length-prefixed frames of bounded size, and a pulse."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import cast
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
-"""Longest frame, in bytes. The longest message is an Add with a prompt that fills a request's body."""
+"""Longest frame, in bytes. The longest message is an Add whose prompt fills a whole request body."""
 MAX_UNSENT_BYTES = 64 << 20
-"""A connection with more unsent bytes is closed, because the other server does not read."""
+"""Maximum number of unsent bytes. With more, the other server is not reading, and the connection is closed."""
 PULSE_S = 1.0
-"""Interval between empty frames, in seconds, so that each side notices that the other is out of reach."""
+"""Interval between empty frames, in seconds. They let each side notice that the other is unreachable."""
 MAX_SILENT_PULSES = 10
 """A connection is lost after this many pulses without a frame from the other server."""
 
@@ -24,7 +24,8 @@ class FrameRefused(Exception):
 class FrameLink(asyncio.Protocol):
     """Passes each received frame to `on_frame`. If `on_frame` raises FrameRefused, the connection ends.
 
-    `lost` is done once the connection has ended. Its result says why. `ended` waits until its socket is closed too.
+    The future `lost` is done once the connection has ended, and its result says why. `ended` also waits until the
+    socket is closed.
     """
 
     def __init__(self, on_frame: Callable[[bytes], None]) -> None:
@@ -55,11 +56,11 @@ class FrameLink(asyncio.Protocol):
             self.abort("the other server does not read")
 
     async def writable(self) -> None:
-        """Wait until few bytes are unsent, or the connection has ended."""
+        """Wait until the send buffer has room, or the connection has ended."""
         await self._is_writable.wait()
 
     def close(self, reason: str) -> None:
-        """End the connection after the frames that have been sent."""
+        """End the connection once all frames passed to `send` have been transmitted."""
         self._end(reason)
         if self._transport is not None:
             self._transport.close()
@@ -70,7 +71,7 @@ class FrameLink(asyncio.Protocol):
             self._transport.abort()
 
     async def ended(self, timeout_s: float) -> None:
-        """Wait until what has been sent is out and the socket is closed. Abort the connection after `timeout_s`."""
+        """Wait until all frames are transmitted and the socket is closed. After `timeout_s`, abort the connection."""
         if self._transport is None:
             return
         try:
@@ -123,7 +124,7 @@ class FrameLink(asyncio.Protocol):
     def _beat(self) -> None:
         if self.lost.done():
             return
-        # Pulses are counted, not timed, so that a process that was stopped for a while does not blame the other.
+        # Count pulses instead of measuring time, so that a process that was suspended does not blame the other server.
         if self._num_silent >= MAX_SILENT_PULSES:
             self.abort(f"the other server was silent for {MAX_SILENT_PULSES * PULSE_S:.0f} s")
             return

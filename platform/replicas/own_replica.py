@@ -26,7 +26,7 @@ class OwnReplica:
         self.row = msgspec.structs.replace(self.row, state="draining")
 
     def observe(self, stats: Stats | None) -> None:
-        """Begin a beat with the engine's statistics. Without them, the server holds nothing."""
+        """Begin a beat with the engine's statistics. Without statistics, the summary is empty."""
         changes: dict[str, Any] = {"beat": self.row.beat + 1, "certificates": self._certificates.pem}
         if stats is not None:
             changes |= {

@@ -17,7 +17,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 
 
 class PeerConnection(EngineSession):
-    """An EngineSession over TLS. `open` returns once the engine behind the other server has announced itself."""
+    """An EngineSession over TLS. `open` returns once the other server's engine has announced itself."""
 
     def __init__(self, note_end: NoteEnd) -> None:
         super().__init__(note_end)
@@ -32,7 +32,7 @@ class PeerConnection(EngineSession):
         note_end: NoteEnd,
         timeout_s: float,
     ) -> PeerConnection:
-        """Connect to the server that proves one of `certificates`. Raises EngineUnavailable."""
+        """Connect to the server that owns one of `certificates`. Raises EngineUnavailable."""
         connection = PeerConnection(note_end)
         link = connection._link
         context = tls_context(ssl.PROTOCOL_TLS_CLIENT, own, certificates)

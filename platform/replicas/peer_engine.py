@@ -15,10 +15,10 @@ from loramux.platform.replicas.replica_book import Peer
 
 
 class PeerEngine(FollowedEngine):
-    """Keeps one connection to the server that `peer` describes. Assign a newer `peer` when its row changes.
+    """Keeps one connection to the server that `peer` describes. Assign a new `peer` when the server's row changes.
 
-    `base` is the fingerprint that the engine must have. It is compared with what the engine itself announces, because
-    the row is only a claim.
+    `base` is the fingerprint that the engine must have. It is compared with the engine's own announcement, because the
+    row is only a claim.
     """
 
     def __init__(
@@ -45,5 +45,5 @@ class PeerEngine(FollowedEngine):
             raise JoinRefused(f"{error} ({self._place})") from error
         if base_fingerprint(connection.info) != self._base:
             connection.close(frozenset())
-            raise JoinRefused(f"its engine serves another base than its server claims ({self._place})")
+            raise JoinRefused(f"its engine serves a different base than its server claims ({self._place})")
         return connection

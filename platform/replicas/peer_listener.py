@@ -1,4 +1,4 @@
-"""Where other servers reach this server's engine: a TLS listener that knows each server by its certificate."""
+"""The TLS listener for other servers, which identifies them by their certificates. It leads to the local engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from loramux.platform.replicas.peer_relay import PeerRelay, RelayedEngine
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 128
-"""Maximum number of connections, including handshakes. Further ones wait in the kernel's backlog."""
+"""Maximum number of connections, including handshakes. Further connections wait in the kernel's backlog."""
 MAX_CONNECTIONS_EACH = 2
-"""Maximum number of connections of one server: the second replaces one that is about to be lost."""
+"""Maximum number of connections from one server. The second replaces a connection that is about to be lost."""
 CLOSE_WAIT_S = 1.0
-"""Longest wait for the last frames to leave when a connection is closed, in seconds."""
+"""Longest wait for the last frames to be transmitted when a connection is closed, in seconds."""
 BACKLOG = 128
 ACCEPT_PAUSE_S = 1.0
-"""Pause after a failed accept, in seconds, for example if no file descriptor is free."""
+"""Pause, in seconds, after a failed accept, which can mean that no file descriptor is free."""
 
 log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ class PeerListener:
 
     @property
     def num_sequences(self) -> int:
-        """Number of other servers' sequences that the local engine is running or has waiting."""
+        """Number of other servers' sequences that are running or waiting in the local engine."""
         return sum(relay.num_sequences for relay in self._relays)
 
     def start(self) -> None:
@@ -58,19 +58,19 @@ class PeerListener:
         self._acceptor = asyncio.create_task(self._accept(), name="peer-acceptor")
 
     def accept_from(self, own: OwnCertificate, accepted: Mapping[str, tuple[PublishedCertificate, ...]]) -> None:
-        """Accept exactly these certificates from now on, by replica."""
+        """Accept exactly these certificates from now on. `accepted` maps replica identifiers to certificates."""
         every = [one for certificates in accepted.values() for one in certificates]
         self._replica_of = {one.der: name for name, certificates in accepted.items() for one in certificates}
         self._context = tls_context(ssl.PROTOCOL_TLS_SERVER, own, every) if every else None
 
     def end_all_but(self, replicas: frozenset[str]) -> None:
-        """End the connections of all other servers, whose rows have been deleted."""
+        """End the connections of servers that are not in `replicas`, because their rows have been deleted."""
         for relay, name in self._relays.items():
             if name not in replicas:
                 relay.end("its server is no longer a replica")
 
     async def close(self) -> None:
-        """End every connection. Their sequences end in the engine."""
+        """End every connection. The engine then ends their sequences."""
         tasks = [*self._tasks, *([] if self._acceptor is None else [self._acceptor])]
         for task in tasks:
             task.cancel()
@@ -120,8 +120,8 @@ class PeerListener:
                 lambda: relay.link, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
             )
         except OSError as error:
-            # A port scanner, a server whose certificate has expired or is not known yet, or an attacker.
-            log.info("a connection is refused: it proves no accepted certificate", reason=str(error))
+            # This is a port scanner, an attacker, or a server whose certificate has expired or is not known yet.
+            log.info("a connection was refused: it presented no accepted certificate", reason=str(error))
             self._count_refusal("handshake")
             return
         name = self._replica_of.get(relay.link.certificate() or b"")

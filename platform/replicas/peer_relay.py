@@ -1,4 +1,4 @@
-"""One other server's connection to the local engine: passes on what a gateway may send, and the engine's answers."""
+"""Relays one other server's messages to the local engine, if a gateway may send them, and the engine's answers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MAX_SEQUENCES = 65_536
 """Maximum number of unfinished sequences of one connection."""
 DEATH_POLL_S = 0.02
 DEATH_WAIT_S = 2.0
-"""Longest wait until the supervisor has found out how the engine ended, in seconds."""
+"""Longest wait for the supervisor to determine which sequences a dead engine was running, in seconds."""
 
 FromPeer = Add | Extend | Abort | Load | Credit | StatsRequest
-"""What another server may send. Pins and unloads belong to the administrators of each server."""
+"""The messages that another server may send. Only a server's own administrators may pin and unload adapters."""
 
 
 class RelayedEngine(Protocol):
@@ -49,10 +49,10 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 
 class PeerRelay:
-    """A connection of its own to the engine, so that the engine treats the other server as a further gateway.
+    """Connects to the engine on behalf of another server, which the engine treats as one more gateway.
 
     When the connection ends, the engine ends its sequences. When the engine dies, the other server learns which of its
-    sequences were running. The others can run elsewhere.
+    sequences were running. Sequences that were still waiting can run elsewhere.
     """
 
     def __init__(self, context: zmq.asyncio.Context, engine: RelayedEngine) -> None:
@@ -71,7 +71,7 @@ class PeerRelay:
         return len(self._prompt_tokens)
 
     async def run(self) -> str:
-        """Relay until either side ends the connection. Return the reason. Call it once the other server is known."""
+        """Relay until either side ends the connection, and return the reason. Check the peer's certificate first."""
         self._socket = socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             socket.setsockopt(option, 0)
@@ -110,7 +110,7 @@ class PeerRelay:
     def _receive(self, frame: bytes) -> None:
         if self._socket is None:
             if len(self._early_frames) >= MAX_EARLY_FRAMES:
-                raise FrameRefused("it sent too much before it was known")
+                raise FrameRefused("it sent too much before its certificate was checked")
             self._early_frames.append(frame)
             return
         try:
@@ -120,10 +120,10 @@ class PeerRelay:
         match message:
             case Add(sequence_id=sequence_id, prompt=prompt):
                 if sequence_id in self._prompt_tokens or len(self._prompt_tokens) >= MAX_SEQUENCES:
-                    raise FrameRefused("it sent too many sequences, or one twice")
+                    raise FrameRefused("it sent too many sequences, or sent one twice")
                 self._prompt_tokens[sequence_id] = len(prompt)
             case Credit(count=count) if not 0 < count <= INITIAL_CREDIT:
-                raise FrameRefused("it granted more credit than a gateway does")
+                raise FrameRefused("it granted more credit than any gateway does")
             case _:
                 pass
         self._socket.send(frame)
@@ -141,14 +141,14 @@ class PeerRelay:
         self.link.send(data)
 
     async def _until_examined(self) -> None:
-        """Wait until the supervisor has found out what the engine was running."""
+        """Wait until the supervisor has determined which sequences the engine was running."""
         for _ in range(int(DEATH_WAIT_S / DEATH_POLL_S)):
             if not self._engine.is_ready:
                 return
             await asyncio.sleep(DEATH_POLL_S)
 
     def _pass_on_what_arrived(self, socket: zmq.asyncio.Socket) -> None:
-        """Pass waiting messages on without asyncio, which is much faster. The peer's credit bounds their number."""
+        """Pass on waiting messages without asyncio, which is much faster. The peer's credit bounds their number."""
         shadow: Any = zmq.Socket.shadow(socket.underlying)
         while True:
             try:
@@ -157,7 +157,7 @@ class PeerRelay:
                 return
 
     def _report_death(self) -> None:
-        """End the other server's sequences. One that never ran has 0 prompt tokens, so it can run elsewhere."""
+        """End the peer's sequences. For one that never ran, report 0 prompt tokens, so that it can run elsewhere."""
         ran = self._engine.ran_at_death
         for sequence_id, prompt_tokens in self._prompt_tokens.items():
             has_run = sequence_id in ran

@@ -1,4 +1,4 @@
-"""This server among the others: publishes its row, reads theirs, and keeps the connections to them."""
+"""Publishes this server's row, reads the rows of other servers, and keeps connections to them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class Call(Protocol):
 
 
 class Presence:
-    """`start` runs it in the background. `close` takes this server's row away and ends all connections.
+    """Makes this server known to others, and others to its router. `start` does so in the background until `close`.
 
-    Without the database, the known peers stay until their connections fail. Without a peer, its requests run here.
+    While the database is down, known peers are kept until their connections fail. Requests for a lost peer run on the
+    remaining servers.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Presence:
         return self._listener.num_sequences
 
     def reports(self) -> list[ReplicaReport]:
-        """This server, then the servers that it knows, by identifier."""
+        """This server first, then its peers and the refused servers, each sorted by identifier."""
         own, now_s = self._own.view(self._clock()), self._clock()
         found = [report_of(self._own.row, len(own.holds), self._own.row.state, 0.0, is_own=True)]
         for name, peer in sorted(self._book.peers.items()):
@@ -110,11 +111,11 @@ class Presence:
         return await engine.stats(timeout_s, with_tiers)
 
     def drain(self) -> None:
-        """Ask for no more requests from the next beat on. Requests that this server has accepted still run."""
+        """From the next beat on, ask for no more requests. Requests that this server has accepted still run."""
         self._own.drain()
 
     def start(self, drain: asyncio.Event) -> None:
-        """Beat every second until `close`, and drain from the time that `drain` is set."""
+        """Beat every second until `close`. Once `drain` is set, the server drains."""
         self._tasks.append(asyncio.create_task(self._beat_forever(drain), name="presence"))
         self._tasks.append(asyncio.create_task(self._check_claims_forever(), name="claim-checks"))
 
@@ -126,7 +127,7 @@ class Presence:
                     await asyncio.sleep(DRAIN_POLL_S)
 
     async def beat(self) -> None:
-        """Publish this server, read the others, and tell the router."""
+        """Publish this server's row, read the other rows, and update the router."""
         self._certificates.renew_if_due()
         self._own.observe(await self._stats())
         reading = await self._exchanged()
@@ -138,7 +139,7 @@ class Presence:
         self._route()
 
     async def check_claims(self) -> None:
-        """Check the claims of one peer, each peer in turn."""
+        """Check the claims of one peer. Successive calls take turns among the peers."""
         ready = sorted(name for name, engine in self._peers.items() if engine.is_ready and name in self._book.peers)
         if not ready:
             return
@@ -152,7 +153,7 @@ class Presence:
             self._claims.note(name, peer.holds, stats)
 
     async def close(self) -> None:
-        """End the connections and delete this server's row. Other servers delete it if the database does not answer."""
+        """End the connections and delete this server's row. If that fails, other servers delete the row later."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -162,7 +163,7 @@ class Presence:
         try:
             async with asyncio.timeout(EXCHANGE_WAIT_S):
                 if self._exchange is not None:
-                    # A beat that is still being written would bring the row back.
+                    # A beat that is still being written would restore the row.
                     await asyncio.wait((self._exchange,))
                 await self._call(self._table.remove, self._own.row.id)
         except (SQLAlchemyError, TimeoutError):
@@ -196,7 +197,7 @@ class Presence:
             self._exchange = asyncio.ensure_future(
                 self._call(self._publish_and_read, self._own.row, self._own.summary, self._book.summary_versions)
             )
-        # A database that hangs holds one thread, because the next beats wait for the same call.
+        # A hanging database occupies only one thread, because later beats wait for the same call.
         await asyncio.wait({self._exchange}, timeout=EXCHANGE_WAIT_S)
         trouble: object = "it does not answer"
         if self._exchange.done():
@@ -229,7 +230,7 @@ class Presence:
         self._listener.end_all_but(listed)
 
     async def _connect(self, listed: frozenset[str]) -> None:
-        """Open connections to new peers, and close those of servers that are gone."""
+        """Open connections to new peers, and close connections to servers that are gone."""
         for name, peer in self._book.peers.items():
             if name in self._peers:
                 self._peers[name].peer = peer
@@ -238,7 +239,7 @@ class Presence:
                 self._peers[name] = engine
                 engine.follow()
         for name in self._peers.keys() - self._book.peers.keys():
-            # A connection that works may still carry streams.
+            # A working connection to a listed server may still carry streams.
             if name not in listed or not self._peers[name].is_ready:
                 await self._peers.pop(name).close()
 

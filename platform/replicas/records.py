@@ -41,12 +41,12 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def base_fingerprint(ready: EngineReady) -> str:
-    """Equal for engines that compute the same answers and divide memory into the same pages."""
+    """Return a hash that is equal for engines with the same model, dtype, quantisation and page size."""
     parts = (ready.model_sha256, ready.dtype, ready.quantization, ready.page_tokens)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
 def num_reclaimable_pages(stats: Stats) -> int:
-    """Number of pages that new requests can get: free ones and those of idle adapters and idle prefixes."""
+    """Number of pages available to new requests: free pages, and pages of idle adapters and idle prefixes."""
     idle = sum(one.num_pages for one in stats.adapters if one.num_users == 0 and not one.is_pinned)
     return stats.num_free_pages + stats.num_idle_prefix_pages + idle

@@ -1,4 +1,4 @@
-"""The other servers, as one reader of the tables knows them: who is alive, and who is refused for what reason."""
+"""The other servers as seen by one reader of the tables: which are alive, and which are refused and why."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from loramux.platform.replicas.replica_table import Summary, TableReading
 from loramux.platform.replicas.residency import SummaryRefused, read_summary
 
 GONE_S = 5.0
-"""A server whose beat has not changed for this long is gone, in seconds."""
+"""A server whose beat has not changed for this many seconds is gone."""
 FORGOTTEN_S = 600.0
-"""The rows of a server whose beat has not changed for this long are deleted, in seconds."""
+"""The rows of a server whose beat has not changed for this many seconds are deleted."""
 MAX_GAP_S = 2.0
-"""A longer time between two readings counts as this many seconds, because the database was out of reach for all."""
+"""Longest time counted between two readings, in seconds. In a longer gap, no server may have reached the database."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another server of the same base and version that is alive."""
+    """Another live server with the same base and version."""
 
     row: ReplicaRow
     certificates: tuple[PublishedCertificate, ...]
     holds: frozenset[int]
     since_s: float
-    """When its beat last changed, by this reader's clock."""
+    """When the server's beat last changed, by this reader's clock."""
 
 
 @dataclass(slots=True)
 class _Sighting:
-    """What the reader remembers of one row. Beats are compared with each other, never with a clock."""
+    """The reader's memory of one row. Beats are compared with each other, never with a clock."""
 
     beat: Any
     changed_s: float
@@ -57,7 +57,7 @@ class _Sighting:
 
 
 class ReplicaBook:
-    """`note` takes each reading of the tables. `peers` and `refused` say what follows from it.
+    """Derives `peers` and `refused` from readings of the tables. Pass each reading to `note`.
 
     `count_refusal` receives the reason when a server is refused or its summary is ignored: `base`, `version`,
     `protocol`, `certificate`, `summary` or `malformed`. Each refusal is logged and counted once.
@@ -78,11 +78,11 @@ class ReplicaBook:
         self._noted_s: float | None = None
         self.peers: Mapping[str, Peer] = {}
         self.refused: Mapping[str, str] = {}
-        """Why each refused server is refused, by its identifier."""
+        """The reason for each refusal, by the server's identifier."""
 
     @property
     def summary_versions(self) -> Mapping[str, int]:
-        """The versions of the summaries that are known already."""
+        """The versions of the known summaries, by the server's identifier."""
         sightings = self._sightings.items()
         return {name: one.summary_version for name, one in sightings if one.summary_version is not None}
 

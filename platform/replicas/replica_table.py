@@ -1,4 +1,4 @@
-"""The tables `replicas` and `adapter_residency`. Blocking."""
+"""Reads and writes the tables `replicas` and `adapter_residency`. Blocking."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from loramux.platform.replicas.records import MAX_CERTIFICATES_CHARS, ReplicaRow
 from loramux.platform.replicas.residency import MAX_SUMMARY_BYTES
 
 MAX_REPLICAS = 128
-"""Maximum number of rows that are read, newest servers first."""
+"""Maximum number of rows to read, newest servers first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The adapters that a server holds. `version` changes with `prefixes`."""
+    """The adapters that a server holds. `version` changes whenever `prefixes` does."""
 
     version: int
     prefixes: bytes
@@ -29,7 +29,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableReading:
-    """All rows, and the summaries that have changed since the versions that the reader knows."""
+    """All rows, and the summaries that are newer than the reader's versions."""
 
     rows: Sequence[Mapping[str, Any]]
     summaries: Mapping[str, Summary]
@@ -40,7 +40,7 @@ class ReplicaTable:
         self._database = database
 
     def publish(self, row: ReplicaRow, summary: Summary, has_changed: bool) -> None:
-        """Write this server's row, and its summary if that has changed or the row had been deleted."""
+        """Write this server's row. Also write its summary if the summary has changed or the row had been deleted."""
         values = msgspec.structs.asdict(row)
         with self._database.write() as connection:
             is_known = connection.execute(update(replicas).where(replicas.c.id == row.id).values(values)).rowcount
@@ -52,7 +52,7 @@ class ReplicaTable:
                 connection.execute(statement.on_conflict_do_update(index_elements=["replica_id"], set_=content))
 
     def read(self, known: Mapping[str, int]) -> TableReading:
-        """Read every server's row. `known` has the versions of the summaries that the reader already has.
+        """Read every server's row. `known` contains the versions of the summaries that the reader already has.
 
         Oversized values are never fetched, because only an attacker can have written them.
         """
@@ -71,7 +71,7 @@ class ReplicaTable:
         return TableReading(rows=[_columns(row) for row in rows], summaries=summaries)
 
     def remove(self, replica_id: str, beat: int | None = None) -> None:
-        """Delete a server's rows. With `beat`, only if the server has not changed it meanwhile."""
+        """Delete a server's rows. If `beat` is given, delete them only if the server's beat is still this one."""
         with self._database.write() as connection:
             found = select(replicas.c.id).where(replicas.c.id == replica_id)
             if beat is not None:

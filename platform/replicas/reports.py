@@ -1,4 +1,4 @@
-"""What operators see of the servers that share requests."""
+"""Reports for operators about the servers that share requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ReplicaState = Literal["serving", "draining", "unreachable", "refused"]
 
 
 class UnknownReplica(Exception):
-    """No server with this identifier shares requests with this one."""
+    """No server with this identifier shares requests with this server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """One server. A refused server has a `reason` and no figures, because nothing that it claims is used."""
+    """One server. A refused server has a `reason` and no figures, because its claims are not used."""
 
     id: str
     address: str | None
@@ -43,7 +43,7 @@ class ReplicaReport:
 
 
 class Fleet(Protocol):
-    """The servers that share requests, as one of them knows them."""
+    """The servers that share requests, as seen by one of them."""
 
     def reports(self) -> Sequence[ReplicaReport]:
         """This server first, then the others by identifier. Empty if this server does not share requests."""

@@ -19,13 +19,13 @@ class SummaryRefused(Exception):
 
 
 def summarise(digests: Iterable[str]) -> bytes:
-    """Return the summary of at most MAX_ADAPTERS adapters. Further ones are left out, because it is only a hint."""
+    """Return a summary of at most MAX_ADAPTERS adapters. More can be left out, because a summary is only a hint."""
     prefixes = sorted({digest_prefix(digest) for digest in digests})[:MAX_ADAPTERS]
     return b"".join(prefix.to_bytes(PREFIX_BYTES) for prefix in prefixes)
 
 
 def read_summary(summary: bytes) -> frozenset[int]:
-    """Return the prefixes in a summary. Raises SummaryRefused unless `summarise` can have made it."""
+    """Return the prefixes in a summary. Raises SummaryRefused if `summarise` cannot have produced the summary."""
     if len(summary) > MAX_SUMMARY_BYTES:
         raise SummaryRefused(f"the summary of its adapters has more than {MAX_SUMMARY_BYTES} bytes")
     if len(summary) % PREFIX_BYTES:

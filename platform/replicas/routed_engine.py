@@ -1,4 +1,4 @@
-"""An EngineClient over this server's engine and those of other servers. A router chooses one for each sequence."""
+"""An EngineClient for this server's engine and other servers' engines. A router chooses one for each sequence."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, Rou
 MAX_MOVES = 2
 """Maximum number of times that a sequence is submitted again because its replica was lost before its first output."""
 PREFETCH_WAIT_S = 60.0
-"""Longest load of an adapter before requests need it, in seconds."""
+"""Timeout, in seconds, for loading an adapter before requests need it."""
 PREFIX_TOKENS = 64
-"""Prompts with the same first tokens, this many, probably share cached pages."""
+"""Prompts that start with this many identical tokens probably share cached pages."""
 
 log = structlog.get_logger()
 
@@ -30,7 +30,7 @@ Stream = AsyncIterator[SequenceOutput | Finished]
 
 
 class RequestRouter(Protocol):
-    """What RoutedEngine asks of `routing.router.Router`."""
+    """The part of `routing.router.Router` that RoutedEngine uses."""
 
     def update(self, views: Sequence[ReplicaView]) -> None: ...
 
@@ -58,7 +58,7 @@ class _Route:
         self._begin_s = now_s
 
     def add_now(self, now_s: float) -> Add:
-        """The sequence with its current limits. Time that a lost replica took counts towards the deadline."""
+        """The sequence with its current limits. Time spent on a lost replica counts towards the deadline."""
         if self.num_moves == 0:
             return self.add
         timeout_s = self.add.timeout_s
@@ -67,15 +67,15 @@ class _Route:
 
 
 class RoutedEngine:
-    """Runs sequences on the replica that the router chooses. Everything else concerns this server's own engine.
+    """Runs sequences on the replicas that the router chooses. All other calls go to this server's own engine.
 
     If a replica is lost before a sequence's first output, and the sequence is not known to have run, it is submitted
     elsewhere under the same id. A sequence that has started ends with `engine_unavailable`. A sequence that was running
-    when its engine died is not moved, because it may be what killed the engine. Only the last Finished reaches the
-    caller, so nothing is charged twice.
+    when its engine died is not moved, because it may have killed the engine. Only the last Finished reaches the caller,
+    so nothing is charged twice.
 
-    `count_forwarded` receives how each forwarded sequence ended: `completed`, `failed`, `lost`, or `moved` once for
-    each move.
+    `count_forwarded` receives the outcome of each forwarded sequence: `completed`, `failed` or `lost`. It also receives
+    `moved` for each move away from another server.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RoutedEngine:
         self._info: EngineReady | None = None
 
     def update(self, views: Sequence[ReplicaView], peers: Mapping[str, EngineClient]) -> None:
-        """Take new reports. `peers` has an engine for each view of another server."""
+        """Replace the views of all replicas. `peers` contains an engine for each view of another server."""
         self._engines = {self._local_id: self._local, **peers}
         self._info = self._local.info or self._info
         self._show([view for view in views if self._engines[view.id].is_ready])
@@ -106,13 +106,13 @@ class RoutedEngine:
             self._prefetch(prefetch)
 
     def holds_elsewhere(self, digest: str) -> bool:
-        """True if another replica that gets new requests claims to hold the adapter."""
+        """True if another replica that accepts new requests claims to hold the adapter."""
         prefix = digest_prefix(digest)
         return any(prefix in view.holds for view in self._views if not view.is_local and not view.is_draining)
 
     @property
     def info(self) -> EngineReady | None:
-        """This server's engine, or what it announced last while other engines answer in its place."""
+        """The latest announcement of this server's engine, also while only other engines are ready."""
         return (self._local.info or self._info) if self.is_ready else None
 
     @property
@@ -183,7 +183,7 @@ class RoutedEngine:
         engine = self._engines[prefetch.replica_id]
 
         async def load() -> None:
-            # The router asks again if requests still need the adapter.
+            # If requests still need the adapter, the router asks for it again.
             with contextlib.suppress(EngineUnavailable, TimeoutError):
                 await engine.load(prefetch.digest, PREFETCH_WAIT_S)
 
@@ -212,14 +212,14 @@ class RoutedEngine:
         try:
             replica_id = self._router.choose(route.request)
         except NoReplica:
-            # This server may be draining, but it still runs what it has accepted.
+            # This server may be draining, but it still runs the requests that it has accepted.
             return self._local_id
         info = self._engines[replica_id].info
         fits = info is not None and len(route.add.prompt) + route.max_tokens <= info.max_model_len
         return replica_id if fits or not self._local.is_ready else self._local_id
 
     def _move(self, route: _Route, end: Finished) -> Stream | None:
-        """Submit the sequence elsewhere if its replica was lost before it ran. Return None if it stays as it ended."""
+        """Submit the sequence elsewhere if its replica was lost before it ran. Return None if its end is final."""
         is_lost = end.code == "engine_unavailable" and end.prompt_tokens == 0
         if not is_lost or route.has_started or route.is_aborted or route.num_moves >= MAX_MOVES:
             return None

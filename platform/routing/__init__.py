@@ -1,1 +1,1 @@
-"""The choice of the replica that runs a request. It is pure Python and does no I/O."""
+"""Chooses the replica that runs a request. Pure Python without I/O."""

@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 MAX_ADAPTERS = 16_384
-"""Maximum number of adapters whose demand is remembered. The least recently requested are forgotten."""
+"""Maximum number of adapters whose demand is remembered. The least recently requested is forgotten first."""
 
 AVERAGE_S = 60.0
 """Seconds after which a request's weight in the recent count has decayed to 1/e."""
 
 
 class _Count:
-    """Requests in flight, and recent requests with decaying weights."""
+    """The number of requests in flight, and the sum of the decaying weights of recent requests."""
 
     __slots__ = ("at_s", "num_in_flight", "num_recent")
 
@@ -24,7 +24,7 @@ class _Count:
         self.at_s = at_s
 
     def decay(self, now_s: float) -> None:
-        # A clock that stands still or goes back decays nothing.
+        # If the clock stands still or goes back, the weights do not decay.
         if now_s > self.at_s:
             self.num_recent *= math.exp((self.at_s - now_s) / AVERAGE_S)
         self.at_s = now_s
@@ -39,10 +39,11 @@ class _Count:
 
 
 class AdapterDemand:
-    """Each adapter's part of this gateway's requests: of those in flight or of the recent ones, whichever is higher.
+    """Each adapter's share of this gateway's requests in flight or of its recent requests, whichever is higher.
 
-    The requests in flight show a burst at once, and the recent ones let it decay slowly. Both counts are lowered by one
-    standard deviation of a Poisson count, so that two chance requests do not count as demand.
+    The requests in flight reveal a burst immediately, and the recent requests let its effect decay slowly. Both of an
+    adapter's counts are lowered by one standard deviation of a Poisson count, so that one or two chance requests
+    hardly count as demand.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -51,7 +52,7 @@ class AdapterDemand:
         self._all = _Count(clock())
 
     def start(self, prefix: int | None) -> None:
-        """Count a request that started, for the adapter with this digest prefix or for the base model."""
+        """Count the start of a request for the adapter with this digest prefix, or for the base model if None."""
         now_s = self._clock()
         self._all.start(now_s)
         if prefix is None:
@@ -71,7 +72,7 @@ class AdapterDemand:
             self._adapters[prefix].end()
 
     def part(self, prefix: int) -> float:
-        """The adapter's part of the traffic, in [0, 1]."""
+        """Return the adapter's share of the traffic, in [0, 1]."""
         count = self._adapters.get(prefix)
         if count is None:
             return 0.0

@@ -1,26 +1,26 @@
-"""One replica as this gateway knows it: its last report, and what this gateway has done since."""
+"""One replica as this gateway sees it: its last report, and the requests that this gateway has sent since."""
 
 from __future__ import annotations
 
 from loramux.platform.routing.views import ReplicaView
 
 SHORT_OF_PAGES = 0.1
-"""A pool with a smaller part of free pages counts as short of pages."""
+"""A pool with a smaller fraction of free pages counts as short of pages."""
 
 FULL_POOL_COST = 1.0
-"""What a pool without any free page adds to a replica's cost, in units of its load."""
+"""Penalty for a pool without free pages, in units of load."""
 
 LOCAL_CREDIT = 0.05
-"""What the gateway's own engine is preferred by, in units of load, because it needs no forwarding."""
+"""Credit of the gateway's own engine, in units of load, because it needs no forwarding."""
 
 
 class KnownReplica:
     """A replica's cost and residency.
 
-    `load` is the number of sequences, running or waiting, over the capacity: the reported number, and the change of
-    this gateway's own number since the report. A report is older than its arrival, so it may lack requests that this
-    gateway had already sent. The change is therefore counted from this gateway's lowest number during the previous
-    report, which can count a request twice for one report but never misses one.
+    `load` is the number of running and waiting sequences divided by the capacity. The number is the reported one plus
+    the change in this gateway's own sequences since the report. A report is already old when it arrives, so it may lack
+    requests that this gateway had sent before. The change is therefore measured from this gateway's lowest number of
+    sequences during the previous report. This can count a request twice until the next report, but never misses one.
 
     `cost` is the load, plus a penalty for a pool that is short of pages, minus the credit of the local engine.
     """
@@ -63,13 +63,13 @@ class KnownReplica:
         self._weigh()
 
     def note_ended(self) -> None:
-        # A request can end that was sent before the replica was forgotten and found again.
+        # The ended request may have been sent before the replica was forgotten and rediscovered.
         self._num_own = max(0, self._num_own - 1)
         self._num_lowest = min(self._num_lowest, self._num_own)
         self._weigh()
 
     def expect(self, prefix: int) -> None:
-        """Count an adapter as held until two further reports have had the time to show it."""
+        """Count an adapter as held until two more reports have arrived, by which time a report should show it."""
         if prefix not in self.view.holds:
             self._expected.add(prefix)
 

@@ -1,17 +1,17 @@
-"""Where prompts with the same prefix last ran."""
+"""Remembers where prompts with the same prefix last ran."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 MAX_PREFIXES = 65_536
-"""Maximum number of prefixes that are remembered. The least recently used are forgotten."""
+"""Maximum number of prefixes to remember. The least recently used is forgotten first."""
 
 
 class RecentPrefixes:
-    """The replica that last ran each prefix and so probably still caches its pages.
+    """The replica that last ran each prefix, and so probably still caches its pages.
 
-    The memory is this gateway's own. It is never reported or confirmed, so a wrong entry costs only a prefill.
+    The entries come from this gateway's own requests, and no replica confirms them. A wrong entry costs only a prefill.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The order in which replicas are homes of an adapter."""
+"""The order in which replicas become homes of an adapter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 MAX_ORDERS = 16_384
-"""Maximum number of keys whose orders are kept. The least recently used are computed again."""
+"""Maximum number of keys whose orders are cached. The least recently used is evicted first."""
 
 _MASK = (1 << 64) - 1
 
@@ -16,9 +16,9 @@ class RendezvousOrder:
     """Highest random weight hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998).
 
     Each replica draws a pseudo-random weight for each key, and a key's homes are the replicas with the highest weights.
-    The order depends only on the key and the replicas' ids, so all gateways agree on it without a message. If a replica
-    leaves, it leaves each key's order, and the others keep their places: only its own keys move. If one joins, it takes
-    its part of the keys from all others.
+    The order depends only on the key and the replicas' ids, so all gateways agree on it without communicating. If a
+    replica leaves, the relative order of the other replicas stays the same, so only its own keys move. A new replica
+    takes over an equal share of keys from each of the others.
     """
 
     def __init__(self, replica_ids: Iterable[str] = ()) -> None:
@@ -33,7 +33,7 @@ class RendezvousOrder:
             self._orders.clear()
 
     def order(self, key: int) -> tuple[str, ...]:
-        """All replicas, the first home first."""
+        """Return all replicas, the first home first."""
         order = self._orders.get(key)
         if order is not None:
             self._orders.move_to_end(key)
@@ -51,7 +51,7 @@ def _salt(replica_id: str) -> int:
 
 
 def _mixed(value: int) -> int:
-    """SplitMix64's finaliser (Steele et al., 2014): each bit of the input changes half of the output's bits."""
+    """SplitMix64's finaliser (Steele et al., 2014): flipping an input bit flips each output bit half of the time."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)

@@ -1,4 +1,4 @@
-"""The choice of a replica for a request."""
+"""Chooses a replica for each request."""
 
 from __future__ import annotations
 
@@ -14,68 +14,70 @@ from loramux.platform.routing.share_parts import ShareParts
 from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, RoutingRequest, digest_prefix
 
 COPY_PART = 1 / 4
-"""Part of a replica's capacity that one copy of an adapter is meant to serve. More demand needs more copies."""
+"""Fraction of a replica's capacity that one copy of an adapter should serve. More demand requires more copies."""
 
 NUM_SPARE_HOMES = 1
-"""Homes of an adapter beyond its number of copies, so that each copy can be placed on the emptier of two replicas."""
+"""Number of homes in excess of copies, so that each copy can be placed on the emptier of two replicas."""
 
 HELD_COST = 2.0
-"""What a pool with the mean number of adapters adds to the cost of placing another there, in units of load."""
+"""Cost of placing an adapter in a pool that holds the mean number of adapters, in units of load."""
 
 LOAD_BOUND = 1.2
 """Cost above which a home's requests may go elsewhere, relative to the mean load of all replicas."""
 
 LEAST_BOUND = 0.5
-"""Cost below which no request leaves its homes, whatever the mean."""
+"""Cost below which no request leaves its homes, regardless of the mean load."""
 
 COLD_COST = 0.8
-"""What loading an adapter costs, in units of load. Smaller differences in load do not justify another copy."""
+"""Cost of loading an adapter, in units of load. Smaller differences in load do not justify another copy."""
 
 PREFIX_CREDIT = 0.5
-"""What a cached prompt of `PREFIX_TOKENS` tokens is worth, in units of load. Shorter prompts are worth less."""
+"""Value of a cached prompt of `PREFIX_TOKENS` tokens, in units of load. Shorter prompts are worth less."""
 
 PREFIX_TOKENS = 4096
 
 FULL_FLEET = 0.95
-"""Used part of all sequence slots above which shares are held to their parts."""
+"""Fraction of used sequence slots at or above which shares are held to their weighted parts."""
 
 MAX_PREFETCHES = 8
-"""Maximum number of adapters that one replica is asked to load by one call of `prefetches`."""
+"""Maximum number of adapters per replica that one call of `prefetches` returns."""
 
 MAX_WANTED = 1024
-"""Maximum number of adapters that wait for the next call of `prefetches`."""
+"""Maximum number of adapters waiting for the next call of `prefetches`."""
 
 
 class Router:
     """Sends each request to a replica that holds its adapter, unless that replica is much busier than others.
 
-    **Homes.** An adapter needs k copies, where k follows its part of the recent traffic (`AdapterDemand`): this
-    gateway's part is taken for all gateways' part of the sequences that the replicas report. Its homes are the first
-    k + 1 replicas of its rendezvous order, so gateways agree on them. A copy is placed on the home with the lowest load
-    and the fewest adapters (the power of two choices; Azar et al., "Balanced allocations", 1999). If k has grown, or
-    the homes have changed, requests go to the copies that exist, and `prefetches` names the adapters to load.
+    **Homes.** An adapter needs k copies, where k is proportional to its share of the recent traffic (`AdapterDemand`).
+    The router assumes that all gateways see the same share, and applies it to the sequences that the replicas report.
+    The adapter's homes are the first k + 1 replicas of its rendezvous order, so gateways agree on them if they agree
+    on k. A copy is placed on the home with the lowest load and the fewest adapters (the power of two choices; Azar et
+    al., "Balanced allocations", 1999). If k has grown or the homes have changed, requests go to existing copies, and
+    `prefetches` names the adapters to load.
 
-    **Choice.** A request goes to the cheaper of two random copies on the homes. Two random ones instead of the cheapest
-    of all, because views are up to two reports old, and all gateways would choose the same replica until the next
+    **Choice.** A request goes to the cheaper of two random copies on the homes. The router does not choose the cheapest
+    of all copies: views are up to two reports old, so all gateways would choose the same replica until the next report
     (Mitzenmacher, "How useful is old information?", 2000). The local engine and the replica that last ran the request's
-    prefix are considered too, each with a credit.
+    prefix are also considered, each with a credit.
 
     **Spill.** If the chosen replica costs more than `LOAD_BOUND` times the mean load (Mirrokni et al., "Consistent
-    hashing with bounded loads", 2018), copies elsewhere and two random replicas are considered. One without the adapter
-    must be cheaper by `COLD_COST`. If all replicas are overloaded, nothing moves.
+    hashing with bounded loads", 2018), copies elsewhere and two random replicas are considered. A replica without the
+    adapter must be cheaper by `COLD_COST`. If all replicas are equally overloaded, no request moves.
 
-    **Membership.** A draining replica is not a home and receives nothing new. A new replica becomes a home of its part
-    of the adapters. Their old copies serve while it loads them, at most `MAX_PREFETCHES` per gateway and report, so no
-    request waits for it. While it is idle, the choice between two limits it to twice the mean rate.
+    **Membership.** A draining replica is not a home and receives no new requests. A new replica becomes a home of its
+    share of the adapters. It loads at most `MAX_PREFETCHES` of them per gateway and report. Meanwhile, the old copies
+    serve the requests, so no request waits for a load. While the new replica is idle, the choice between two random
+    copies limits its request rate to twice the mean.
 
-    **Weights and floors.** Each engine enforces them for the requests that it has: its fair queue orders shares by
-    weight, and a floor keeps a share's adapters in its host memory. The router makes these local orders hold over all
-    replicas. Copies follow demand, so a share's waiting requests are present on as many replicas as they need, and
-    homes are stable, so the same engine's floor protects the same adapters. When the fleet is full, a share with more
-    than its weighted part of this gateway's requests stays on its existing copies: it gets no further ones and does not
-    spill, so its adapters cannot displace those of others.
+    **Weights and floors.** Each engine enforces weights and floors among its own requests: its fair queue orders shares
+    by weight, and a floor keeps a share's adapters in the engine's host memory. The router makes these local rules
+    effective across replicas. Copies follow demand, so a share's waiting requests reach as many replicas as they need.
+    Homes are stable, so the same engine's floor protects the same adapters. When the fleet is full, a share with more
+    than its weighted part of this gateway's requests stays on its existing copies. It gets no additional copies and
+    does not spill, so its adapters cannot displace other shares' adapters.
 
-    Clocks of different machines are never compared. The clock passed in only lets demand decay.
+    Clocks of different machines are never compared. The `clock` argument is used only to let demand decay.
     """
 
     def __init__(self, *, clock: Callable[[], float], random: Random) -> None:
@@ -87,7 +89,7 @@ class Router:
         self._demand = AdapterDemand(clock)
         self._shares = ShareParts()
         self._prefixes = RecentPrefixes()
-        # Adapters to load, by digest and replica, in the order in which they were first wanted.
+        # Adapters to load, as pairs of digest and replica, in the order in which they were first wanted.
         self._wanted: dict[tuple[str, str], None] = {}
         self._num_sequences = 0.0
         self._copy_sequences = 1.0
@@ -96,7 +98,7 @@ class Router:
         self._is_full = False
 
     def update(self, views: Sequence[ReplicaView]) -> None:
-        """Replace all views. Replicas that are missing are gone."""
+        """Replace all views. Forget replicas without a view."""
         known = self._replicas
         self._replicas = {}
         for view in views:
@@ -118,7 +120,7 @@ class Router:
         self._is_full = used >= FULL_FLEET * capacity
 
     def choose(self, request: RoutingRequest) -> str:
-        """The id of the replica that should run the request. Raises NoReplica."""
+        """Return the id of the replica that should run the request. Raises NoReplica."""
         if not self._serving:
             raise NoReplica
         if request.digest is None:
@@ -126,7 +128,7 @@ class Router:
         return self._choose_for_adapter(request, request.digest).id
 
     def note_started(self, replica_id: str, request: RoutingRequest) -> None:
-        """Count a request that was sent to a replica. Call `note_ended` exactly once for each call."""
+        """Count a request that was sent to a replica. For each call, later call `note_ended` exactly once."""
         self._demand.start(_prefix(request))
         self._shares.start(request.share_key, request.weight)
         if request.prefix_key is not None:
@@ -141,7 +143,7 @@ class Router:
             self._replicas[replica_id].note_ended()
 
     def prefetches(self) -> list[Prefetch]:
-        """Adapters that homes should load now. Call it after each `update`, and send a Load for each."""
+        """Return the adapters that homes should load now. Call this after each `update`, and send a Load for each."""
         prefetches = []
         num_prefetches: dict[str, int] = {}
         for digest, replica_id in self._wanted:
@@ -153,7 +155,7 @@ class Router:
             num_prefetches[replica_id] = number + 1
             replica.expect(prefix)
             prefetches.append(Prefetch(replica_id=replica_id, digest=digest))
-        # What did not fit is wanted again with the adapter's next request.
+        # An adapter that was left out is wanted again when its next request arrives.
         self._wanted.clear()
         return prefetches
 
@@ -167,7 +169,7 @@ class Router:
         copies = [replica for replica in homes if replica.holds(prefix)]
         elsewhere = place = None
         if len(copies) < num_copies:
-            # A copy elsewhere serves until a home holds the adapter. Gateways agree on the first in the order.
+            # A copy elsewhere serves until a home holds the adapter. All gateways choose the first in the order.
             elsewhere = next((replica for replica in order[len(homes) :] if replica.holds(prefix)), None)
             place = min((replica for replica in homes if not replica.holds(prefix)), key=self._placement_cost)
             if (copies or elsewhere) and not is_held_back and len(self._wanted) < MAX_WANTED:
@@ -185,7 +187,10 @@ class Router:
         return chosen
 
     def _cheapest(self, replicas: Sequence[KnownReplica], request: RoutingRequest) -> tuple[KnownReplica, float]:
-        """The cheapest of two random replicas, the local one and that of the request's prefix, if among `replicas`."""
+        """Return the cheapest of two random `replicas` and its cost.
+
+        The local replica and the one that last ran the request's prefix are also considered if they are in `replicas`.
+        """
         num_replicas = len(replicas)
         first = int(self._random.random() * num_replicas)
         chosen = replicas[first]
@@ -206,7 +211,7 @@ class Router:
         return chosen, cost
 
     def _spill(self, prefix: int, order: Sequence[KnownReplica], chosen: KnownReplica, cost: float) -> KnownReplica:
-        """A replica that is cheaper than the overloaded `chosen`, even if it has to load the adapter, or `chosen`."""
+        """Return a cheaper replica than the overloaded `chosen`, or `chosen`. Loading the adapter adds to the cost."""
         for replica in order:
             if replica.cost < cost and replica.holds(prefix):
                 chosen, cost = replica, replica.cost

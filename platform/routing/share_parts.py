@@ -1,4 +1,4 @@
-"""Which shares have more than their part of this gateway's requests in flight."""
+"""Finds shares with more than their weighted part of this gateway's requests in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class _Share:
 
 
 class ShareParts:
-    """Requests in flight and weights of the active shares. A share's part is its weight over the sum of weights."""
+    """Requests in flight and weights of active shares. A share's part is its weight divided by the sum of weights."""
 
     def __init__(self) -> None:
         self._shares: dict[str, _Share] = {}
@@ -21,7 +21,7 @@ class ShareParts:
 
     def start(self, share_key: str, weight: int) -> None:
         share = self._shares.setdefault(share_key, _Share())
-        # The latest weight holds, because an operator can change it while requests run.
+        # The latest weight applies, because an operator can change it while requests run.
         self._weight += weight - share.weight
         share.weight = weight
         share.num_in_flight += 1

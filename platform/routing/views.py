@@ -1,4 +1,4 @@
-"""What a router knows of the replicas, and what it is asked: records without behaviour."""
+"""The records that a router receives and returns."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ReplicaView:
     capacity: int
     """Number of sequences that the engine runs at once, at least 1."""
     pages_free_fraction: float
-    """Pages that new requests can get, over all pages: free ones and those of idle adapters and idle prefixes."""
+    """Fraction of pages that are available to new requests: free pages, and pages of idle adapters and prefixes."""
     is_draining: bool
     holds: Set[int]
-    """`digest_prefix` of each adapter that is resident or being loaded."""
+    """`digest_prefix` of each resident adapter. Adapters that are being loaded are not included."""
     since_s: float
     """When this reader received the report, by its own monotonic clock. A later value marks a new report."""
 
@@ -38,7 +38,7 @@ class RoutingRequest:
     digest: str | None
     """The adapter's digest, in hexadecimal. None means the base model."""
     prefix_key: bytes | None
-    """Equal for requests that can share cached pages, such as the turns of a conversation. None if unknown."""
+    """A key that is equal for requests that can share cached pages, such as a conversation's turns, or None."""
     share_key: str
     weight: int
     num_prompt_tokens: int
@@ -54,5 +54,5 @@ class Prefetch:
 
 
 def digest_prefix(digest: str) -> int:
-    """The first 64 bits of a hexadecimal digest, by which replicas report what they hold."""
+    """Return the first 64 bits of a hexadecimal digest, which replicas use to report the adapters that they hold."""
     return int(digest[:16], 16)

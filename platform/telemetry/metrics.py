@@ -124,7 +124,7 @@ class GatewayMetrics:
             "loramux_forwarded_sequences", "Sequences that other servers ran for this one, by outcome", "outcome"
         )
         self.replica_refusals = self._counter(
-            "loramux_replica_refusals", "Other servers, their claims or connections refused, by reason", "reason"
+            "loramux_replica_refusals", "Refused servers, claims and connections, by reason", "reason"
         )
 
         self.validations = self._counter("loramux_validations", "Validated uploads, by outcome", "outcome")

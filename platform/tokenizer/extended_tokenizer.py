@@ -1,4 +1,4 @@
-"""Extends a base's tokenizer by the tokens that an adapter adds, exactly as transformers does."""
+"""Extends a base's tokenizer with the tokens that an adapter adds, exactly as transformers does."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def next_token_id(tokenizer: Tokenizer) -> int:
-    """The id of the next token that is added to the tokenizer."""
+    """Return the id that the next token added to the tokenizer will have."""
     return max(
         tokenizer.get_vocab_size(with_added_tokens=False), *(i + 1 for i in tokenizer.get_added_tokens_decoder()), 0
     )
 
 
 def extended_tokenizer(base: Tokenizer, tokens: Sequence[AddedToken]) -> Tokenizer:
-    """A tokenizer with further added tokens, which shares the model of `base`.
+    """Return a tokenizer with additional tokens that shares the model of `base`.
 
-    Raises AdapterRejected if a token is one of the base's already, or if its id is not the next one; `param` names it.
+    Raises AdapterRejected, with the token in `param`, if the base already has the token or its id is not the next one.
     """
     first_id = next_token_id(base)
     for index, token in enumerate(tokens):
@@ -57,10 +57,10 @@ def _library_token(token: AddedToken) -> tokenizers.AddedToken:
 
 
 def _shared_copy(base: Tokenizer) -> Tokenizer:
-    """A tokenizer that shares the parts of `base`, and has the same added tokens.
+    """Return a tokenizer that shares the parts of `base` and has the same added tokens.
 
-    Added tokens whose ids have gaps cannot be added to another tokenizer. The base is then copied as a whole, which
-    takes about a second.
+    If the ids of the added tokens have gaps, the tokens cannot be added to another tokenizer. In that case, the whole
+    base is copied, which takes about a second.
     """
     copy, added = Tokenizer(base.model), base.get_added_tokens_decoder()
     for part in _PARTS:

@@ -11,11 +11,11 @@ from loramux.platform.errors import Unavailable
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 MAX_KEPT = 64
-"""Largest number of tokenizers kept. Each has an index of all added tokens, up to 1 MB for a base with thousands."""
+"""Maximum number of tokenizers kept. Each has an index of all added tokens: up to 1 MB if there are thousands."""
 
 
 class VersionTokenizers:
-    """Extends the base's tokenizer by the tokens of a version. Thread-safe."""
+    """Extends the base's tokenizer with the tokens of a version. Thread-safe."""
 
     def __init__(self, base: ModelTokenizer) -> None:
         self._base = base
@@ -24,7 +24,7 @@ class VersionTokenizers:
         self._recent: OrderedDict[AddedVocabulary, ModelTokenizer] = OrderedDict()
 
     def find(self, vocabulary: AddedVocabulary | None) -> ModelTokenizer:
-        """The tokenizer for a vocabulary. Raises Unavailable if it does not extend this base's tokenizer."""
+        """Return the tokenizer for a vocabulary. Raises Unavailable if it does not extend this base's tokenizer."""
         if vocabulary is None or not vocabulary.tokens:
             return self._base
         with self._lock:
@@ -46,12 +46,12 @@ class VersionTokenizers:
         return found
 
     def check_upload(self, vocabulary: AddedVocabulary) -> None:
-        """Raise AdapterRejected if the tokens do not extend the base's tokenizer, or have no rows."""
+        """Raise AdapterRejected if the tokens do not extend the base's tokenizer, or have no embedding rows."""
         self._base.with_tokens(vocabulary.tokens)
         num_tokens = self._base.num_tokens + len(vocabulary.tokens)
         if vocabulary.vocab_size < num_tokens:
             raise AdapterRejected(
                 "token_mismatch",
-                f"the tokenizer has {num_tokens} tokens, but the embedding and the head only {vocabulary.vocab_size}",
+                f"the tokenizer has {num_tokens} tokens, but the embedding and the head have {vocabulary.vocab_size}",
                 "vocab_size",
             )

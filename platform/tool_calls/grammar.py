@@ -45,15 +45,15 @@ class OpenChannels(msgspec.Struct, frozen=True):
     """The place in harmony's channels where the prompt ends."""
 
     has_start: bool
-    """True if it is after `<|start|>assistant`."""
+    """True if the prompt ends after `<|start|>assistant`."""
     channel: str | None
-    """The channel of the message that it is in, or None."""
+    """The channel of the message in which the prompt ends, or None."""
 
 
 class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     channels: OpenChannels | None = None
-    """If set, `harmony_grammar.py` makes the grammar."""
+    """If set, `harmony_grammar.py` builds the grammar."""
     calls: Calls | None = None
     grammar: tuple[str, str] | None = None
     """Kind and text of the constraint on the part of the answer that is neither reasoning nor calls."""

@@ -86,8 +86,8 @@ _BETWEEN = Place()
 class Harmony:
     """The format with the tokens of one model. Reading is a function of the place and the next token.
 
-    It never raises, and a place takes bounded memory. A message without an end ends with the next header. Without
-    `<|start|>`, a header begins after the end of a message.
+    Reading never raises, and a place takes bounded memory. A message without an end marker ends where the next header
+    begins. Without `<|start|>`, a header begins after the end of a message.
     """
 
     def __init__(self, ids: Mapping[str, int], spelled: Callable[[int], bytes]) -> None:
@@ -104,7 +104,7 @@ class Harmony:
 
     @property
     def final_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the client must run a call before the model goes on."""
+        """The tokens that end an answer: the client must run a call before the model continues."""
         return self.ids[RETURN], self.ids[CALL]
 
     def is_text(self, place: Place, token_id: int) -> bool:
