@@ -222,8 +222,9 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
 def _listed_blocks(
     sequences: list[Sequence],
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """All blocks of the sequences, group by group, and the pages of their states; where block 0 of each sequence is or
-    would be; and where each state begins.
+    """All blocks of the sequences, group by group, followed by the pages of their states.
+
+    Also returns where block 0 of each sequence is or would be in each group, and where each state begins.
     """
     blocks = array("i")
     starts: list[int] = []

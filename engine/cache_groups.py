@@ -151,18 +151,18 @@ def hybrid_layout(num_layers: int, attention_layers: tuple[int, ...], num_state_
 def uneven_layout(windows: Sequence[int | None], widths: Sequence[int], sources: Sequence[int]) -> CacheLayout:
     """The layout for layers with K and V of different sizes, or that read the K and V of another layer.
 
-    `windows` are None for windows that cover every context. `widths` are the numbers of elements of a token's K in each
-    layer. The widest is a multiple of all of them, and at most two combinations of width and window occur. A layer
-    reads the K and V of layer `sources[layer]`, which is the layer itself unless it has none.
+    `windows` contains None for windows that cover every context. `widths` contains the number of elements of a token's
+    K in each layer. The widest is a multiple of all of them, and at most two combinations of width and window occur. A
+    layer reads the K and V of layer `sources[layer]`, which is the layer itself unless it has no K and V.
     """
     num_layers = len(windows)
     kinds: dict[tuple[int, int | None], list[int]] = {}
     for layer in sorted(set(sources)):
         kinds.setdefault((widths[layer], windows[layer]), []).append(layer)
-    # A page has room for K and V of one layer this often.
+    # Number of blocks of a single layer that fit in a page, for each kind of layer.
     places = [num_layers * max(widths) // width for width, _ in kinds]
     counts = [min(MAX_BLOCKS, count // len(layers)) for count, layers in zip(places, kinds.values(), strict=True)]
-    # With multiples of the smallest page, the prefixes that sequences can share need not be long.
+    # Make all counts multiples of the smallest, so that sequences can share short prefixes.
     counts = [count - count % min(counts) for count in counts]
     groups = [
         CacheGroup(tuple(layers), window, num_blocks, page_step=num_places)

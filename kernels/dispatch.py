@@ -65,7 +65,7 @@ class LoraKernels(Protocol):
         """`y[t, id] = x[t] · row of id` for each id whose row of the head the adapter replaces.
 
         `call.tables` is `AdapterTables.trained_rows`. No listed adapter has more rows than `call.segments.max_rank`.
-        `y` has a column for each id, also for those beyond the head's own.
+        `y` has a column for each id, including ids beyond the head's own.
         """
         ...
 
@@ -107,7 +107,7 @@ class Kernels(LoraKernels, Protocol):
     ) -> None:
         """`out = softmax(soft_cap(q kᵀ * scale) + mask) v` over the pages of each sequence.
 
-        `sinks` float32 `[num_heads]` are the scores of one further key of each head, which has no value.
+        `sinks` float32 `[num_heads]` contains the score of an additional key for each head, which has no value.
         """
         ...
 
@@ -137,8 +137,8 @@ class Kernels(LoraKernels, Protocol):
     def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
         """Choose each token's experts from its logits `[T, num_experts]`.
 
-        Among experts with equal logits, the first is chosen. `bias` is float32 `[num_experts]` and finite. A token
-        whose logits contain NaN or positive infinity gets the first experts, with weights NaN.
+        Among equal experts, the first is chosen. `bias` is float32 `[num_experts]` and finite. A token whose logits
+        have no softmax (see `reference.routing.route`) gets the first experts, with weights NaN.
         """
         ...
 
@@ -151,7 +151,7 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
-        """`y[p] = x[row of p] @ weight[e]ᵀ + bias[e]` `[T * top_k, out_features]`, `e` the expert of pair `p`.
+        """`y[p] = x[row of p] @ weight[e]ᵀ + bias[e]`, `[T * top_k, out_features]`, where `e` is pair `p`'s expert.
 
         `x` has a row for each token or for each pair. The weights of each expert are read once for all of its pairs.
         """

@@ -33,13 +33,13 @@ MAX_CHUNK = 1024
 MIN_CHUNK = 128
 MAX_RANK = 256
 MAX_EXPERT_RANK = 64
-"""Largest rank of a module of an expert. It bounds the uploads and the pages of a base with hundreds of experts."""
+"""Largest rank of an expert's module. It bounds uploads and adapter pages for bases with hundreds of experts."""
 
 MAX_ELEMENTS = (1 << 31) - 1
 """Largest end of a stream, in elements; offsets are int32."""
 
 ID_BYTES = 4
-"""Size of the id of a trained row."""
+"""Size of a trained row's id, in bytes."""
 
 MAX_EXTRA_TOKENS = 512
 """Largest number of tokens that an adapter can have beyond the base's vocabulary, including its padding."""
@@ -48,10 +48,10 @@ A, B, AFFINE = 0, 1, 2
 """Indices of a module's parts in an offset table's last axis."""
 
 AFFINE_ROWS = 2
-"""Gain and shift: the module's output is `y + gain * y + shift`, with A and B already in `y`."""
+"""Gain and shift: the module's output is `y + gain * y + shift`, where `y` includes the product of A and B."""
 
 NO_AFFINE = -1
-"""The affine's offset if the adapter has no affines."""
+"""Offset of the affine if the adapter has no affines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,9 @@ class LinearShape:
 class ExpertLinear:
     """One linear layer of each expert.
 
-    An adapter's file has its tensors under `name`, where `{}` stands for the expert's number, or stacked for all
-    experts under `stack`. Either is None if the base has no such form. A linear without a `name` of its own contains
-    others that have one: a gate and an up in one linear. With `alternates`, the outputs of this gate and up alternate
-    in an adapter's file.
+    In an adapter's file, its tensors are named `name`, where `{}` stands for the expert's number, or they are stacked
+    for all experts and named `stack`. Either is None if the base has no such form. A linear without a `name` can fuse
+    linears that have one, as gate and up. With `alternates`, the outputs of gate and up alternate in an adapter's file.
     """
 
     name: str | None

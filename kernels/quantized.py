@@ -131,7 +131,7 @@ def code_kind(codebook: npt.NDArray[np.float32]) -> CodeKind | None:
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Concatenate the outputs of all parts to one weight, or return None if their codebooks or groups differ."""
+    """Concatenate the outputs of all parts into one weight, or return None if their codebooks or groups differ."""
     first = parts[0]
     if any(part.group != first.group or not is_same_codebook(part, first) for part in parts):
         return None

@@ -15,10 +15,11 @@ class PoolViews:
 
     `kv` is `kv_dtype[P, L, page_bytes / itemsize]`. If groups of layers have separate pages for K and V, it is
     `kv_dtype[P * L, 1, page_bytes / itemsize]`. A page of K and V is then a run of the pool's `P * L` layers,
-    identified by the index of the first, and the layers of a group are numbered from 0. Where the K and V of a group
-    are smaller than those of the geometry, a layer of the pool holds several of its pages, which are numbered alike.
-    On a CPU, the first half of a page's elements in a layer is K `[num_kv_heads, head_dim, 16]`, and the second half is
-    V `[num_kv_heads, 16, head_dim]`. On a GPU, K has the same layout as V. `adapter` is `adapter_dtype[P, L, E]`.
+    identified by the index of the first, and the layers of a group are numbered from 0. If a group's K and V are
+    smaller than those of the geometry, `kv_of` divides each layer of the pool into several layers of the group's size,
+    and indices count these smaller layers. On a CPU, the first half of a page's elements in a layer is K
+    `[num_kv_heads, head_dim, 16]`, and the second half is V `[num_kv_heads, 16, head_dim]`. On a GPU, K has the same
+    layout as V. `adapter` is `adapter_dtype[P, L, E]`.
     """
 
     raw: torch.Tensor

@@ -92,7 +92,7 @@ class SlotTables:
             self._has_outer[slot] |= self._num_rows[slot] > 0
         self._vocab_sizes[slot] = self._base_vocab_size
         if layout.rows.vocab_size is not None:
-            # Even if the adapter's rows are the base's, it may have fewer of them.
+            # Even an adapter without trained rows can have fewer tokens than the base.
             self._vocab_sizes[slot] = layout.rows.vocab_size
             self._has_outer[slot] = True
         self._max_ranks[slot] = layout.max_rank

@@ -73,7 +73,7 @@ def stack_experts(num_experts: int, weights: Iterator[torch.Tensor], bias: torch
 
 
 class MakeQuantizedExperts(Protocol):
-    """Like `MakeExperts` for quantised weights, but returns None if the device cannot multiply by the codes of all."""
+    """Like `MakeExperts` for quantised weights. Returns None if the device cannot multiply by all of their codes."""
 
     def __call__(
         self, num_experts: int, weights: Iterator[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None

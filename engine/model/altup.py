@@ -1,7 +1,7 @@
 """Alternating updates (Baykal et al., 2023) and learned residuals, as in Gemma 3n.
 
-A token has several residuals, its streams. A layer predicts all of them from the previous layer's, computes the active
-one, and corrects the others by what the computation changed.
+Each token has several residuals, called streams. A layer predicts its streams from the previous layer's, computes the
+active stream, and corrects all predictions by the difference between this result and the active stream's prediction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loramux.kernels.dispatch import Kernels
 
 
 class AltUp:
-    """Makes the streams of the first layer, and joins those of the last one."""
+    """Makes the streams for the first layer, and joins the last layer's streams."""
 
     def __init__(self, config: AltUpConfig, hidden_size: int, place: Placement) -> None:
         shapes = dict(config.model_shapes(hidden_size))
@@ -42,7 +42,7 @@ class AltUp:
 
 
 class AltUpLayer:
-    """The streams of one layer, and the residual beside its output."""
+    """The streams of one layer, and its learned residual (laurel)."""
 
     def __init__(self, config: AltUpConfig, hidden_size: int, place: Placement, prefix: str) -> None:
         shapes = dict(config.layer_shapes(hidden_size))
@@ -74,16 +74,16 @@ class AltUpLayer:
         return torch.einsum("sth,tps->pth", streams, mixed) + streams
 
     def laurel(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        """The residual beside attention, from its normed input `x`."""
+        """The learned residual, which is added to the output of attention; `x` is attention's normed input."""
         return x + self._laurel_norm(kernels, self._right(self._left(x)))
 
     def correct(self, predicted: torch.Tensor, computed: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        """Correct the predicted streams by the computed one, `[num_tokens, hidden_size]`."""
+        """Correct the predicted streams. `computed` `[num_tokens, hidden_size]` is the result for the active stream."""
         weights = self._correction(self._modalities(computed, kernels)) + 1.0
         return torch.mul(computed - predicted[0], weights.T[:, :, None]) + predicted
 
     def gate_input(self, first: torch.Tensor) -> torch.Tensor:
-        """What the gate of the layer's own input reads, from the first stream."""
+        """The input of `LayerInput`, from the first stream."""
         return first if self._output_scale is None else first * self._output_scale
 
     def _modalities(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
@@ -92,18 +92,18 @@ class AltUpLayer:
 
 
 def sparsity_multiplier(sparsity: float) -> float:
-    """How many standard deviations above the mean `sparsity` of a normal distribution ends."""
+    """The quantile `sparsity` of the standard normal distribution."""
     return NormalDist().inv_cdf(sparsity)
 
 
 def sparse_gate(gate_up: torch.Tensor, multiplier: float) -> torch.Tensor:
-    """Subtract from the gate, and cut at 0, what lies `multiplier` standard deviations above its mean."""
+    """Replace each row's gate by `max(gate - mean(gate) - multiplier * std(gate), 0)`. Up is unchanged."""
     gate, up = gate_up.chunk(2, dim=1)
     cutoff = gate.mean(1, keepdim=True) + gate.std(1, keepdim=True, unbiased=False) * multiplier
     return torch.cat((functional.relu(gate - cutoff), up), 1)
 
 
 def _rescaled(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`x` with the magnitude of each row of `like`."""
+    """`x` with each row scaled to the root mean square of the same row of `like`."""
     wanted = like.square().mean(-1, keepdim=True).sqrt()
     return x * wanted / x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()

@@ -16,11 +16,10 @@ PROJECTIONS, UNEMBED_PROJECTIONS = "model.altup_projections", "model.altup_unemb
 
 @dataclass(frozen=True, slots=True)
 class AltUpConfig:
-    """`num_streams` residuals, of which layers compute the one of index `active` and predict the others.
+    """The settings of `AltUp`: a token has `num_streams` residuals, and layers compute the one with index `active`.
 
-    The output of each layer has a residual of rank `laurel_rank` beside it. In a layer whose `sparsities` entry is not
-    0, that share of the gate's features becomes 0. With `scales_output`, a tensor scales what the layer's input gate
-    reads.
+    The learned residual of each layer has rank `laurel_rank`. `sparsities` contains, for each layer, the approximate
+    share of the gate's features that become 0. With `scales_output`, a tensor scales the input of `LayerInput`.
     """
 
     num_streams: int
@@ -36,7 +35,7 @@ class AltUpConfig:
                 yield f"{name}.{stream}.weight", (hidden_size, hidden_size)
 
     def layer_shapes(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The name, below the layer, and the shape of each tensor of a layer."""
+        """The name, without the layer's prefix, and the shape of each tensor of a layer."""
         num = self.num_streams
         yield "altup.correct_output_scale", (hidden_size,)
         yield "altup.correction_coefs.weight", (num, num)
@@ -49,7 +48,7 @@ class AltUpConfig:
 
 
 def parse_altup(raw: Mapping[str, Any], architecture: str, num_layers: int) -> AltUpConfig:
-    """Raises ModelNotSupported."""
+    """Read the settings from `config.json`. Raises ModelNotSupported."""
     num_streams, active = positive(raw, "altup_num_inputs"), not_negative(raw, "altup_active_idx")
     if num_streams > MAX_STREAMS or active >= num_streams:
         raise ModelNotSupported(f"altup_active_idx {active} of {num_streams} streams in config.json is not supported")

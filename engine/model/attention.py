@@ -37,11 +37,12 @@ class AttentionStep:
 class Attention:
     """The attention of one layer.
 
-    `norms` are those of q and k with their numbers of channels, or empty. `rotary` is the index of the decoder's rotary
-    embedding for q and k. With `interleaves`, neighbouring channels are rotated together. `cache_group` and
-    `cache_layer` are the layer's `CacheLayout.place`, or that of the layer whose K and V it reads: without `stores_kv`,
-    it has none of its own. Without `has_v`, the projection of K, before its norm, is also V, which then has a norm.
-    Without `scales_query`, the step's query scale does not apply. `clip` limits the outputs of the projections.
+    `norms` contains the norms of q and k with their numbers of channels, or is empty. `rotary` is the index of the
+    decoder's rotary embedding for q and k. With `interleaves`, neighbouring channels are rotated together. Without
+    `stores_kv`, the layer reads the K and V of another layer. `cache_group` and `cache_layer` are the
+    `CacheLayout.place` of the layer whose K and V are read. Without `has_v`, the projection of K, before its norm, is
+    also V. Without `scales_query`, the step's query scale does not apply. `clip` limits the magnitude of the
+    projections' outputs.
     """
 
     spec: AttentionSpec
@@ -59,7 +60,7 @@ class Attention:
     clip: float | None
 
     def __call__(self, qkv: torch.Tensor, kernels: Kernels, step: AttentionStep) -> torch.Tensor:
-        """The input of the output's projection; `qkv` `[num_tokens, ...]` is the output of the fused projections."""
+        """The input of the output projection; `qkv` `[num_tokens, ...]` is the output of the fused projections."""
         spec, num_tokens = self.spec, qkv.shape[0]
         head_dim, kv_out = spec.head_dim, spec.num_kv_heads * spec.head_dim
         q_out = spec.num_heads * head_dim
@@ -108,7 +109,7 @@ def load_attention(
     is_rotated = config.layer_ropes[layer] is not NO_ROPE
     norms: tuple[tuple[Norm, int], ...] = ()
     if config.has_l2_norms and is_rotated:
-        # transformers norms after the rotation, which does not change the length of a head's vector.
+        # transformers normalises after the rotation, but a rotation does not change the length of a head's vector.
         norms = (
             (RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps), heads.head_dim),
         ) * 2

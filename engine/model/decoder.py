@@ -42,8 +42,8 @@ class DecoderLayer:
     `attention`; `qkv` and `o` are then the input and output projections of the delta rule.
 
     Output norms apply to the outputs of attention and feed-forward before these are added to the residual.
-    `layer_input` adds the layer's own input to its output. Then `scalar` multiplies the residual. With `altup`, the
-    layer has several residuals.
+    `layer_input` adds the layer's own input embedding to its output. Then `scalar` multiplies the residual. With
+    `altup`, the layer has several residuals.
     """
 
     attention_norm: Norm
@@ -67,7 +67,7 @@ class DecoderLayer:
 class FeedForward:
     """A feed-forward block that all tokens use, with gate/up fused: a dense layer's block, or the shared expert.
 
-    `xielu` is the layer's own activation, or None. With `sparsity`, a multiplier of `sparse_gate`, it is sparse.
+    `xielu` is the layer's own activation, or None. `sparsity` is the multiplier of `sparse_gate`, or None.
     """
 
     gate_up: Linear
@@ -176,7 +176,7 @@ class Decoder:
         return (self._embedding_scale, 1.0)
 
     def with_few_layers(self) -> Decoder:
-        """A copy that shares the weights but has only one layer of each kind. It launches every kernel in less time."""
+        """A copy that shares the weights but has only one layer of each kind, to launch every kernel in less time."""
         few = copy.copy(self)
         few._layers = list({_kind(layer): layer for layer in self._layers}.values())
         return few
@@ -187,7 +187,7 @@ class Decoder:
         tokens, segments = inputs.tokens, inputs.embedding_segments
         is_adapted = segments is not None and segments.num_segments > 0
         if is_adapted:
-            # An adapter's rows replace what is read here for tokens beyond the base's vocabulary.
+            # For tokens beyond the base's vocabulary, an adapter's rows replace the row that is read here.
             tokens = tokens.clamp(max=self.config.vocab_size - 1)
         embedded = functional.embedding(tokens, self._embedding)
         if segments is not None and is_adapted:
@@ -349,7 +349,7 @@ def _sparsity(config: ModelConfig, layer: int) -> float | None:
 
 
 def _kind(layer: DecoderLayer) -> tuple[object, ...]:
-    """Determines which kernels a layer launches."""
+    """Everything that determines which kernels a layer launches."""
     attention = None if layer.attention is None else (layer.attention.spec, layer.attention.stores_kv)
     return attention, layer.feed_forward is None, layer.mixture is None
 

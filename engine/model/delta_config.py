@@ -46,7 +46,7 @@ class DeltaConfig:
         )
 
     def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The name, below the layer, and the shape of each tensor of one layer besides its linears."""
+        """The name, without the layer's prefix, and the shape of each tensor of one layer, except its linears."""
         spec = self.spec
         yield "linear_attn.conv1d.weight", (spec.channels, 1, spec.conv_len)
         yield "linear_attn.A_log", (spec.num_v_heads,)

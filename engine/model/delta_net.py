@@ -12,7 +12,7 @@ from loramux.kernels.tables import AttentionBatch
 
 
 class DeltaNet:
-    """`layer` counts the layers with a delta rule. The state of each sequence is in the pool."""
+    """`layer` is an index among the layers with a gated delta rule. The state of each sequence is in the pool."""
 
     def __init__(self, config: DeltaConfig, eps: float, place: Placement, prefix: str, layer: int) -> None:
         self._spec = config.spec
@@ -24,7 +24,7 @@ class DeltaNet:
             name = f"linear_attn.{name}"
             return place.tensor(f"{prefix}.{name}", shapes[name], torch.float32)
 
-        # The kernels read the weights of one position after the other.
+        # The kernels read the weights position by position.
         self._weight = tensor("conv1d.weight").squeeze(1).T.contiguous()
         self._rates = torch.stack([-tensor("A_log").exp(), tensor("dt_bias")])
         self._norm_weight = tensor("norm.weight")

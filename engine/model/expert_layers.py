@@ -9,7 +9,7 @@ from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import not_negative, positive, shown
 
 ExpertLayers = Callable[[Mapping[str, Any], int], list[bool]]
-"""Whether each layer has experts, from `config.json` and the number of layers."""
+"""Returns whether each layer has experts, given `config.json` and the number of layers."""
 
 DENSE, SPARSE = "dense", "sparse"
 """Kinds of layers in `mlp_layer_types`."""
@@ -24,7 +24,7 @@ def every_layer_if_enabled(raw: Mapping[str, Any], num_layers: int) -> list[bool
 
 
 def by_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """One layer in `decoder_sparse_step`, except `mlp_only_layers`."""
+    """Every `decoder_sparse_step`-th layer, except `mlp_only_layers`."""
     step = positive({"decoder_sparse_step": 1, **raw}, "decoder_sparse_step")
     dense = raw.get("mlp_only_layers") or []
     if any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):
@@ -35,7 +35,7 @@ def by_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """All layers but the first `first_k_dense_replace`."""
+    """All layers after the first `first_k_dense_replace`."""
     num_dense = not_negative(raw, "first_k_dense_replace")
     return [layer >= num_dense for layer in range(num_layers)]
 
@@ -66,7 +66,7 @@ def listed_or_every_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def by_interval(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """One layer in `moe_layer_interval`, from `moe_layer_start_index` to `moe_layer_end_index` (-1: the last)."""
+    """Every `moe_layer_interval`-th layer, from `moe_layer_start_index` to `moe_layer_end_index` (-1: the last)."""
     interval, start = positive(raw, "moe_layer_interval"), not_negative(raw, "moe_layer_start_index")
     end = num_layers - 1 if raw["moe_layer_end_index"] == -1 else not_negative(raw, "moe_layer_end_index")
     return [start <= layer <= end and (layer + 1) % interval == 0 for layer in range(num_layers)]

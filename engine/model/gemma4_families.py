@@ -49,7 +49,7 @@ _GEMMA4 = Family(
         "enable_moe_block": False,
         "sliding_window": 512,
         "tie_word_embeddings": True,
-        # Its theta is in rope_parameters.
+        # rope_parameters takes precedence over this field.
         "rope_local_base_freq": 1e4,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

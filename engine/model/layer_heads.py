@@ -42,8 +42,8 @@ def heads_by_layer(
 ) -> tuple[LayerHeads, ...]:
     """The heads of each layer of an architecture whose layers without windows have heads of their own.
 
-    transformers saves them in `per_layer_config`. Published files have `global_head_dim` and
-    `num_global_key_value_heads`; the second counts only where V is K. Raises ModelNotSupported.
+    transformers saves the heads in `per_layer_config`. Published files have `global_head_dim` and
+    `num_global_key_value_heads` instead; the latter is used only if V equals K. Raises ModelNotSupported.
     """
     usual = usual_heads(raw, num_heads)
     given = raw.get("per_layer_config")
@@ -79,9 +79,10 @@ def heads_by_layer(
 
 
 def kv_sources(raw: Mapping[str, Any], kinds: Sequence[str]) -> tuple[int, ...]:
-    """The layer whose K and V each layer reads: its own, or those of the last layer of its kind that has any.
+    """For each layer, the layer whose K and V it reads, usually itself.
 
-    The last `num_kv_shared_layers` have none. Raises ModelNotSupported.
+    The last `num_kv_shared_layers` layers have no K and V. They read those of the last layer of the same kind that has
+    them. Raises ModelNotSupported.
     """
     num_shared = not_negative(raw, "num_kv_shared_layers") if raw.get("num_kv_shared_layers") else 0
     num_own = len(kinds) - num_shared

@@ -1,4 +1,4 @@
-"""Embeddings that enter each layer of a decoder (Gemma 3n), beside the embedding that enters the first one."""
+"""Embeddings that enter each layer, as in Gemma 3n, in addition to the embedding that enters the first layer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInput:
-    """Adds one layer's input, which the layer's output weighs."""
+    """Adds one layer's own input embedding to the layer's output, gated by that output."""
 
     gate: Linear
     gate_group: ModuleGroup
@@ -62,7 +62,7 @@ class LayerInput:
     def __call__(
         self, x: torch.Tensor, layer_input: torch.Tensor, kernels: Kernels, adapters: LayerAdapters
     ) -> torch.Tensor:
-        """What to add to the layer's output `x` `[num_tokens, hidden_size]`; `layer_input` `[num_tokens, size]`."""
+        """The term to add to the layer's output `x` `[num_tokens, hidden_size]`; `layer_input` `[num_tokens, size]`."""
         gate = adapters.add(x, self.gate(x), LayerGroups.INPUT_GATE, self.gate_group)
         inner = functional.gelu(gate, approximate="tanh") * layer_input
         y = adapters.add(inner, self.projection(inner), LayerGroups.INPUT_PROJECTION, self.projection_group)

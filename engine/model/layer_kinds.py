@@ -11,10 +11,10 @@ FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_
 """Kinds of layers in `layer_types`."""
 
 LayerKinds = Callable[[Mapping[str, Any], int], list[str]]
-"""The kind of each layer, from `config.json` and the number of layers."""
+"""Returns the kind of each layer, given `config.json` and the number of layers."""
 
 RotatedLayers = Callable[[Mapping[str, Any], Sequence[int | None]], list[bool]]
-"""Which layers rotate q and k, from `config.json` and each layer's window."""
+"""Returns whether each layer rotates q and k, given `config.json` and each layer's window."""
 
 
 def without_windows(raw: Mapping[str, Any], num_layers: int) -> list[str]:

@@ -89,7 +89,7 @@ _BY_FEATURE: dict[str, str] = {
     "an audio tower": """
         MossTranscribeDiarizeForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration
     """,
-    "a vision tower from timm, which comparing it with transformers would need": "PerceptionLMForConditionalGeneration",
+    "a comparison with transformers, which needs timm for the vision tower": "PerceptionLMForConditionalGeneration",
     "tensor names that transformers changes when it saves the model": "QianfanOCRForConditionalGeneration",
 }
 

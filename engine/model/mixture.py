@@ -49,7 +49,7 @@ class Mixture:
         if config.names.choice_bias is not None:
             bias = place.finite(f"{prefix}.{config.names.choice_bias}", config.choice_bias_shape)
             self._choice_bias = bias.flatten()
-            # Such routers compute their logits in float32: their scores may differ less than a bfloat16 can express.
+            # Such routers compute their logits in float32, because scores may differ by less than bfloat16 can express.
             in_router = replace(place, dtype=torch.float32)
         self._router_norm: Norm | None = None
         if config.names.router_scale is not None:
@@ -110,7 +110,7 @@ class Mixture:
             routing = replace(routing, weights=routing.weights * self._expert_scales[routing.experts])
         pairs = adapters.pairs(routing)
         if self._scales_input:
-            # A row for each pair.
+            # Give each pair a row of its own, scaled by the pair's weight.
             x = (x[:, None] * routing.weights[:, :, None].to(x.dtype)).flatten(0, 1)
             routing = replace(routing, weights=torch.ones_like(routing.weights))
         gate_up = kernels.multiply_experts(x, self._gate_up, routing)
@@ -130,7 +130,7 @@ def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup,
             modules=tuple(range(first_expert, first_expert + len(gate_up))),
             in_features=hidden_size,
             out_features=tuple(linear.out_features for linear in gate_up),
-            # Both in one, then the gate, then the up.
+            # Gate and up as one linear and, if the file has separate tensors, gate and up.
             out_offsets=(0, 0, size)[: len(gate_up)],
             expert_stride=stride,
         ),
@@ -185,7 +185,7 @@ def _transposed(place: Placement, name: str, shape: tuple[int, int, int]) -> Ite
 def _stacked(
     config: MixtureConfig, name: str, shape: tuple[int, int], place: Placement, prefix: str
 ) -> Iterator[ExpertWeight]:
-    """Each expert's part of a stacked tensor, in `shape`."""
+    """Each expert's weight, of shape `shape`, from a stacked tensor."""
     names, num_experts = config.names, config.routing.num_experts
     full_name = f"{prefix}.{names.experts}.{name}{names.stack_suffix}"
     if not names.is_transposed:
@@ -207,7 +207,7 @@ def _biases(
 
 
 def _in_halves(gate_up: ExpertWeight) -> ExpertWeight:
-    """Move the gate's features, which are every second row, before the features of up."""
+    """Reorder alternating rows of gate and up: first all rows of gate, then all rows of up."""
     order = _halves(gate_up.shape[0])
     return gate_up.outputs(np.array(order)) if isinstance(gate_up, QuantizedWeight) else gate_up[order]
 

@@ -21,12 +21,12 @@ MAX_CHOSEN = 64
 """
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts. transformers 5 renames the field of some architectures when it saves them."""
+"""Names of the field with the number of experts. transformers 5 renames the field when it saves some architectures."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchNorms:
-    """Norms of a layer in which experts read the residual, beside a block that all tokens use."""
+    """Norms of a layer in which the experts and a block that all tokens use read the residual separately."""
 
     after_block: str
     before_experts: str
@@ -35,13 +35,13 @@ class BranchNorms:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a mixture's tensors, below the layer.
+    """Names of a mixture's tensors, without the layer's prefix.
 
     Experts have a tensor each, `{experts}.{number}.{gate}.weight` and so on. If `up` is None, the tensors of all
     experts are stacked, with gate and up in one: `{gate}.weight` and `{down}.weight`. `stacked_router` and `stack` are
     the router and the stacked experts in transformers 5, and in the files of adapters that were trained with it.
 
-    `choice_bias` is the bias that a router adds to its scores, only to choose experts; with `choice_bias_in_row`, it is
+    `choice_bias` is the bias that a router adds to its scores when it chooses experts. With `choice_bias_in_row`, it is
     stored as a matrix of one row.
 
     With `has_biases`, the router and the experts have biases, and the stacked tensors `{gate}` and `{down}` have the
@@ -50,9 +50,9 @@ class ExpertNames:
     Names of stacked tensors end with `stack_suffix`. With `is_transposed`, they have the axes `[experts, in_features,
     out_features]`. Without `takes_adapters`, adapters cannot target the experts.
 
-    The router reads the residual, normed and scaled by the tensor `router_scale`, if there is one. Then `expert_scales`
-    multiply the weights of each expert, and `branch_norms` are the norms of the block that all tokens use, and of the
-    experts.
+    If there is a tensor `router_scale`, the router reads the residual, normed and scaled by this tensor.
+    `expert_scales` then multiply the weights of each expert, and `branch_norms` are the norms of the experts and of the
+    block that all tokens use.
     """
 
     router: str
@@ -77,8 +77,8 @@ class ExpertNames:
 class SharedTraits:
     """The shared expert of an architecture.
 
-    Its inner size is in `size_field`, times the number of shared experts in `count_field`: a block does the work of
-    several. `gate` is the linear that weighs its output, or None.
+    Its inner size is in `size_field`, multiplied by the number of shared experts in `count_field`, because one block
+    computes all of them. `gate` is the linear whose sigmoid weighs the block's output, or None.
     """
 
     block: FeedForward
@@ -91,7 +91,7 @@ class SharedTraits:
 class MixtureTraits:
     """Traits of an architecture that are not in its `config.json`.
 
-    `assumed_experts` is the number of experts if the file does not say it. The inner size of an expert is in
+    `assumed_experts` is the number of experts if the file does not state it. The inner size of an expert is in
     `size_field`. With `has_groups`, `n_group` and `topk_group` limit the choice, and `routed_scaling_factor` scales
     the weights. With `scales_input`, the weights multiply the inputs of experts, not their outputs.
     """
@@ -114,8 +114,8 @@ class MixtureConfig:
     """The layers in which a router chooses experts for each token.
 
     `layers` are these layers in ascending order; other layers have one feed-forward block. `expert_size` is the inner
-    size of an expert. `names` are those of the tensors in a file. With `scales_input`, the weights of experts multiply
-    their inputs.
+    size of an expert. `names` are the names of the tensors in a file. With `scales_input`, the weights of experts
+    multiply their inputs.
     """
 
     layers: tuple[int, ...]
@@ -138,7 +138,7 @@ class MixtureConfig:
         return linears
 
     def expert_linears(self, hidden_size: int) -> tuple[ExpertLinear, ...]:
-        """The linears of each expert: gate and up fused, both apart if they have separate tensors, and down."""
+        """The linears of each expert: gate and up fused, gate and up if they have separate tensors, and down."""
         names, size = self.names, self.expert_size
 
         def linear(name: str | None, stack: str | None, in_features: int, out_features: int) -> ExpertLinear:
@@ -152,7 +152,7 @@ class MixtureConfig:
         return (gate_up, *(linear(name, None, hidden_size, size) for name in parts), down)
 
     def weight_shapes(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The name, below the layer, and the shape of each tensor of one layer's mixture."""
+        """The name, without the layer's prefix, and the shape of each tensor of one layer's mixture."""
         names, size, num_experts = self.names, self.expert_size, self.routing.num_experts
         if names.choice_bias is not None:
             yield names.choice_bias, self.choice_bias_shape
@@ -239,7 +239,7 @@ def _parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple
     raw = {"n_group": 1, "topk_group": 1, **raw}
     num_groups, top_groups = positive(raw, "n_group"), positive(raw, "topk_group")
     size, rest = divmod(num_experts, num_groups)
-    # A group is judged by its two best experts.
+    # A group's place depends on its two best experts.
     if rest or (size < 2 and num_groups > 1):
         raise ModelNotSupported(
             f"{num_experts} experts cannot form n_group = {num_groups} groups of two or more experts"
@@ -252,7 +252,7 @@ def _parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple
 
 
 def _parse_shared(raw: Mapping[str, Any], traits: SharedTraits) -> SharedExpert | None:
-    """The shared expert, or None where a model of the architecture has none."""
+    """The shared expert, or None if this model has none."""
     if traits.gate is not None:
         return SharedExpert(traits.block, positive(raw, traits.size_field), traits.gate)
     count = 1 if traits.count_field is None else not_negative(raw, traits.count_field)

@@ -122,7 +122,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         assumed={
             **FAMILIES["Qwen3_5ForCausalLM"].assumed,
             "num_key_value_heads": 2,
-            # No layer is dense.
+            # Unused, because no layer is dense.
             "intermediate_size": 1,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 512,
@@ -230,7 +230,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8,
             "head_dim": 128,
             "rope_theta": 1e6,
-            # No layer is dense.
+            # Unused, because no layer is dense.
             "intermediate_size": 1,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 1280,
@@ -295,7 +295,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "moe_layer_interval": 1,
             "moe_norm_min": 1e-12,
         },
-        # With use_bias, which is refused, the head has a bias too.
+        # use_bias is refused, because it also gives the head a bias.
         reads=NUM_EXPERTS,
         interleaved_rotary=True,
         mixture=MixtureTraits(
@@ -339,7 +339,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         },
         reads=("attention_bias", *NUM_EXPERTS),
         qk_norm=HEAD_WIDE,
-        # Each kind of layer has its own entry in rope_parameters; this is the default of the windowed ones.
+        # Each kind of layer has its own entry in rope_parameters; this field is the default for windowed layers.
         window_theta_field="window_rope_theta",
         mixture=MixtureTraits(
             names=_QWEN_NAMES,
@@ -349,7 +349,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         ),
         draft_tensors=("mtp.",),
     ),
-    # Contexts are short enough to be within one chunk.
+    # Contexts are limited to one chunk.
     "Llama4ForCausalLM": Family(
         layer_kinds=chunked_if_rotated,
         has_layer_types=True,

@@ -43,15 +43,15 @@ _QKV, _O, _GATE_UP, _DOWN, _ROUTER, _INPUT_GATE, _INPUT_PROJECTION = range(7)
 """The groups of a layer's modules."""
 
 MAX_LAYERS = 1024
-"""Largest number of layers. No model has a third of it, and the lists of layers stay small."""
+"""Largest number of layers: over three times as many as in any known model. It keeps lists of layers short."""
 
 SILU, GELU_TANH, RELU_SQUARED, XIELU = "silu", "gelu_tanh", "relu_squared", "xielu"
 SINKS = "sinks"
-"""The tensor of a layer's attention sinks: a score for each head."""
+"""Name of the tensor with a layer's attention sinks: a score for each head."""
 
 XIELU_PREFIX = "mlp.act_fn"
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
-"""The tensors of the activation xIELU of a layer."""
+"""Names and shapes of the tensors of a layer's xIELU activation."""
 
 INPUT_NORM, LAYER_SCALAR = "post_per_layer_input_norm", "layer_scalar"
 INPUT_EMBEDDING, INPUT_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
@@ -76,20 +76,21 @@ class ModelConfig:
     By default, contexts have up to `max_model_len` tokens. The operator can allow up to `stretched_model_len`.
     `layer_heads` contains each layer's heads of K and V; `num_kv_heads` and `head_dim` are the largest. A layer reads
     the K and V of the layer in `kv_sources`, and has none of its own unless that is the layer itself. In
-    `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V is normed without a weight, and with
-    `has_l2_norms`, q and k are in rotated layers. `query_scaling` applies to q in the other layers. `altup` describes
-    parallel residuals, or is None. `layer_intermediate_sizes` contains the inner size of each layer's feed-forward.
-    With `layer_input_size`, an embedding of this size enters each layer, and with `has_layer_scalars`, a number
-    multiplies each layer's output. `layer_windows` contains each layer's sliding window in tokens, or None for the
-    whole context. `layer_ropes` contains each layer's rotary embedding. `norm_offset` is added to every norm's weight.
-    `qk_norm` is None if q and k are not normed. `clip_qkv` limits q, k and v, or is None. `residual_scale` multiplies
-    the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form a single linear. Adapters see the same
-    linears. A soft cap of None means no cap. With `has_sinks`, each head's softmax has a further key without a value.
-    The layers of `mixture`, which is None if there are none, have experts instead of a feed-forward of
-    `intermediate_size`. The layers of `delta`, which is None if there are none, have a gated delta rule instead of
-    attention. With `gates_attention`, the query projection yields q, then a gate, for each head. `quantization` is the
-    format of the stored weights, or None if they are floats. Tensors whose names begin with one of `draft_tensors`
-    belong to layers that predict further tokens, or that read the K and V of another layer. They are not needed.
+    `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V has a norm without a weight. With
+    `has_l2_norms`, q and k of rotated layers have such norms. `query_scaling` scales q in layers without rotation, or
+    is None. `altup` describes parallel residuals, or is None. `layer_intermediate_sizes` contains the inner size of
+    each layer's feed-forward. With `layer_input_size`, an embedding of this size enters each layer, and with
+    `has_layer_scalars`, a number multiplies each layer's output. `layer_windows` contains each layer's sliding window
+    in tokens, or None for the whole context. `layer_ropes` contains each layer's rotary embedding. `norm_offset` is
+    added to every norm's weight. `qk_norm` is None if q and k are not normed. `clip_qkv` limits q, k and v, or is None.
+    `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form a single linear.
+    Adapters see the same linears. A soft cap of None means no cap. With `has_sinks`, each head's softmax has a further
+    key without a value. The layers of `mixture`, which is None if there are none, have experts instead of a
+    feed-forward of `intermediate_size`. The layers of `delta`, which is None if there are none, have a gated delta rule
+    instead of attention. With `gates_attention`, the query projection yields q, then a gate, for each head.
+    `quantization` is the format of the stored weights, or None if they are floats. Tensors whose names begin with one
+    of `draft_tensors` belong to layers that predict further tokens, or that read the K and V of another layer. They are
+    not needed.
     """
 
     architecture: str
@@ -156,13 +157,13 @@ class ModelConfig:
     def modules(self) -> tuple[LinearShape, ...]:
         """The linears of a layer that adapters can target, with PEFT's names, in the pool's fixed order.
 
-        A name occurs several times if the layers that have it differ in its size.
+        A name occurs several times if the size of the linear differs between layers.
         """
         return tuple(linear for _, linear in self._grouped_modules)
 
     @property
     def _grouped_modules(self) -> list[tuple[int, LinearShape]]:
-        """`modules`, each with the index of its group: those of `module_groups`, then those of `input_groups`."""
+        """`modules`, each with the index of its group: first modules of `module_groups`, then of `input_groups`."""
         hidden = self.hidden_size
         attending = [self.has_attention(layer) for layer in range(self.num_layers)]
         q_out = [self.num_heads * one.head_dim * has for one, has in zip(self.layer_heads, attending, strict=True)]
@@ -253,15 +254,14 @@ class ModelConfig:
     def module_groups(self) -> tuple[tuple[int, ...], ...]:
         """Indices of `modules` by their input: q/k/v, o, gate/up, down, router.
 
-        A group whose modules no layer has is empty.
-
-        The projections of a delta rule's input belong to the first group, and that of its output to the second.
+        A group is empty if no layer has any of its modules. The input projections of a delta rule belong to the first
+        group, and its output projection to the second.
         """
         return self._groups(_QKV, _O, _GATE_UP, _DOWN, _ROUTER)
 
     @property
     def input_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of `modules` that a layer's own input embedding passes through: its gate and its projection."""
+        """Indices of the `modules` that apply a layer's own input embedding: its gate and its projection."""
         return self._groups(_INPUT_GATE, _INPUT_PROJECTION)
 
     def _groups(self, *groups: int) -> tuple[tuple[int, ...], ...]:
@@ -284,7 +284,7 @@ class ModelConfig:
 
     @property
     def has_uneven_cache(self) -> bool:
-        """True if layers differ in the size of K and V, or read the K and V of others."""
+        """True if layers differ in the size of K and V, or some layers read the K and V of another layer."""
         return len(set(self.layer_heads)) > 1 or self.kv_sources != tuple(range(self.num_layers))
 
     def geometry(self, kv_itemsize: int, adapter_itemsize: int) -> PageGeometry:
@@ -474,7 +474,7 @@ def _query_scaling(raw: Mapping[str, Any]) -> QueryScaling | None:
 
 
 def _shared_tensors(sources: Sequence[int]) -> list[str]:
-    """Tensors of K and V in layers that read those of another layer, which published files contain."""
+    """Unused tensors in published files: those of K and V in layers that read the K and V of another layer."""
     parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     shared = [layer for layer, source in enumerate(sources) if layer != source]
     return [f"model.layers.{layer}.self_attn.{part}" for layer in shared for part in parts]
@@ -486,7 +486,7 @@ def _layers_without_v(raw: Mapping[str, Any], windows: Sequence[int | None]) -> 
 
 
 def _intermediate_sizes(raw: Mapping[str, Any], family: Family, sources: Sequence[int]) -> tuple[int, ...]:
-    """The inner size of each layer's feed-forward, which can be twice as large where K and V are another layer's."""
+    """The inner size of each layer's feed-forward. It can be doubled in layers that read another layer's K and V."""
     if family.has_altup and isinstance(raw[family.dense_size_field], list):
         sizes = raw[family.dense_size_field]
         if len(sizes) != len(sources):
@@ -503,7 +503,7 @@ def _layer_input_size(raw: Mapping[str, Any], family: Family) -> int:
         return 0
     size = positive(raw, "hidden_size_per_layer_input")
     own, usual = positive(raw, "vocab_size_per_layer_input"), positive(raw, "vocab_size")
-    # With AltUp, tokens beyond the smaller vocabulary have the first one's input.
+    # With AltUp, this vocabulary can be smaller. Tokens beyond it get the input of token 0.
     if own != usual and not (family.has_altup and own < usual):
         raise ModelNotSupported(
             f"vocab_size_per_layer_input = {raw['vocab_size_per_layer_input']} in config.json differs from vocab_size"
@@ -512,7 +512,7 @@ def _layer_input_size(raw: Mapping[str, Any], family: Family) -> int:
 
 
 def _linears(name: str, shapes: Sequence[tuple[int, int] | None]) -> list[LinearShape]:
-    """A linear for each shape `(in_features, out_features)` that it has in a layer. None stands for no such linear."""
+    """One linear for each distinct shape `(in_features, out_features)`. None means that a layer lacks the linear."""
     found: dict[tuple[int, int], list[int]] = {}
     for layer, shape in enumerate(shapes):
         if shape is not None:
@@ -558,7 +558,7 @@ def _parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_
         if kind not in known:
             raise ModelNotSupported(f"layer_types names {kind!r}; {' and '.join(known)} are supported")
     if family.has_layer_heads and kinds[-1] != FULL:
-        # transformers would replace it.
+        # transformers would replace this kind.
         refuse_field("layer_types[-1]", kinds[-1], architecture)
     if kinds != usual and not family.has_layer_types:
         refuse_field("layer_types", kinds, architecture)

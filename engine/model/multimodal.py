@@ -30,8 +30,8 @@ class Wrapper:
 
     `decoders` maps the `model_type` of a text decoder to the architecture that computes it; the first is the default.
     `assumed` contains the defaults that differ from that architecture's, and `fixed` the fields that the whole model
-    ignores. With `has_mrope`, positions have a part for time, height and width. The three are equal for text, so the
-    rotation is the usual one.
+    ignores. With `has_mrope`, positions have a part for time, one for height and one for width. For text, all three are
+    equal, so the rotation is the usual one.
     """
 
     decoders: Mapping[str, str]
@@ -46,7 +46,7 @@ _DECODERS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""The text decoders of architectures that can have any."""
+"""The supported text decoders of architectures that can wrap any text decoder."""
 
 _LLAMA, _QWEN2 = _DECODERS, {"qwen2": _DECODERS["qwen2"], **_DECODERS}
 _IDEFICS = {"llama": _DECODERS["llama"]}
@@ -54,12 +54,12 @@ _TIED = {"tie_word_embeddings": True}
 _GLM4V = Wrapper(
     {"glm4v_text": "Glm4ForCausalLM"},
     {"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
-    # Its text decoder always has biases. The field does not matter.
+    # Its text decoder always has biases, whatever the field says.
     {"attention_bias": True},
     has_mrope=True,
 )
 _UNSCALED = {"logit_scale": 1.0}
-"""These architectures do not scale the logits of a Cohere 2 decoder."""
+"""Aya Vision and Command A Vision do not scale the logits of their Cohere 2 decoder."""
 
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {

@@ -12,7 +12,7 @@ from loramux.kernels.dispatch import Kernels
 
 
 class Norm(Protocol):
-    """Norms the input of a block, which is the residual, or the output of a block."""
+    """Normalises the input of a block, which is the residual, or the output of a block."""
 
     def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -52,7 +52,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NoNorm:
-    """Returns the residual itself, for families that norm only the outputs of blocks."""
+    """Returns the residual itself, for families that normalise only the outputs of blocks."""
 
     def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -27,7 +27,7 @@ ExpertWeight = torch.Tensor | QuantizedWeight
 
 
 class ReorderedLinear:
-    """A linear whose input `i` is input `inputs[i]` of `x`."""
+    """A linear whose input `i` is element `inputs[i]` of each row of `x`."""
 
     def __init__(self, linear: Linear, inputs: torch.Tensor) -> None:
         self._linear = linear
@@ -82,7 +82,7 @@ class Placement:
     def linear(self, prefix: str, shapes: Iterable[LinearShape], has_bias: bool) -> Linear:
         """Fuse linears that share an input into one linear that concatenates their outputs.
 
-        They are below `prefix`, or not below anything if it is empty.
+        Their names are relative to `prefix`, which can be empty.
         """
         shapes = list(shapes)
         bias = None
@@ -98,7 +98,7 @@ class Placement:
     def experts(
         self, num_experts: int, weights: Callable[[], Iterator[ExpertWeight]], bias: torch.Tensor | None
     ) -> ExpertWeights:
-        """Lay out one linear of all experts, by codes if possible. `weights` yields the weights in order, each time."""
+        """Lay out one linear of all experts, as codes if possible. Each call of `weights` yields them in order."""
         make = self.backend.make_quantized_experts
         found = None if make is None else make(num_experts, weights(), bias)
         if found is not None:
@@ -106,7 +106,7 @@ class Placement:
         return self.backend.make_experts(num_experts, (self._placed(one, self.dtype) for one in weights()), bias)
 
     def fused_weight(self, prefix: str, shapes: Sequence[LinearShape]) -> ExpertWeight:
-        """The weights of linears that share an input, concatenated: as codes if all have the same groups, or floats."""
+        """The weights of linears that share an input, concatenated: as codes if `concatenate` can, or as floats."""
         stored = self._stored(prefix, shapes)
         codes = [part for part in stored if isinstance(part, QuantizedWeight)]
         fused = concatenate(codes) if len(codes) == len(stored) else None
@@ -115,7 +115,7 @@ class Placement:
     def _linear_of_codes(
         self, stored: list[torch.Tensor | CodedWeight], bias: torch.Tensor | None, make: MakeQuantizedLinear
     ) -> Linear | None:
-        """The linear of weights that are all quantised alike, or None."""
+        """The linear that keeps the codes of all weights, or None if they are not all quantised in the same way."""
         reordered = [part for part in stored if isinstance(part, ReorderedWeight)]
         if reordered and any(not np.array_equal(part.inputs, reordered[0].inputs) for part in reordered):
             return None

@@ -48,13 +48,13 @@ _TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
-    `kind` is `none` (q and k are not rotated), `default`, `linear` (scaled by `factor`), `proportional` (likewise, but
-    the rotated channels are those of the first `rotary_fraction` of each half), `dynamic` (with a `theta` that
-    grows with contexts beyond `original_max_len`, depending on `factor`), `llama3` (scaled by `factor` beyond
-    `original_max_len`, with the two frequency factors), `yarn` (scaled by `factor` where a frequency makes fewer
-    than `slow_turns` within `original_max_len`, and unscaled above `fast_turns`) or `longrope` (one factor for each
-    frequency). `attention_factor` multiplies cosine and sine. Only the first `rotary_fraction` of a head's channels are
-    rotated. `query_growth` scales q in positions beyond `original_max_len`.
+    `kind` is `none` (q and k are not rotated), `default`, `linear` (scaled by `factor`), `proportional` (likewise),
+    `dynamic` (with a `theta` that grows with contexts beyond `original_max_len`, depending on `factor`), `llama3`
+    (scaled by `factor` beyond `original_max_len`, with the two frequency factors), `yarn` (scaled by `factor` where a
+    frequency makes fewer than `slow_turns` within `original_max_len`, and unscaled above `fast_turns`) or `longrope`
+    (one factor for each frequency). `attention_factor` multiplies cosine and sine. Only the first `rotary_fraction` of
+    a head's channels are rotated or, with `proportional`, the first `rotary_fraction` of each half of the head.
+    `query_growth` scales q in positions beyond `original_max_len`.
     """
 
     theta: float
@@ -82,7 +82,7 @@ class QueryScaling:
 
 
 NO_ROPE = RopeConfig(theta=1.0, kind="none")
-"""The rotary embedding of layers without positions."""
+"""The rotary embedding of layers that do not rotate q and k."""
 
 
 def parse_ropes(
@@ -117,10 +117,10 @@ def _parse_rope(
 ) -> RopeConfig:
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "mrope" and kind in family.ropes:
-        # The name in the first configurations of multimodal models.
+        # Early configurations of multimodal models use this name.
         kind = "default"
     if kind in ("su", "yarn") and kind not in family.ropes and "longrope" in family.ropes:
-        # Names of longrope in early Phi-3 configurations.
+        # Early Phi-3 configurations use these names for longrope.
         kind = "longrope"
     if kind not in family.ropes:
         raise ModelNotSupported(
@@ -235,9 +235,10 @@ def _pair_factors(given: Mapping[str, Any], name: str, num_pairs: int) -> tuple[
 
 
 def longest_contexts(raw: Mapping[str, Any], ropes: Collection[RopeConfig]) -> tuple[int, int]:
-    """The longest context by default, and on request. YaRN can stretch the first beyond `max_position_embeddings`.
+    """The longest context by default, and the longest that the operator can allow.
 
-    Dynamic NTK can stretch only the second, because it changes the angles of contexts of all lengths.
+    YaRN can extend both beyond `max_position_embeddings`. Dynamic NTK extends only the second, because it changes the
+    angles of contexts of all lengths.
     """
 
     def stretched(kind: str) -> int:

@@ -1,4 +1,4 @@
-"""Experts whose weights a file stacks, while others of the same architecture have a tensor for each expert."""
+"""Finds an expert's weight in files that stack all experts. Other files of its architecture have one tensor each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OF_EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,4})\.(gate_proj|up_proj|down_p
 
 @dataclass(frozen=True, slots=True)
 class StackedPlace:
-    """Where a file that stacks experts has one expert's weight.
+    """The place of one expert's weight in a file that stacks experts.
 
     The stack `name` is `[num_experts, rows, in_features]` or `[num_experts, in_features, rows]`. If `num_parts` is 2,
     the gate's rows precede those of up, and `part` selects one of them.
@@ -22,9 +22,9 @@ class StackedPlace:
     num_parts: int
 
     def is_transposed(self, stack: tuple[int, ...], shape: tuple[int, ...]) -> bool | None:
-        """True if a stack of shape `stack` has the weight, of shape `shape`, transposed; None if it does not have it.
+        """True if a stack of shape `stack` contains the weight of shape `shape` transposed. None if it lacks it.
 
-        As in transformers, a stack that could be either is not transposed.
+        As in transformers, a stack whose shape fits both ways is not transposed.
         """
         rows = shape[0] * self.num_parts
         if len(stack) != 3 or self.expert >= stack[0]:
@@ -40,7 +40,7 @@ class StackedPlace:
 
 
 def stacked_place(name: str) -> StackedPlace | None:
-    """Where the weight `name` would be in a stack, or None if it is not an expert's."""
+    """The place of the weight `name` in a file that stacks experts, or None if it is not an expert's weight."""
     match = _OF_EXPERT.fullmatch(name)
     if match is None:
         return None

@@ -26,14 +26,14 @@ class Vocabularies:
 
     @staticmethod
     def of(sizes: npt.NDArray[np.int32] | None, base_size: int, accelerator: Accelerator) -> Vocabularies | None:
-        """The vocabularies of rows with these numbers of tokens. None means that all rows have the base's."""
+        """The vocabularies of rows with these numbers of tokens, or None if all rows have the base's tokens."""
         if sizes is None:
             return None
         on_device = accelerator.stage(torch.from_numpy(sizes))
         return Vocabularies(on_device, min(base_size, int(sizes.min())), int(sizes.max()) > base_size)
 
     def widened(self, logits: torch.Tensor) -> torch.Tensor:
-        """Copy logits of the base's tokens `[num_rows, vocab_size]` if they need columns for further ones.
+        """Copy logits of the base's tokens `[num_rows, vocab_size]` if they need columns for further tokens.
 
         The number of columns is always the same, because a GPU's kernels are compiled for it.
         """
@@ -45,6 +45,6 @@ class Vocabularies:
         return wide
 
     def forbid_others(self, logits: torch.Tensor) -> None:
-        """Forbid the tokens that a row does not have, whose logits may be anything."""
+        """Forbid tokens that a row does not have. Their logits are arbitrary."""
         columns = torch.arange(self.smallest, logits.shape[1], dtype=torch.int32, device=logits.device)
         logits[:, self.smallest :].masked_fill_(columns >= self.sizes[:, None], FORBIDDEN)

@@ -49,7 +49,7 @@ def weight_paths(model_dir: Path) -> list[Path]:
 def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     """The tensors of a model directory by name, without reading weights. Raises ModelNotSupported.
 
-    A quantised weight has its name and shape from a float checkpoint.
+    Quantised weights have the names and shapes that they would have in a float checkpoint.
     """
     found: set[str] = set()
     for path in weight_paths(model_dir):
@@ -80,7 +80,7 @@ def checkpoint_of(model_dir: Path, quantized_dir: Path | None = None) -> Checkpo
 
 
 def text_tensors(stored_names: Iterable[str], found: Container[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each of a file's text decoder tensors in a text-only model, and its name in the file.
+    """For each of a file's text decoder tensors, yield its name in a text-only model and its name in the file.
 
     Raises ModelNotSupported if a name occurs twice or is in `found`, the names in earlier files.
     """

@@ -41,7 +41,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    # The mixture lists its routers.
+    # Leave out the last group, the routers, because the mixture lists them.
     qkv, o, *feed_forward = groups = config.layer_groups(layer)[:-1]
     has_attention = config.has_attention(layer)
     biased = {
@@ -85,7 +85,7 @@ def norm_parts(config: ModelConfig) -> tuple[str, ...]:
 def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raise ModelNotSupported, as loading the weights would, for a missing, misshapen or unused tensor.
 
-    A separate head of a model with tied embeddings must equal the embedding, which headers do not show.
+    If the embeddings are tied, a separately stored head must equal the embedding. Headers cannot show whether it does.
     """
     wanted = weight_shapes(config)
     stacks: set[str] = set()

@@ -43,7 +43,7 @@ class Weights:
         coded: Mapping[str, CodedTensor],
         draft_tensors: tuple[str, ...],
     ) -> None:
-        """`places` contains, by name, the file of each tensor and its name in the file; `coded`, quantised weights."""
+        """`places` maps a tensor's name to its file and its name there. `coded` contains the quantised weights."""
         self._places = places
         self._coded = coded
         self._draft_tensors = draft_tensors
@@ -53,7 +53,7 @@ class Weights:
         self._unread.discard(name)
         if name in self._coded:
             coded = self._coded[name]
-            # Compare the shapes before the weight is read, because reading can take memory.
+            # Compare the shapes before reading the weight, because reading can take a lot of memory.
             if coded.shape != shape:
                 raise misshapen(name, coded.shape, shape)
             return _decode(coded)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from loramux.engine.errors import ModelNotSupported
 
 GROUPS = (64, 32, 16)
-"""How many inputs can share a scale of int4. The first number that divides the inputs of all linears is used."""
+"""Possible numbers of inputs that share an int4 scale. The first that divides the inputs of all linears is used."""
 
 _LARGEST_E4M3 = 448.0
 
@@ -25,7 +25,7 @@ class Method:
     """Stores codes under `suffix` with the safetensors dtype `dtype`, `codes_per_item` of them in one item.
 
     `encode` returns the items and the scales `[rows, groups]` of rows `[rows, in]`, given the inputs of a group.
-    `weights` describes them in the terms of compressed-tensors.
+    `weights` is their description in the format of compressed-tensors.
     """
 
     suffix: str
@@ -36,7 +36,7 @@ class Method:
     groups: tuple[int, ...] = ()
 
     def group(self, in_features: set[int]) -> int | None:
-        """Inputs that share a scale, or None if all do. Raises ModelNotSupported if no group divides the inputs."""
+        """Number of inputs that share a scale, or None for all. Raises ModelNotSupported if no group fits."""
         if not self.groups:
             return None
         for group in self.groups:

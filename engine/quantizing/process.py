@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run(job: QuantizeJob) -> QuantizeResult:
-    """Quantise the model and measure the quality. What an earlier start has done is not repeated."""
+    """Quantise the model and measure the quality. Work that an earlier start has finished is not repeated."""
     destination = quantized_directory(Path(job.root), Path(job.config.model_dir), job.method)
     if not destination.is_dir():
         reported = -1.0

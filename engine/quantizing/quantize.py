@@ -25,7 +25,7 @@ from loramux.engine.model.weight_shapes import check_shapes
 from loramux.engine.quantizing.methods import HEAD_METHOD, METHODS, WITH_HEAD, Method
 
 VERSION = 2
-"""Changes when the meaning of the files changes, so that files of older versions are not used."""
+"""Increased when the meaning of the files changes, so that files from older versions are not used."""
 
 _UNFINISHED = "unfinished-"
 _BLOCK_ELEMENTS = 1 << 22
@@ -47,7 +47,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A weight to quantise under a name, in groups of `group` inputs, or in one group per output."""
+    """A weight to quantise and store as `name`, in groups of `group` inputs, or in one group per output if None."""
 
     name: str
     tensor: MappedTensor
@@ -67,7 +67,7 @@ def quantized_names(config: ModelConfig) -> list[str]:
     return [
         f"model.layers.{layer}.{modules[index].name}.weight"
         for layer in range(config.num_layers)
-        # The last group is that of the routers.
+        # The last group contains the routers.
         for group in config.layer_groups(layer)[:-1]
         for index in group
     ]

@@ -14,7 +14,7 @@ from loramux.engine.scheduling.shares import place
 from loramux.engine.sequence import Sequence, SequenceState
 
 NEW_SHARE = 4
-"""One in NEW_SHARE of the rows not used for decoding is reserved for sequences that could start."""
+"""`1 / NEW_SHARE` of the rows that are not used for decoding is reserved for sequences that could start."""
 
 
 _row_place = attrgetter("sequence.row_place")

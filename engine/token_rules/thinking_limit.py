@@ -23,7 +23,7 @@ class ThinkingLimit:
         self._tokens = tokens
         self._num_prompt = self._num_read = num_prompt
         self._start = num_prompt if budget.is_open else None
-        """Position of the first token of the thinking. None if the thinking has not begun."""
+        """Position of the first thinking token. None if the thinking has not begun."""
         self._is_over = False
 
     def forced_token(self) -> int | None:

@@ -116,9 +116,9 @@ def multiply_expert_codes(
 ) -> None:
     """`y[pair] = x[pair // pairs_per_row] @ weight[expert of pair]ᵀ + bias[expert]`.
 
-    `pairs`, sorted by expert, and `starts` are those of a `Routing`; `chosen` lists the experts that have pairs.
-    `rounded`, `factors` and `sums` are scratch with a row for each pair, as `rounded`, `factors` and `y` of
-    `quantized_linear.multiply_codes` are.
+    `pairs`, sorted by expert, and `starts` come from a `Routing`. `chosen` lists the experts that have pairs.
+    `rounded`, `factors` and `sums` are scratch with a row for each pair, in the formats of `rounded`, `factors` and `y`
+    in `quantized_linear.multiply_codes`.
     """
     num_blocks = num_groups * group // block
     x_step, factor_step, sums_step = 2 * rounded_stride, 8 * num_blocks, 4 * sums_stride

@@ -15,7 +15,7 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import PANEL, exponential, floats_at, load, plus, prefetch, splat, store, times, total
 
 SOFTPLUS_LIMIT = np.float32(20)
-"""Above it, softplus is the identity, as in torch."""
+"""Above this value, softplus is the identity, as in torch."""
 
 L2_EPS = np.float32(1e-6)
 

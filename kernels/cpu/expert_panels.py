@@ -88,7 +88,7 @@ def place_task(task: int, num_panels: int, chosen: Any, is_spread: bool) -> tupl
 def scatter(
     pairs: Any, begin: int, end: int, sums: int, sums_step: int, y: int, y_step: int, first: int, size: int
 ) -> None:
-    """Copy outputs of the sorted pairs `begin` to `end` to the places of the pairs."""
+    """Copy outputs of the sorted pairs `[begin, end)` to the rows of the pairs."""
     for i in range(begin, end):
         _gather_row(sums + i * sums_step + 4 * first, y + pairs[i] * y_step + 4 * first, size)
 
@@ -114,8 +114,9 @@ def multiply_pair_panels(
 ) -> None:
     """`y[pair] = bfloat16(x[pair // pairs_per_row]) @ weight[expert of pair]ᵀ + bias[expert]`.
 
-    `pairs`, sorted by expert, and `starts` are those of a `Routing`; `chosen` lists the experts that have pairs. `rows`
-    and `sums` are scratch with a row for each pair, as `rounded` and `y` of `avx512_bf16.multiply_pair_panels` are.
+    `pairs`, sorted by expert, and `starts` come from a `Routing`. `chosen` lists the experts that have pairs. `rows`
+    and `sums` are scratch with a row for each pair, in the formats of `rounded` and `y` in
+    `avx512_bf16.multiply_pair_panels`.
     """
     width = avx512_bf16.OUTPUTS
     num_words = (in_features + 1) // 2
@@ -156,7 +157,7 @@ def multiply_float_panels(
     y: int,
     out_features: int,
 ) -> None:
-    """As `multiply_pair_panels`, without rounding `x`, for panels of `FloatPanels`."""
+    """Like `multiply_pair_panels`, but for the layout of `FloatPanels`, without rounding `x`."""
     rows_step, sums_step = 4 * rows_stride, 4 * sums_stride
     for i in prange(len(pairs)):
         _gather_row(x + 4 * x_stride * (pairs[i] // pairs_per_row), rows + i * rows_step, in_features)

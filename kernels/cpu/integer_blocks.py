@@ -30,7 +30,7 @@ MAX_ROWS = 12 if WIDTH == 16 else 3
 """Maximum number of rows per block. Their sums fit in the registers together with the operands."""
 
 AHEAD_BYTES = 8192
-"""Number of bytes by which codes are prefetched ahead."""
+"""Distance at which codes are prefetched, in bytes."""
 
 _REGISTERS = OUTPUTS // WIDTH
 """Registers that hold the sums of one row."""

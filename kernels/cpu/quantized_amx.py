@@ -27,13 +27,13 @@ TILE_INPUTS = 64
 """Inputs multiplied by one instruction: one tile row of 64 bytes."""
 
 SERIAL_SPLITTING = 100_000
-"""Number of elements to split below which waking other threads costs more than it saves."""
+"""With fewer elements to split, waking other threads costs more than it saves."""
 
 TILES_BYTES = 128 * OUTPUTS
-"""Bytes of the unpacked codes of the largest block."""
+"""Size of the unpacked codes of the largest block, in bytes."""
 
 SUMS_BYTES = 4 * 4 * TILE * TILE
-"""Bytes of the sums of one tile of rows: for both outputs of 16 and both halves of `x`, int32 `[16, 16]`."""
+"""Bytes of the sums of one tile of rows: int32 `[16, 16]` for each 16 of the 32 outputs and each half of `x`."""
 
 _BYTE, _HALF, _INT, _LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _POINTER = _BYTE.as_pointer()
@@ -105,7 +105,7 @@ def _add_tiles(
 ) -> Any:
     """Write the sums of 16 rows and one block of `size` inputs to `sums`. `num_inputs` inputs fit into a tile.
 
-    `x` is the address of the upper halves; the lower ones are `lower` bytes behind them.
+    `x` is the address of the upper halves; the lower halves are `lower` bytes behind them.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

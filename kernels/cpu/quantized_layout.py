@@ -74,7 +74,7 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     # If the result has a block, all zero points fit into int16.
     largest = int(np.abs(integers).max()) + (0 if zeros is None else int(np.abs(zeros).max()))
     num_groups = weight.scales.shape[1]
-    # One group is padded with inputs of 0.
+    # A single group is padded with inputs of 0.
     group = weight.group if num_groups > 1 else weight.in_features + -weight.in_features % BLOCKS[0]
     limits = {block: min(32767, _INT32_MAX // (block * largest)) for block in BLOCKS if group % block == 0}
     block = next((block for block, limit in limits.items() if limit >= LEAST_LIMIT), None)

@@ -27,7 +27,7 @@ whose length is a power of two would all map to one cache set."""
 MANY_ROWS = 64
 
 SERIAL_WORK = 500_000
-"""Number of multiplications below which waking other threads costs more than it saves."""
+"""With fewer multiplications, waking other threads costs more than it saves."""
 
 
 def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedLinear | None:

@@ -26,7 +26,7 @@ from loramux.kernels.cpu.vectors import (
 )
 
 SERIAL_ROUNDING = 100_000
-"""Number of elements to round below which waking other threads costs more than it saves."""
+"""With fewer elements to round, waking other threads costs more than it saves."""
 
 _FLOAT, _HALF, _INT, _LONG = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS, _HALVES = (ir.VectorType(kind, PANEL) for kind in (_FLOAT, _INT, _HALF))

@@ -1,6 +1,6 @@
 """Groups the pairs of a routing by adapter and expert on the GPU, so that LoRA's kernels can apply adapters of experts.
 
-The number of segments depends only on shapes. Those that a batch does not need are padding.
+The number of segments depends only on shapes. Segments that a batch does not need are padding.
 """
 
 from __future__ import annotations

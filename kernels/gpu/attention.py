@@ -52,7 +52,7 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
             f"{spec.num_heads} query heads share {spec.num_kv_heads} KV heads; at most {MAX_GROUP} can share one"
         )
     if geometry.num_kv_heads * geometry.head_dim % (spec.num_kv_heads * spec.head_dim):
-        raise ValueError("the attention's num_kv_heads * head_dim does not divide that of the pages")
+        raise ValueError("num_kv_heads * head_dim of the attention does not divide the pages' num_kv_heads * head_dim")
     if spec.sliding_window is not None and spec.sliding_window < 1:
         raise ValueError(f"sliding_window is {spec.sliding_window}; a query sees at least itself")
 
@@ -184,7 +184,7 @@ def paged_attention(
     `q` and `out` are `[T, num_heads, head_dim]` of float32, float16 or bfloat16, and `pool.kv` has one of these dtypes
     too. Sums are float32. Rows may be views into wider rows. Head `h` reads KV head `h // (num_heads // num_kv_heads)`.
     The query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. `sinks`
-    float32 `[num_heads]` are the scores of a further key of each head, which has no value.
+    float32 `[num_heads]` contains the score of an additional key for each head, which has no value.
 
     `workspace` is float32 with at least `plan.workspace_elements(...)` elements. Its contents do not matter before or
     after the call. The batch is read on the device, so a captured graph can be replayed after its tensors are

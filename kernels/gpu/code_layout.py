@@ -8,10 +8,10 @@ import numpy.typing as npt
 from loramux.kernels.quantized import CodeKind, QuantizedWeight, code_kind
 
 MAX_STEP = 64
-"""Largest number of inputs that a program multiplies at a time."""
+"""Maximum number of inputs that a program multiplies at a time."""
 
 MIN_STEP = 16
-"""Smallest number of inputs that tensor cores multiply at a time."""
+"""Minimum number of inputs that tensor cores multiply at a time."""
 
 E4M3_FACTOR = 256
 """Bits of E4M3, read as the upper bits of a float16, are the value divided by this factor."""
@@ -20,7 +20,7 @@ _MAX_ZERO = 2**15 - 1
 
 
 def can_place(weight: QuantizedWeight) -> bool:
-    """Whether the kernels can multiply by the codes of a weight.
+    """True if the kernels can multiply by the codes of a weight.
 
     They cannot for a codebook without a `code_kind`, for groups that are not multiples of 16 inputs, and for zero
     points of a codebook that is not integers.
@@ -42,7 +42,7 @@ def step_of(weight: QuantizedWeight) -> int:
 
 
 def zero_of(weight: QuantizedWeight) -> int:
-    """The zero point of the codes, stored as integers that are not negative, if the weight has no zero points."""
+    """The zero point of codes that are stored as non-negative integers, if the weight has no zero points of its own."""
     return -min(0, int(weight.codebook.min())) if code_kind(weight.codebook) is CodeKind.INTEGERS else 0
 
 
@@ -53,12 +53,12 @@ def placed_scales(weight: QuantizedWeight) -> npt.NDArray[np.float32]:
 
 
 def is_bfloat16(values: npt.NDArray[np.float32]) -> bool:
-    """Whether bfloat16 is exact for all values."""
+    """True if bfloat16 represents all values exactly."""
     return not (values.view(np.uint32) & 0xFFFF).any()
 
 
 def is_float16(values: npt.NDArray[np.float32]) -> bool:
-    """Whether float16 is exact for all values."""
+    """True if float16 represents all values exactly."""
     with np.errstate(over="ignore"):
         return np.array_equal(values.astype(np.float16).astype(np.float32), values)
 

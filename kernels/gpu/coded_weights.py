@@ -17,15 +17,15 @@ from loramux.kernels.quantized import INT8, CodeKind, QuantizedWeight, code_kind
 class CodedWeights:
     """The quantised weights of one linear layer, or of the same layer of all experts.
 
-    `codes` uint8 `[num_experts, out_features, bytes]` contains codes of 8 bits, or pairs of codes of 4 bits. Inputs of
-    4 bits are paired in blocks of `2 * step` inputs: byte `i` of a block has input `i` in its lower bits, and input
-    `step + i` in its upper bits. The last block is padded with codes of 0.
+    `codes` uint8 `[num_experts, out_features, bytes]` contains 8-bit codes, or pairs of 4-bit codes. 4-bit codes are
+    paired in blocks of `2 * step` inputs: byte `i` of a block has the code of input `i` in its lower bits, and the code
+    of input `step + i` in its upper bits. The last block is padded with codes of 0.
 
-    Codes of the kind INTEGERS are the integers themselves, not negative, with the zero points `zeros` int16
-    `[num_experts, out_features, groups]`, or with the zero point `zero` of all weights. `table` float32 `[16]` has the
-    values of the kind TABLE. `scales` `[num_experts, out_features, groups]` contain `E4M3_FACTOR` for the kind E4M3.
-    They are float32, or a 16-bit float that is exact. `bias` is `[num_experts, out_features]` or None. All tensors are
-    contiguous.
+    Codes of the kind INTEGERS are non-negative integers, with the zero points `zeros` int16 `[num_experts,
+    out_features, groups]`, or with the zero point `zero` for all weights. `table` float32 `[16]` contains the values of
+    the kind TABLE. `scales` `[num_experts, out_features, groups]` are float32, or a 16-bit dtype that represents them
+    exactly. For the kind E4M3, they include the factor `E4M3_FACTOR`. `bias` is `[num_experts, out_features]` or None.
+    All tensors are contiguous.
     """
 
     kind: CodeKind
@@ -97,7 +97,7 @@ def _in_blocks(weight: QuantizedWeight) -> npt.NDArray[np.uint8]:
     """The codes `[out_features, bytes]` in the order of `CodedWeights`."""
     if weight.bits == 8:
         is_signed = np.array_equal(weight.codebook, INT8)
-        # Copied, because torch takes no arrays that cannot be written, such as mapped files.
+        # Copy, because torch does not accept read-only arrays, such as mapped files.
         return weight.codes ^ np.uint8(128) if is_signed else weight.codes.copy()
     step = step_of(weight)
     padded = np.pad(weight.codes, ((0, 0), (0, -weight.codes.shape[1] % step)))

@@ -139,7 +139,7 @@ def _convolve(
     kept = tl.load(state_ptr + start + lane, mask=is_old & is_channel, other=0.0)
     target = tail_row + tap * INPUT_ROWS + block
     start = _row_start(pages_ptr, first_page, target, is_tap, K_DIM, ROWS_PER_PAGE, PAGE_ELEMENTS)
-    # Other threads of the program may not have read the elements yet that this thread overwrites.
+    # Wait until the program's other threads have read the elements that this thread overwrites.
     tl.debug_barrier()
     tl.store(state_ptr + start + lane, x.to(tl.float32) + kept, mask=is_tap & is_channel)
 

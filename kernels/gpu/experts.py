@@ -107,7 +107,7 @@ def sum_experts(
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(size))
     has_shared, has_gate = shared is not None, shared_gate is not None
-    # The kernel reads neither that is absent.
+    # The kernel does not read absent tensors.
     shared, shared_gate = (y if one is None else one for one in (shared, shared_gate))
     if num_tokens:
         _sum[(num_tokens, triton.cdiv(size, block))](

@@ -83,7 +83,7 @@ def _norm(
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ) -> None:
-    """Norm `ROWS` rows. Row `r` of `x` starts at `r // inner * outer_stride + r % inner * inner_stride`."""
+    """Normalise `ROWS` rows. Row `r` of `x` starts at `r // inner * outer_stride + r % inner * inner_stride`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     is_stored = (row < num_rows)[:, None] & (column < SIZE)

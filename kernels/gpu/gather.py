@@ -10,7 +10,7 @@ from loramux.kernels.gpu.launches import TILE_ROWS
 from loramux.kernels.tables import LoraCall, PoolViews
 
 MAX_BLOCK_R = 64
-"""Maximum number of ranks that a program reads from each of its rows."""
+"""Maximum number of ranks that a program reads for each of its rows."""
 
 
 @triton.jit(do_not_specialize=["layer"])

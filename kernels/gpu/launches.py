@@ -27,7 +27,7 @@ def whole_grid(num_segments: int) -> int:
 
 
 def segment_grid(num_segments: int) -> tuple[int, int]:
-    """The second and third axis of a grid over segments; the segment is `id(1) + id(2) * number(1)` of a program."""
+    """The second and third axis of a grid over segments. A program's segment is `id(1) + id(2) * number(1)`."""
     layers = -(-num_segments // MAX_GRID_ROWS)
     assert num_segments % layers == 0
     return num_segments // layers, layers

@@ -12,20 +12,20 @@ from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, PoolViews
 
 MAX_BLOCK = 1024
-"""Maximum number of elements of each of its rows that a program of `replace_rows` copies."""
+"""Maximum number of elements that a program of `replace_rows` copies for each of its rows."""
 
 BLOCK_ROWS = 32
 """Number of the head's rows that a program of `replace_columns` multiplies at a time."""
 
 BLOCK_COLUMNS = 128
-"""Number of elements of these rows that it multiplies at a time."""
+"""Number of elements of each row that a program of `replace_columns` multiplies at a time."""
 
 
 @triton.jit
 def load_ids(
     ids: tl.tensor, pages: tl.tensor, first_id: tl.tensor, indices: tl.tensor, is_read: tl.tensor, W: tl.constexpr
 ) -> tl.tensor:
-    """Ids number `indices` of the adapter in `pages`; a page has `W` units of four bytes."""
+    """The ids at `indices` among the ids of the adapter in `pages`. A page has `W` units of four bytes."""
     place = first_id + indices
     page = tl.load(pages + place // W, mask=is_read, other=0).to(tl.int64)
     return tl.load(ids + page * W + place % W, mask=is_read, other=0)

@@ -35,8 +35,8 @@ def paged_attention(
     `q` and `out` float32 `[T, num_heads, head_dim]`; head `h` reads KV head `h // (num_heads // num_kv_heads)`. The
     query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. Sequences
     without query rows are skipped, and so are rows that belong to no sequence. `soft_cap(s) = cap * tanh(s / cap)`.
-    `sinks` float32 `[num_heads]` are the scores of a further key of each head, which takes part in the softmax but
-    has no value (Xiao et al., 2023). Pool elements outside the contexts are never used, not even multiplied by
+    `sinks` float32 `[num_heads]` contains the score of an additional key for each head, which takes part in the softmax
+    but has no value (Xiao et al., 2023). Pool elements outside the contexts are never used, not even multiplied by
     zero.
     """
     page_tokens = pool.geometry.page_tokens

@@ -12,13 +12,13 @@ def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = N
     """Choose the experts of each token from its logits, float32 `[T, num_experts]`.
 
     `bias` is float32 `[num_experts]` and finite. A token whose logits have no softmax, because one is NaN or positive
-    infinity or all are negative infinity, gets the first `top_k` experts, with weights NaN. Of equal experts or groups,
-    the first are chosen.
+    infinity or all are negative infinity, gets the first `top_k` experts, with weights NaN. Among equal experts or
+    groups, the first are chosen.
     """
     shares = logits.softmax(-1)
     is_usable = shares.isfinite().all(-1, keepdim=True)
     scores = logits.sigmoid() if spec.has_sigmoid else shares
-    # Of logits that are so low that their scores are all 0, the highest are still chosen.
+    # If logits are so low that all their sigmoids are 0, the highest logits are still chosen.
     keys = torch.where(is_usable, logits if bias is None else scores + bias, 0)
     if bias is not None and spec.top_groups < spec.num_groups:
         groups = keys.unflatten(-1, (spec.num_groups, -1))
