@@ -214,7 +214,7 @@ def assemble_engine(
 
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
-    """The format of the weights under the name that operators know, such as `int4` for weights quantised at the
+    """The format of the weights, by the name that operators know, such as `int4` for weights quantised at the
     start.
     """
     if config.quantized_dir is not None:

@@ -193,8 +193,8 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     blocks, block_starts, state_starts = _listed_blocks(sequences)
     positions, row_slots, row_starts = first_positions, np.asarray(slots), block_starts
     max_q = max(counts)
+    # If every sequence decodes, each row is one sequence, and no gather is needed.
     if max_q > 1:
-        # If every sequence decodes, each row is one sequence, and no gather is needed.
         of_row = np.repeat(np.arange(len(scheduled)), counts)
         positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]
         row_slots, row_starts = row_slots[of_row], block_starts.take(of_row, axis=1)

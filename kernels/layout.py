@@ -278,7 +278,7 @@ class AdapterLayout:
         return int(ranks[at]), tuple(offsets[at].tolist())
 
     def row_span(self, index: int, module: LinearShape, geometry: PageGeometry) -> range:
-        """The bytes of the outer pages with an outer module's trained rows and their ids; empty if it has none."""
+        """The bytes of the outer pages that contain an outer module's trained rows and their ids, if it has any."""
         count = self.rows.counts[index] if self.rows.counts else 0
         if not count or (self.rows.is_shared and index):
             return range(0)

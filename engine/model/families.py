@@ -51,20 +51,21 @@ class Family:
 
     `assumed` contains the defaults in transformers that differ from other architectures' defaults. `reads` names the
     fields of `config_fields.DECISIVE` that this architecture supports. `layer_kinds` applies if `config.json` has no
-    `layer_types`. With `has_layer_types`, the two may differ. q and k are normed if the field `qk_norm_field` says so,
-    or always if there is none. A bias is present if the named field says so, or always, or never. With
+    `layer_types`. With `has_layer_types`, the two may disagree. q and k are normed if the field `qk_norm_field` says
+    so, or always if there is none. A bias is present if the named field says so, or always, or never. With
     `window_theta_field`, windowed layers have their own rotary embedding without scaling, with its theta in that field.
-    With `interleaved_rotary`, neighbouring channels are rotated together instead of channels of two halves. With
-    `parallel_blocks`, attention and feed-forward read the same normed residual. With `gates_attention`, the query
-    projection also yields a gate for each output of attention. With `has_delta_layers`, `layer_types` may name layers
-    with a gated delta rule. With `has_layer_heads`, layers without windows have heads of K and V of their own, and with
-    `has_value_norm`, V is normed. With `has_l2_norms`, q and k of rotated layers have norms without weights. With
-    `has_chunks`, `layer_types` may name layers that see only tokens of their own chunk, and contexts end with the first
-    chunk. With `scales_unrotated`, q grows with its position in layers without rotation. `dense_size_field` is the
-    inner size of a feed-forward without experts. With `layer_theta_field`, that field has each layer's theta, or 0 for
-    no rotation. With `has_altup`, a layer has several residuals. `o_name` is the projection of attention's output, and
-    `final_norm` the norm after the last layer. With `has_layer_scalars`, a tensor scales each layer's output. Names of
-    tensors that predict further tokens begin with one of `draft_tensors`; the decoder does not read them.
+    With `interleaved_rotary`, neighbouring channels are rotated together instead of channels from the two halves of a
+    head. With `parallel_blocks`, attention and feed-forward read the same normed residual. With `gates_attention`, the
+    query projection also yields a gate for each output of attention. With `has_delta_layers`, `layer_types` may name
+    layers with a gated delta rule. With `has_layer_heads`, layers without windows have heads of K and V of their own,
+    and with `has_value_norm`, V is normed. With `has_l2_norms`, q and k of rotated layers have norms without weights.
+    With `has_chunks`, `layer_types` may name layers that see only tokens of their own chunk, and contexts end with the
+    first chunk. With `scales_unrotated`, layers without rotation scale q by a factor that grows with its position.
+    `dense_size_field` names the field with the inner size of a feed-forward without experts. With `layer_theta_field`,
+    that field has each layer's theta, or 0 for no rotation. With `has_altup`, a layer has several residuals. `o_name`
+    is the projection of attention's output, and `final_norm` the norm after the last layer. With `has_layer_scalars`, a
+    tensor scales each layer's output. Names of tensors that predict further tokens begin with one of `draft_tensors`;
+    the decoder does not read them.
     """
 
     layer_kinds: LayerKinds
@@ -223,7 +224,7 @@ FAMILIES: dict[str, Family] = {
         layer_kinds=without_windows,
         reads=("attention_bias", "mlp_bias", *MULTIPLIERS),
         norms=NormNames("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
-        # Granite divides by this field.
+        # Unlike Granite, this architecture multiplies by the field.
         logit_scale_field="logits_scaling",
     ),
     "SmolLM3ForCausalLM": Family(

@@ -13,10 +13,10 @@ from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, Share, S
 from loramux.engine.sequence import Sequence
 
 MAX_ROUNDS = 64
-"""A waiting share goes first after this many admissions from other shares, regardless of its counter."""
+"""Number of other shares' admissions after which a waiting share can go first, regardless of its counter."""
 
 ROUNDS_PER_SHARE = 4
-"""The same limit, per waiting share. It applies when many shares are waiting. Strict round robin would need 1."""
+"""The same number per waiting share, used when many shares are waiting. Strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
 """Upper limit on the ratio of an expensive share's wait to the wait of a share with requests of average cost."""

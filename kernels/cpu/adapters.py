@@ -52,7 +52,7 @@ class CpuLora:
         planes = self._planes.get(shape)
         if planes is None:
             size = shape[0] * shape[1] * shape[2]
-            # With new memory, every linear of every layer would have a page fault per 4 KiB.
+            # New memory would cause a page fault per 4 KiB in every linear of every layer.
             if self._scratch.shape[0] < size:
                 self._scratch = torch.empty(size)
                 self._planes.clear()

@@ -71,14 +71,14 @@ def warm(dtype: torch.dtype) -> None:
     kernels.clamped_silu_and_mul(x, 1.0, 1.0)
     PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
     routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
-    # Integers of 8 bits, 4-bit codes of small integers, and 4-bit codes of large ones.
+    # 8-bit integers, 4-bit codes of small integers, and 4-bit codes of large integers.
     for codebook in (INT8, INT4, 1000 * INT4):
         codes = np.zeros((width, width if codebook is INT8 else width // 2), np.uint8)
         weight = QuantizedWeight(codes=codes, codebook=codebook, scales=np.ones((width, 1), np.float32))
         linear = make_quantized_linear(weight, None)
         if linear is not None:
             linear(x)
-            # Many rows use AMX.
+            # A batch of many rows uses AMX.
             linear(torch.zeros(64, width))
         experts = make_coded_experts(4, [weight] * 4, None)
         if experts is not None:

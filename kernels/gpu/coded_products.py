@@ -80,7 +80,7 @@ def _values(
 ) -> tl.tensor:
     """The values of codes of the kind `KINDS[KIND]`. `base` is 2**23 plus the zero points of integers."""
     if KIND == 0:
-        # The bits of 2**23 plus the code: integers up to 2**23 are the lower bits of a float32.
+        # These are the bits of the float32 2**23 + code, because the lower bits count in units of 1 there.
         value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - base
     elif KIND == 1:
         bits = codes.to(tl.int16)

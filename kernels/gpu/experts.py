@@ -96,7 +96,7 @@ def _multiply(
 def sum_experts(
     y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
 ) -> torch.Tensor:
-    """`out[t] = sum over j of weights[t, j] * y[t * top_k + j], plus sigmoid(shared_gate[t]) * shared[t]`.
+    """`out[t] = sum over j of weights[t, j] * y[t * top_k + j]`, plus `sigmoid(shared_gate[t]) * shared[t]`.
 
     `y` `[T * top_k, n]` is contiguous. `shared` `[T, n]` and `shared_gate` `[T, 1]` may be views into wider rows, or
     None.

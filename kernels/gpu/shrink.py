@@ -270,8 +270,7 @@ def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segm
     """Number of planes for a batch: enough to fill the GPU, but at most one per column block and 16 in total.
 
     The number depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. The maximum is 2
-    instead of 16 if segments are large. An embedding needs one plane, because `lora_gather` only copies
-    values.
+    instead of 16 if segments are large. An embedding needs one plane, because `lora_gather` only copies values.
     """
     if group.is_embedding:
         return 1
@@ -279,7 +278,7 @@ def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segm
     num_blocks = -(-group.in_features // row_k)
     wanted = power_of_two_within(max(1, TARGET_PROGRAMS // max(1, num_segments * len(group.modules))))
     fewest = -(-num_blocks // ROW_CHUNKS) if is_decode_shaped(num_tokens, num_segments) else 1
-    # Batches with segments of up to 16 rows never have more tokens than this.
+    # A batch with more tokens than this has segments of more than 16 rows.
     most = MAX_LARGE_SPLITS if num_tokens > TILE_ROWS * num_segments else MAX_SPLITS
     return min(most, num_blocks, max(fewest, wanted))
 
@@ -315,7 +314,7 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     assert num_modules == len(group.modules)
     _, num_layers, page_elements = pool.adapter.shape
     rows = tile_rows(segments)
-    # The planes of other groups can have more rows than `x`.
+    # Only for experts do the rows of planes show how many pairs share a row of `x`.
     pairs_per_row = planes.shape[1] // x.shape[0] if group.expert_stride else 1
     plan = _plan(group, page_elements, pairs_per_row * x.shape[0], num_segments, num_planes, max_rank, rows)
     shrink_kernel[plan.num_programs, *segment_grid(num_segments)](

@@ -20,7 +20,7 @@ def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing)
 def sum_experts(
     y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
 ) -> torch.Tensor:
-    """`out[t] = sum over j of weights[t, j] * y[t * top_k + j], plus sigmoid(shared_gate[t]) * shared[t]`.
+    """`out[t] = sum over j of weights[t, j] * y[t * top_k + j]`, plus `sigmoid(shared_gate[t]) * shared[t]`.
 
     `y` float32 `[T * top_k, n]`; `shared` float32 `[T, n]` or None. `shared_gate` float32 `[T, 1]`, or None for a
     factor of 1.
