@@ -90,9 +90,9 @@ class Kernels(LoraKernels, Protocol):
     ) -> None:
         """Rotate q and k by the angles of each row's position, and store the rotated k and v in the pool.
 
-        Without `k` and `v`, only rotate q, for a layer that reads the K and V of another one.
-        The rotation acts on the two halves of each head. q is changed in place. Afterwards, the contents of k and of
-        q's padding rows are undefined.
+        Without `k` and `v`, only rotate q, for a layer that reads the K and V of another layer. The rotation acts on
+        the two halves of each head. q is changed in place. Afterwards, the contents of k and of q's padding rows are
+        undefined.
         """
         ...
 

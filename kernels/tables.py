@@ -72,8 +72,8 @@ class ModuleGroup:
     out_features[i])` of the group's output. An embedding forms its own group: its input is one of `in_features` tokens,
     and its shrink is `lora_gather`.
 
-    In a group of experts, `modules` are those of expert 0, and expert `e` has the modules `e * expert_stride` further.
-    Modules of the group may write the same columns, but no adapter has two such modules of one expert.
+    In a group of experts, `modules` are those of expert 0, and the modules of expert `e` are `e * expert_stride`
+    further on. Modules of the group may write the same columns, but no adapter has two such modules of one expert.
     """
 
     modules: tuple[int, ...]

@@ -150,7 +150,7 @@ class SimulatedExecutor:
     def _write(self, batch: Batch, slots: list[int], salts: dict[int, int], sizes: dict[int, int]) -> list[int]:
         """Compute each row's state from the previous state in its context, and store it in the row's KV slots.
 
-        Returns each row's state. With windowed layers, returns the sum of the states in the row's windows.
+        Returns each row's state or, with windowed layers, the sum of the states in the row's windows.
         """
         stored, block_tokens = self._states, self._block_tokens
         blocks, kv_slots = batch.blocks.tolist(), batch.kv_slots.tolist()

@@ -27,8 +27,8 @@ class _Held:
 class DeviceTokenMarks:
     """Marks as in `TokenMarks`, over the whole vocabulary: int32 `[num_slots, num_columns]`.
 
-    A step with an adapter that has tokens of its own has more columns than others. The marks get them when they are
-    first needed.
+    A step has more columns than usual if one of its adapters has tokens of its own. The marks are widened when such a
+    step first occurs.
 
     The host builds a sequence's marks once. Each step then marks the tokens that it chooses, which may not have reached
     the host when it submits the next step. Marks are kept as long as every step includes the sequence. When a sequence

@@ -119,7 +119,7 @@ def low_rank(
     is divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements.
     `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from `group_plan`. Tables and segments have
     the dtypes given in `tables.py`. `x_rows` int32 `[num_lora_rows]` are the rows of `x` that belong to `rows`. A
-    segment's modules are those of the plan, moved by its entry of `shifts` int32 `[num_segments]`.
+    segment's modules are the plan's modules, shifted by its entry of `shifts` int32 `[num_segments]`.
     """
     work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots, shifts)
     firsts = _whole_segments(work, num_threads)

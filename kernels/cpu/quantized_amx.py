@@ -1,7 +1,7 @@
-"""Products of many rows by a quantised weight with AMX, with the same bits as those of `quantized_linear`.
+"""Products of many rows by a quantised weight with AMX, bitwise equal to the products of `quantized_linear`.
 
-Tiles multiply integers of 8 bits. An integer of `x` has 16 bits and becomes two: `256 * upper + lower`, where the upper
-one is signed and the lower one is not. Four tiles hold the sums of both for 16 rows and the 32 outputs of a panel
+Tiles multiply 8-bit integers. Each 16-bit integer of `x` is therefore split into two: `256 * upper + lower`, where
+`upper` is signed and `lower` is not. Four tiles hold the sums of both halves for 16 rows and the 32 outputs of a panel
 (Intel, "Architecture Instruction Set Extensions Programming Reference", on AMX). The codes of a block are unpacked once
 for all rows.
 """

@@ -128,7 +128,8 @@ def attention_plan(
     group_size = spec.num_heads // spec.num_kv_heads
     block_d = max(16, triton.next_power_of_2(spec.head_dim))
     # Tiles of K and V are at most 16 KiB, so that several programs fit on a multiprocessor. float32 is multiplied
-    # exactly, without tensor cores. Its tiles are at most 8 KiB, to avoid register spills.
+    # exactly, without tensor cores. Its tiles are at most 8 KiB, to avoid register spills, except that every tile has
+    # at least 16 keys.
     is_exact = itemsize == 4
     tile_n = min(64, max(16, (8192 if is_exact else 16384) // (block_d * itemsize)))
 
@@ -153,7 +154,7 @@ def attention_plan(
     elif block_d > 128 or num_tokens * group_size <= 512:
         block_m = 64
     block_m = max(block_m, triton.next_power_of_2(group_size))
-    # Likewise, a few rows after a long prefix, among many decodes, must not delay the step.
+    # Split small steps into at least four, so that a few rows after a long prefix do not delay many decodes.
     fewest_splits = 4 if num_tokens <= SMALL_STEP else 1
     long_programs = max(1, num_tokens * group_size // block_m) * spec.num_kv_heads
     long = Tiling(

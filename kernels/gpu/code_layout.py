@@ -1,4 +1,4 @@
-"""Which quantised weights the GPU's kernels multiply by, and how many bytes they take. Nothing here needs torch."""
+"""Which quantised weights the GPU kernels support, and how many bytes the weights take. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def can_place(weight: QuantizedWeight) -> bool:
 
 
 def step_of(weight: QuantizedWeight) -> int:
-    """The largest power of two up to `MAX_STEP` that divides the groups. One group for all inputs is padded."""
+    """The largest power of two up to `MAX_STEP` that divides the groups. A single group for all inputs is padded."""
     if weight.scales.shape[1] == 1:
         return MAX_STEP
     return min(MAX_STEP, weight.group & -weight.group)
