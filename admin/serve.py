@@ -49,7 +49,7 @@ SETTLE_S = 5.0
 def run(settings: Settings, texts: Callable[[int], Sequence[str]] = lambda num_texts: ()) -> None:
     """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening.
 
-    `texts(n)` makes n texts. If the model is quantised, its quality is measured with them.
+    If the server quantises the model, it measures the quality with `texts(n)`, which returns n texts.
     """
     configure_logs(settings.log_format)
     if settings.sandbox == "required":
@@ -244,5 +244,5 @@ def _announce(
         lines.append(f"  admin key   {bootstrap_key}  (shown this once: export it as LORAMUX_ADMIN_KEY)")
     if peer_address is not None:
         lines.append(f"  peers       {peer_address}  (for other servers on this database)")
-    lines.append(f"  engine      {engine}  (for further gateways: loramux gateway --engine)")
+    lines.append(f"  engine      {engine}  (for additional gateways: loramux gateway --engine)")
     print("\n".join(lines), flush=True)

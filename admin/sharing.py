@@ -62,7 +62,7 @@ class Sharing:
         """Listen for other servers. The caller runs and closes the Presence."""
         ready = self._local.info
         if ready is None:
-            raise StartRefused("the engine stopped during the start")
+            raise StartRefused("the engine stopped during startup")
         row = ReplicaRow(
             id=self._id,
             address=self.address,

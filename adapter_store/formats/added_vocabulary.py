@@ -81,7 +81,7 @@ def parse_tokens(listed: Sequence[Any], vocab_size: int) -> tuple[AddedToken, ..
     for index, fields in enumerate(listed):
         token = _parse_token(fields, f"tokens[{index}]")
         if tokens and token.id != tokens[-1].id + 1:
-            _refuse("the ids of added tokens must follow each other, in ascending order", f"tokens[{index}].id")
+            _refuse("the ids of added tokens must be consecutive and ascending", f"tokens[{index}].id")
         if token.id >= vocab_size:
             _refuse(f"a token's id must be below vocab_size, {vocab_size}", f"tokens[{index}].id")
         if token.content in contents:
@@ -95,7 +95,7 @@ def _parse_token(fields: Any, param: str) -> AddedToken:
     if not isinstance(fields, Mapping) or fields.keys() != {"id", "content", *FLAGS}:
         _refuse(f"a token must have the keys id, content, {', '.join(FLAGS)}", param)
     if type(fields["id"]) is not int or fields["id"] < 0:
-        _refuse("a token's id must be a whole number of 0 or more", f"{param}.id")
+        _refuse("a token's id must be a whole number, at least 0", f"{param}.id")
     content = fields["content"]
     if not isinstance(content, str) or not 0 < len(content) <= MAX_TOKEN_CHARS:
         _refuse(f"a token's content must have 1 to {MAX_TOKEN_CHARS} characters", f"{param}.content")

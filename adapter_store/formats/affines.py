@@ -28,7 +28,7 @@ def dora_affine(
     """Gain and shift of a DoRA module, float32 `[2, out_features]`.
 
     `A` is `[rank, in_features]` and `B` is `[out_features, rank]`. The shift restores the base's bias, which DoRA does
-    not scale. Raises AdapterRejected if a gain is not finite, because an output's norm is 0.
+    not scale. Raises AdapterRejected if a gain is not finite, as when an output's norm is 0.
     """
     norm = np.sqrt(
         _squares_of_columns(place, A, B, scale, base)

@@ -28,7 +28,7 @@ PARSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class AnswerParsers:
-    """The name of each parser, AUTO or OFF; None where nothing is chosen."""
+    """The name of each parser, AUTO or OFF. None means that no choice was made."""
 
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -38,7 +38,7 @@ class AnswerParsers:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, base: AnswerParsers) -> AnswerParsers:
-        """These choices. Missing ones are taken from `base`."""
+        """These choices, with missing ones taken from `base`."""
         return AnswerParsers(**{**base.document(), **self.document()})
 
 
@@ -46,7 +46,7 @@ NO_CHOICE = AnswerParsers()
 
 
 def problem_with_parser(setting: str, value: object) -> str | None:
-    """What is wrong with a setting's value; None if nothing is."""
+    """Return the problem with a setting's value, or None if the value is valid."""
     valid = (AUTO, OFF, *PARSERS[setting])
     return None if value in valid else f"{setting} must be one of {', '.join(valid)}"
 

@@ -70,9 +70,9 @@ class BaseWeights:
         return self._plain(name).float_rows(begin, end)
 
     def place(self, module: str) -> MatrixPlace:
-        """Where a module's weight is stored, for a process that may not map whole files.
+        """Where a module's weight is stored, for a process that reads the weight without mapping the whole file.
 
-        Raises AdapterUnavailable for a quantized weight.
+        Raises AdapterUnavailable for a quantised weight.
         """
         name = f"{module}.weight"
         if name == _HEAD and name not in self._checkpoint.plain and name not in self._checkpoint.coded:
@@ -95,8 +95,8 @@ class BaseWeights:
         return tensor
 
     def _coded(self, name: str) -> CodedWeight:
-        """A quantised weight. The last one is kept, because its rows are read in blocks."""
-        # Several threads read weights, so that another one can replace the kept weight at any time.
+        """A quantised weight. The last weight read is kept, because its rows are read in blocks."""
+        # Several threads read weights, so another thread can replace the kept weight at any time.
         last = self._last
         if last is None or last[0] != name:
             try:

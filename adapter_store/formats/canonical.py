@@ -2,9 +2,9 @@
 
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
 key, `config`: JSON with sorted keys that contains each module's scale, with alpha, rsLoRA and patterns already applied,
-the rows that replace rows of the embedding or the head, the number of its tokens if it is not the base's, and the
-tokens that activate the adapter, if there are any. Equal adapters yield equal bytes, regardless of the order and names
-of the tensors in the uploaded files.
+the rows that replace rows of the embedding or the head, the adapter's number of tokens if it differs from the base's,
+and the tokens that activate the adapter, if there are any. Equal adapters yield equal bytes, regardless of the order
+and names of the tensors in the uploaded files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def write_canonical(
     """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
     `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same. `trained`
-    maps outer modules to their replaced rows. `vocab_size` is the number of its tokens, or None if it has the base's.
+    maps outer modules to their replaced rows. `vocab_size` is the adapter's number of
+    tokens, or None if it has the base's vocabulary.
     """
     facts: dict[str, object] = {"peft_type": "LORA", "scales": dict(scales)}
     if invocation_tokens:

@@ -1,4 +1,4 @@
-"""The files of an adapter: the two that PEFT writes, two optional ones that transformers writes, and two of ours."""
+"""The files of an adapter: the two that PEFT writes, and four optional ones, two of which transformers writes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ SETTINGS: Mapping[str, Bounds] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values for the fields that a request leaves out; None where there is no default."""
+    """Values for the fields that a request leaves out. None means that there is no default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -55,7 +55,7 @@ class SamplingDefaults:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, base: SamplingDefaults) -> SamplingDefaults:
-        """These defaults. Missing ones are taken from `base`."""
+        """These defaults, with missing ones taken from `base`."""
         return SamplingDefaults(**{**base.document(), **self.document()})  # type: ignore[arg-type]
 
 
@@ -79,7 +79,7 @@ def parse_generation_config(text: bytes) -> SamplingDefaults:
 def _checked(name: str, value: Any) -> Any:
     bounds = SETTINGS[name]
     kinds = (int,) if bounds.is_integer else (int, float)
-    # bool is a subclass of int, but true is no number.
+    # bool is a subclass of int, but true is not a number.
     if type(value) in kinds and bounds.least <= value <= bounds.most:
         return value if bounds.is_integer else float(value)
     kind = "a whole number" if bounds.is_integer else "a number"

@@ -10,12 +10,12 @@ INVOCATION_KEY = "alora_invocation_tokens"
 
 MAX_INVOCATION_TOKENS = 256
 MAX_TOKEN_ID = sys.maxunicode
-"""No vocabulary is this large. Prompts are searched as text, with a character for each token."""
+"""No vocabulary is this large. Prompts are searched as text, with one character per token."""
 
 
 def check_invocation_tokens(token_ids: Sequence[int]) -> None:
-    """Raise ValueError for token ids that no base can have, or for too many of them. None at all are valid."""
+    """Raise ValueError for token ids that no base can have, or for too many of them. An empty list is valid."""
     if len(token_ids) > MAX_INVOCATION_TOKENS:
         raise ValueError(f"{INVOCATION_KEY} must have at most {MAX_INVOCATION_TOKENS} token ids")
     if not all(0 <= token_id < MAX_TOKEN_ID for token_id in token_ids):
-        raise ValueError(f"{INVOCATION_KEY} must contain ids of tokens")
+        raise ValueError(f"{INVOCATION_KEY} must contain token ids")

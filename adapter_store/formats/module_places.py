@@ -26,7 +26,8 @@ class ModulePlace:
 
     If the file stacks the tensors of `num_experts` experts, `key` is the name of the stack, and the module belongs to
     `expert`. As in PEFT, A has all ranks of expert 0, then all ranks of expert 1; B has rank 0 of all experts, then
-    rank 1. With `alternates`, the rows of B alternate between the gate and the up; a packed file has the gate first.
+    rank 1. With `alternates`, the rows of B alternate between the gate and the up projection; a
+    packed file has all rows of the gate first.
     """
 
     key: str
@@ -42,7 +43,7 @@ class ModulePlace:
 
     @property
     def name(self) -> str:
-        """The name of the module, without its stack."""
+        """The module's own name, even if the file stacks its tensors."""
         return self.key if self.layer is None else module_key(self.layer, self.shape)
 
     def rank_of(self, a_shape: Sequence[int]) -> int:

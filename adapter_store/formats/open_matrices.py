@@ -1,4 +1,4 @@
-"""Reads some of the base's matrices from open files, in a process that may open nothing more."""
+"""Reads some of the base's matrices from open files, in a process that can no longer open others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MatrixPlace:
 
 
 class OpenMatrices:
-    """Matrices by module, as `WeightRows`. Opens their files at once. Raises OSError."""
+    """Matrices by module, as `WeightRows`. The constructor opens their files. Raises OSError."""
 
     def __init__(self, places: Mapping[str, MatrixPlace]) -> None:
         self._places = {module: (os.open(place.path, os.O_RDONLY), place) for module, place in places.items()}

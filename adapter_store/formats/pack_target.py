@@ -37,7 +37,7 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _WIDEST_ITEMSIZE = 4
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_ENTRY_BYTES = 256
-"""Room for the name and the entry of an expert's tensor in a header, in bytes. Usual ones take about 170."""
+"""Room for the name and the entry of an expert's tensor in a header, in bytes. Most need about 170."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class PackTarget:
         """Size of the largest valid safetensors file: every module at the highest rank, in float32.
 
         It also has room for the whole weight of each outer module, with tokens beyond the base's vocabulary. Experts
-        have a lower highest rank.
+        have a lower maximum rank.
         """
         elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
         for num_rows, row_len in map(trained_rows_of, self.outer_modules):
@@ -136,7 +136,7 @@ class PackTarget:
         try:
             without_rows = self.layout(self.equal_ranks(MAX_RANK), outer_ranks, has_affines=True).num_pages
         except ValueError:
-            # Offsets cannot address the largest adapter. Validation refuses all that are too large for them.
+            # Offsets cannot address the largest adapter. Validation refuses every adapter with more than MAX_ELEMENTS.
             without_rows = -(-MAX_ELEMENTS // self.geometry.adapter_elements)
         page_elements = self.geometry.flat.adapter_elements
         shapes = [trained_rows_of(self.shard(module).shape(module)) for module in self.outer_modules]
@@ -154,7 +154,7 @@ class PackTarget:
     def equal_ranks(self, rank: int) -> npt.NDArray[np.int32]:
         """The ranks `[num_layers, num_modules]` of an adapter with this rank on every module.
 
-        Experts have at most their highest rank. If one linear contains another, the adapter has only the larger one.
+        Experts get at most their maximum rank. If one linear contains another, the adapter has only the larger one.
         """
         layers = range(self.geometry.num_layers)
         ranks = [rank] * len(self.modules)
@@ -190,9 +190,10 @@ class PackTarget:
         return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
 
     def tokens(self, module: LinearShape, vocab_size: int | None = None) -> range:
-        """The tokens whose rows of an outer module this rank has; the last rank has those beyond the base's vocabulary.
+        """The tokens whose rows of an outer module belong to this rank.
 
-        `vocab_size` is the number of an adapter's tokens, or None if it has the base's.
+        Tokens beyond the base's vocabulary belong to the last rank. `vocab_size` is an adapter's number of tokens, or
+        None if it has the base's vocabulary.
         """
         shard = self.shard(module)
         (tokens,) = shard.inputs if module.is_embedding else shard.outputs

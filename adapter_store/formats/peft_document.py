@@ -9,7 +9,7 @@ from typing import Any
 def peft_document(ranks: Mapping[str, int], alpha: float | None, **facts: Any) -> dict[str, Any]:
     """A configuration that names each module of `ranks` in full. With an `alpha` of None, every scale is 1.
 
-    `facts` are further keys, such as `base_model_name_or_path`.
+    `facts` are additional keys, such as `base_model_name_or_path`.
     """
     all_ranks = list(ranks.values())
     usual = max(sorted(set(all_ranks)), key=all_ranks.count)

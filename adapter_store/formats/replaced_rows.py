@@ -135,7 +135,7 @@ def _changed(
         raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
     tokens, ours = np.array(sorted(rows.ids), np.int64), target.tokens(module, file.vocab_size)
     if rows.whole is not None:
-        assert base is not None, "packing a whole weight needs the base's"
+        assert base is not None, "packing a whole weight needs the base's weights"
         num_rows, _ = trained_rows_of(module)
         for block in file.blocks(rows.whole):
             end = min(block.stop, num_rows)
@@ -147,7 +147,7 @@ def _changed(
         tokens = np.unique(tokens)
     tokens = tokens[(tokens >= ours.start) & (tokens < ours.stop)]
     if len(ours) > len(tokens) >= len(target.tokens(module)):
-        # With as many rows as the base has, an adapter's rows have no ids, so none may be missing.
+        # If at least as many rows are replaced as the base has, they are stored without ids, so none may be missing.
         if rows.whole is None:
             raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
         tokens = np.arange(ours.start, ours.stop)
@@ -165,7 +165,7 @@ def _check_vocabulary(file: CanonicalAdapter, vocab_size: int, target: PackTarge
 
 
 def _fits(rows: TrainedRows, file: CanonicalAdapter, module: LinearShape) -> bool:
-    """True if the replaced rows have the shape of the base's."""
+    """True if the replaced rows have the shape of the base's rows."""
     num_rows, row_len = trained_rows_of(module)
     num_rows = num_rows if file.vocab_size is None else file.vocab_size
     wanted = {rows.whole: (num_rows, row_len), rows.delta: (len(rows.ids), row_len)}

@@ -15,13 +15,13 @@ WEIGHT_SUFFIX = ".weight"
 BASE_SUFFIXES = (WEIGHT_SUFFIX, ".base_layer.weight", ".token_adapter.base_layer.weight")
 """Suffixes of a copy of the base's weight in a PEFT file. Loading the adapter overwrites the base's weight with it."""
 UNUSED_SUFFIXES = (".original_module.weight", ".modules_to_save.weight")
-"""Further copies that PEFT saves of a module in `modules_to_save`. PEFT does not use them with the adapter."""
+"""Other copies that PEFT saves of a module in `modules_to_save`. PEFT does not use them with the adapter."""
 DELTA_SUFFIX = ".token_adapter.trainable_tokens_delta"
 """The rows of `trainable_token_indices`, `[len(ids), hidden_size]`."""
 
 
 def outer_weight_names(key: str) -> tuple[str, ...]:
-    """All names that PEFT can give a tensor with an outer module's weight or rows of it."""
+    """All names that PEFT can give a tensor that contains an outer module's weight or some of its rows."""
     return tuple(TENSOR_PREFIX + key + suffix for suffix in (*BASE_SUFFIXES, *UNUSED_SUFFIXES, DELTA_SUFFIX))
 
 
@@ -55,7 +55,7 @@ class TrainedRows:
 def max_row_counts(trained: Mapping[str, TrainedRows], target: PackTarget, vocab_size: int | None = None) -> RowCounts:
     """The largest number of rows replaced in each outer module; equal rows of a tied base are stored once.
 
-    `vocab_size` is the number of the adapter's tokens, or None if it has the base's.
+    `vocab_size` is the adapter's number of tokens, or None if it has the base's vocabulary.
     """
     if not trained:
         return NO_ROWS

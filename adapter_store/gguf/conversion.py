@@ -115,7 +115,7 @@ def convert_gguf(
 
 
 def _targets(file: GgufFile, pair: _Pair, architecture: str, head_dim: int | None) -> tuple[_Target, _Target]:
-    """A and B of a module, in the shapes of PEFT."""
+    """A and B of a module, in PEFT's shapes."""
     a, b = file.tensors[pair.a].shape, file.tensors[pair.b].shape
     if pair.is_embedding:
         a = (a[1], a[0])
@@ -138,7 +138,8 @@ def _architecture(metadata: Mapping[str, Any]) -> str:
     for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
         if metadata.get(key) != wanted:
             found = printable(str(metadata.get(key)), 60)
-            raise ConversionRefused("not_an_adapter", f"{key} is {found}, not {wanted}: this is no LoRA adapter", key)
+            message = f"{key} is {found}, not {wanted}: this is not a LoRA adapter"
+            raise ConversionRefused("not_an_adapter", message, key)
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         shown = printable(str(architecture), 60)
@@ -151,7 +152,7 @@ def _alpha(metadata: Mapping[str, Any]) -> float | None:
     """The alpha of all modules, or None if every scale is 1."""
     alpha = metadata.get("adapter.lora.alpha", 0.0)
     if type(alpha) is not float or not math.isfinite(alpha) or alpha < 0:
-        raise ConversionRefused("alpha_out_of_range", "alpha must be a number from 0", "adapter.lora.alpha")
+        raise ConversionRefused("alpha_out_of_range", "alpha must be a number, at least 0", "adapter.lora.alpha")
     return alpha or None
 
 
@@ -174,7 +175,7 @@ def _pairs(file: GgufFile, architecture: str) -> dict[str, _Pair]:
         match = _NAME.fullmatch(name)
         key = None if match is None else _key(match[1], match[2], architecture)
         if match is None or key is None:
-            message = f"{printable(name, 100)} is no LoRA matrix of a module that adapters may change"
+            message = f"{printable(name, 100)} is not a LoRA matrix of a module that adapters may change"
             raise ConversionRefused("unexpected_tensor", message, name)
         halves.setdefault(key, {})[match[3]] = (match[2], name)
     for found in halves.values():

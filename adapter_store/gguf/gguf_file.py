@@ -91,7 +91,7 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file of matrices whose header has passed all checks. Raises ConversionRefused."""
+    """An open GGUF file of matrices whose header has passed all checks. Raises ConversionRefused if a check fails."""
 
     def __init__(self, path: Path) -> None:
         self._file = _open(path)
@@ -116,7 +116,7 @@ class GgufFile:
         self._file.seek(tensor.begin)
         data = self._file.read(tensor.num_bytes)
         if len(data) != tensor.num_bytes:
-            raise ConversionRefused("truncated_file", "the file became shorter while it was read", name)
+            raise ConversionRefused("truncated_file", "the file was truncated during the read", name)
         return to_float32(np.frombuffer(data, STORAGE[tensor.dtype]).reshape(tensor.shape), tensor.dtype)
 
 

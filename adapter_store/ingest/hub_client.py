@@ -76,7 +76,7 @@ class HubClient:
         self._headers = {"user-agent": "loramux"} | ({"authorization": f"Bearer {token}"} if token else {})
 
     def resolve(self, repository: str, revision: str) -> str:
-        """The commit of a branch, a tag or a commit."""
+        """Return the full hash of the commit that a branch, tag or commit hash names."""
         path = f"/api/models/{repository}/revision/{quote(revision, safe='')}"
         answer: _Revision = self._answer(httpx.Request("GET", self._url(path), params={"expand": "sha"}), _Revision)
         if not _COMMIT.fullmatch(answer.sha):
@@ -91,7 +91,7 @@ class HubClient:
         return {entry.path: _file(entry) for entry in entries if entry.type == "file" and entry.path in names}
 
     def chunks(self, repository: str, commit: str, file: HubFile) -> Iterator[bytes]:
-        """Yield the bytes of a file. The hub decides how many it sends, so the caller must stop when it has enough."""
+        """Yield the bytes of a file. The hub can send any number, so the caller must stop when it has enough."""
         request = httpx.Request("GET", self._url(f"/{repository}/resolve/{commit}/{file.name}"))
         deadline = time.monotonic() + ANSWER_S + file.size / MIN_BYTES_PER_S
         with self._response(request, follow_redirects=True) as response:

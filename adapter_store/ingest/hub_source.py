@@ -64,7 +64,7 @@ class HubLocation:
 
 
 class HubSource:
-    """The known files of a repository at the location's commit; see `Source`. Each is verified with the hub's hash."""
+    """The known files of a repository at a commit; see `Source`. Each file is verified against the hub's hash."""
 
     def __init__(self, hub: HubClient, location: HubLocation) -> None:
         assert location.commit is not None

@@ -206,7 +206,7 @@ class Ingest:
 
         A hub revision's current commit is recorded. If the revision moves before the files are fetched, the version is
         rejected. Raises AdapterNotFound, UploadRefused, AdapterRejected, or SourceUnavailable if the hub cannot be
-        asked.
+        reached.
         """
         version = self._upload_rows.add_version_from(
             adapter_id, self._sources.pin(source_url), SOURCE_LIFETIME_S * 1_000_000

@@ -42,8 +42,8 @@ class TenantCaps:
         wait_us = now_us if held.first_expires_us is None else held.first_expires_us
         raise LimitReached(
             "too_many_open_uploads",
-            f"{held.num_uploads} uploads of {held.num_bytes} bytes are open; a tenant may have "
-            f"{self.max_open_uploads} uploads of {self.max_open_bytes} bytes in total: use or cancel one first",
+            f"{held.num_uploads} uploads with {held.num_bytes} bytes are open; a tenant may have at most "
+            f"{self.max_open_uploads} open uploads with {self.max_open_bytes} bytes in total: use or cancel one first",
             min(UPLOAD_RETRY_S, (wait_us - now_us) / 1_000_000),
         )
 

@@ -47,9 +47,9 @@ def merge_adapters(
 ) -> None:
     """Write the merged adapter's two files into `directory`. Raises MergeRefused.
 
-    The tensors equal the result of PEFT's `add_weighted_adapter` in float32, without the zero padding: the rank of a
-    module is the sum over the adapters that change it. The scale of every module is 1. With `use_rslora`, PEFT scales
-    the merged adapter once more.
+    The tensors equal the result of PEFT's `add_weighted_adapter` in float32, without the zero padding: with `cat`, the
+    rank of a module is the sum over the adapters that change it. The scale of every module is 1. With `use_rslora`,
+    PEFT scales the merged adapter once more, but this function does not.
     """
     check_weights(weights)
     members = _members(adapters, weights)
@@ -121,7 +121,7 @@ def _maker(members: Sequence[_Member], name: str, is_a: bool, settings: MergeSet
     def make() -> Matrix:
         weights = []
         for _, module, weight in members:
-            # A and B are each scaled by the square root, and A also by the sign.
+            # A and B are each scaled by the square root of the weight's magnitude, and A also by the weight's sign.
             weighted = weight * module.scale
             weights.append(math.copysign(math.sqrt(abs(weighted)), weighted if is_a else 1.0))
         return combine(name, [adapter.tensor(name) for adapter, _, _ in members], weights, settings)

@@ -52,7 +52,7 @@ class SignRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MergeSettings:
-    """`density` is the share of values that each matrix keeps; `seed` chooses them for the random methods.
+    """`density` is the share of values that each matrix keeps; with a random method, `seed` determines which.
 
     Raises MergeRefused for a density outside (0, 1].
     """
@@ -66,11 +66,11 @@ class MergeSettings:
         if not 0 < self.density <= 1:
             raise MergeRefused("invalid_density", "the density must be above 0 and at most 1", "density")
         if not self.method.prunes and self.density != 1:
-            raise MergeRefused("invalid_density", f"{self.method} keeps all values and takes no density", "density")
+            raise MergeRefused("invalid_density", f"{self.method} keeps all values: omit the density", "density")
 
 
 def combine(name: str, matrices: Sequence[Matrix], weights: Sequence[float], settings: MergeSettings) -> Matrix:
-    """Combine the matrices of a tensor, which have equal shapes. `name` seeds its random values."""
+    """Combine the adapters' matrices of one tensor, which have equal shapes. `name` seeds the random choices."""
     if settings.method.is_random:
         masks = (random_mask(settings, name, index, matrix.shape) for index, matrix in enumerate(matrices))
         matrices = [_rescaled(matrix, mask, settings.density) for matrix, mask in zip(matrices, masks, strict=True)]
@@ -102,7 +102,7 @@ def keep_largest(matrix: Matrix, density: float) -> Matrix:
 
 
 def random_mask(settings: MergeSettings, name: str, index: int, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """Mask of the values that adapter `index` keeps of a tensor. It depends only on the arguments."""
+    """Mask of a tensor's values that adapter `index` keeps. It depends only on the arguments."""
     if settings.density == 1:
         return np.ones(shape, np.bool_)
     random = np.random.default_rng((settings.seed, index, zlib.crc32(name.encode())))

@@ -35,7 +35,7 @@ _NOT_PLAIN = (
     "alora_invocation_tokens",
     "target_parameters",
 )
-"""Settings that make an adapter more than products B A."""
+"""Settings that an adapter consisting only of products B A does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PlainModule:
 
 
 class PlainLora:
-    """An open directory with a plain LoRA adapter. For any other, raises MergeRefused with its name as `param`."""
+    """An open directory with a plain LoRA adapter. Raises MergeRefused, with `name` as `param`, for any other."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name
@@ -113,7 +113,7 @@ class PlainLora:
         for name in self._names:
             match = _NAME.fullmatch(name)
             if match is None:
-                raise self._refusal("merge_unsupported", f"{name} is no LoRA matrix of a module")
+                raise self._refusal("merge_unsupported", f"{name} is not a LoRA matrix of a module")
             halves.setdefault(match[1], set()).add(match[2])
         return {key: self._module(key, halves[key]) for key in sorted(halves, key=_natural)}
 
@@ -121,7 +121,7 @@ class PlainLora:
         pairs = ((A_SUFFIX, B_SUFFIX), (EMBEDDING_A_SUFFIX, EMBEDDING_B_SUFFIX))
         pair = next((pair for pair in pairs if halves == set(pair)), None)
         if pair is None:
-            raise self._refusal("missing_tensor", f"{key} has not exactly one A and one B")
+            raise self._refusal("missing_tensor", f"{key} must have exactly one A and one B")
         a_name, b_name = (TENSOR_PREFIX + key + half for half in pair)
         a, b = (self._file.header.tensors[self._names[name]].shape for name in (a_name, b_name))
         if (len(a), len(b)) != (2, 2):

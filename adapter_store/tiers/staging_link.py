@@ -33,7 +33,7 @@ PING_S = 2.0
 """A process with a pending answer is pinged after this silence, in seconds."""
 
 SILENCE_S = 10.0
-"""A process that does not answer a ping for this many seconds, is stopped or hanging, and is killed."""
+"""A process that does not answer a ping for this many seconds is stopped or hanging, and is killed."""
 
 COMMAND = (sys.executable, "-m", "loramux.adapter_store.tiers.staging_process")
 

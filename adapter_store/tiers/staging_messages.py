@@ -90,8 +90,8 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     """The adapter's pages begin at offset `begin` of the shared memory, and stay there until they are released.
 
     If they did not fit, `begin` is None and the packet carries the descriptor of separate memory with only these pages.
-    Ranks and scales are int32 and float32, as in `PackedAdapter`. `tables` has those of the layers, compressed. If they
-    are too long for a packet, they follow the pages in separate memory, and `tables` is empty.
+    Ranks and scales are int32 and float32, as in `PackedAdapter`. `tables` contains the layers' ranks and scales,
+    compressed. If these are too long for a packet, they follow the pages in separate memory, and `tables` is empty.
     """
 
     number: int

@@ -30,7 +30,7 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
     """Return the modules that PEFT would target, layer by layer.
 
     `ranks_in_file` maps the key of each module with tensors to its rank. It replaces the configuration's regular
-    expressions, and decides what `_Targets` describes.
+    expressions, and shows whether the experts are targeted: see `_Targets`.
 
     As in PEFT, `all-linear` leaves out `lm_head`, and with `layers_to_transform` the embedding must be named in full,
     `model.embed_tokens`. Raises AdapterRejected for a name that matches no module, so that typos do not go unnoticed.
@@ -78,7 +78,7 @@ def _scale(config: PeftConfig, alpha: float, rank: int) -> float:
 def _check_rank(rank: int, place: ModulePlace, config: PeftConfig) -> None:
     if place.is_expert and rank > MAX_EXPERT_RANK:
         raise AdapterRejected(
-            "rank_out_of_range", f"a rank of an expert's module must be at most {MAX_EXPERT_RANK}", place.name
+            "rank_out_of_range", f"the rank of an expert's module must be at most {MAX_EXPERT_RANK}", place.name
         )
     if config.ranks_from_tensors and not 1 <= rank <= MAX_RANK:
         raise AdapterRejected(
@@ -90,7 +90,7 @@ class _Targets:
     """Decides which modules a configuration targets.
 
     `gate_proj` or `all-linear` include the experts' linears if the configuration was written with transformers 4, but
-    not with transformers 5, which stacks the experts and where routers are not linear layers. If the file has tensors
+    not with transformers 5, which stacks the experts and whose routers are not linear layers. If the file has tensors
     for one module of a kind, it must have tensors for all modules of that kind that the configuration names.
     """
 
@@ -131,7 +131,7 @@ class _Targets:
         if self._excluded.match(place.key) is not None:
             return False
         if self._modules is None:
-            # "All linear" means the linears inside the layers. PEFT omits the head, and an embedding is not a linear.
+            # "All linear" means the linears inside the layers. PEFT omits the head, and embeddings are not linears.
             is_router = self._experts is not None and place.kind == self._experts.router
             if place.layer is None or ((place.is_expert or is_router) and place.kind not in self._kinds):
                 return False

@@ -39,7 +39,7 @@ def check_template_syntax(source: str) -> None:
 
 
 def accept_vocabulary(vocabulary: AddedVocabulary) -> None:
-    """The check of a program that has no tokenizer."""
+    """Accept any vocabulary, in a program that has no tokenizer."""
 
 
 def check_further_files(
@@ -71,7 +71,7 @@ def check_further_files(
 
 
 def check_vocab_size(files: FurtherFiles, vocab_size: int | None, target: PackTarget) -> None:
-    """Raise AdapterRejected unless the tokens in the files are as many as the rows of the embedding and the head.
+    """Raise AdapterRejected unless the files state as many tokens as the embedding and the head have rows.
 
     `vocab_size` is the number of these rows, or None if it is the base's.
     """
@@ -79,8 +79,8 @@ def check_vocab_size(files: FurtherFiles, vocab_size: int | None, target: PackTa
     if stated is None and vocab_size is not None:
         raise AdapterRejected(
             "vocabulary_missing",
-            f"the embedding and the head have {vocab_size} tokens and the base's {target.vocab_size}: push the adapter "
-            f"with the tokenizer.json that belongs to it, or upload its tokens in {VOCABULARY_FILE}",
+            f"the embedding and the head have {vocab_size} tokens, but the base's have {target.vocab_size}: push the "
+            f"adapter with its own tokenizer.json, or upload its tokens in {VOCABULARY_FILE}",
             VOCABULARY_FILE,
         )
     num_rows = target.vocab_size if vocab_size is None else vocab_size

@@ -50,7 +50,7 @@ class Accepted:
     invocation_tokens: tuple[int, ...] = ()
     """The tokens that activate the adapter; empty if it is always active."""
     vocab_size: int | None = None
-    """Number of the adapter's tokens, if its embedding and head have another size than the base's."""
+    """The adapter's number of tokens, or None if its embedding and head have as many rows as the base's."""
 
 
 @dataclass(frozen=True, slots=True)

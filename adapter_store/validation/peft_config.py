@@ -98,14 +98,14 @@ class PeftConfig:
     """The fields of a LoRA configuration that affect the result.
 
     Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers; `layers` is
-    None for every layer. `modules_to_save` and `token_indices` name the modules whose own weights were trained, by
-    their keys: as a whole, or the rows of these tokens. A tenant's regular expressions never run: if one selects
-    modules (`targets_from_tensors`) or ranks (`ranks_from_tensors`), the tensors of the file show what it selected.
-    `invocation_tokens` is empty unless the adapter is an activated LoRA (aLoRA).
+    None for every layer. `modules_to_save` contains the keys of modules whose own weights were trained as a whole, and
+    `token_indices` the keys of modules with the tokens whose rows were trained. A tenant's regular expressions never
+    run: if one selects modules (`targets_from_tensors`) or ranks (`ranks_from_tensors`), the tensors of the file show
+    what it selected. `invocation_tokens` is empty unless the adapter is an activated LoRA (aLoRA).
 
     `target_parameters` names tensors of the base that the adapter changes like modules, such as the stacked weights of
-    experts. With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT allows only
-    one.
+    experts. With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT does not
+    allow both.
     """
 
     rank: int
@@ -129,7 +129,7 @@ class PeftConfig:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The keys that make the adapter more than products B A, apart from its invocation tokens."""
+        """The keys in use, apart from the invocation tokens, that an adapter of only products B A does not have."""
         used = {
             "use_dora": self.use_dora,
             "lora_bias": self.lora_bias,
@@ -301,7 +301,7 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
 
 
 def _without_prefix(name: str) -> str:
-    """PEFT writes `.*\\.gate_up_proj` for experts whose gate and up it joined, which means `gate_up_proj`."""
+    """PEFT writes `.*\\.gate_up_proj` for experts whose gate and up it fused, which means `gate_up_proj`."""
     literal = name.removeprefix(_ANY_PARENT).replace("\\.", ".")
     return literal if name.startswith(_ANY_PARENT) and _is_literal(literal) else name
 

@@ -66,8 +66,8 @@ class Warn:
 class Report:
     """The result of a validation. `scales` contains each module's scale, in the order of the packed streams.
 
-    `trained` maps outer modules to the rows that the adapter replaces. `vocab_size` is the number of its tokens, or
-    None if it has the base's. `names` maps PEFT's current name of each tensor to the file's own name.
+    `trained` maps outer modules to the rows that the adapter replaces. `vocab_size` is the adapter's number of tokens,
+    or None if it has the base's vocabulary. `names` maps PEFT's current name of each tensor to the file's own name.
     `invocation_tokens` is empty unless the adapter is an activated LoRA.
     """
 

@@ -73,7 +73,7 @@ class _Spelling:
     adapter: str | None
 
     def completed_by(self, other: _Spelling) -> _Spelling:
-        """This style, with what is None taken from another name's style."""
+        """This style, with fields that are None taken from another name's style."""
         return replace(
             self,
             inner_part=other.inner_part if self.inner_part is None else self.inner_part,

@@ -47,11 +47,11 @@ def parse_token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def _tokens(value: Any, param: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
-        _refuse("invalid_config", "trained tokens must be a list of ids that is not empty", param)
+        _refuse("invalid_config", "trained tokens must be a list of one or more ids", param)
     seen: set[int] = set()
     for index, token in enumerate(value):
         if type(token) is not int or token < 0:
-            _refuse("invalid_config", "a token id must be an integer of 0 or more", f"{param}[{index}]")
+            _refuse("invalid_config", "a token id must be an integer, at least 0", f"{param}[{index}]")
         if token in seen:
             _refuse("invalid_config", "a token id is listed twice", f"{param}[{index}]")
         seen.add(token)

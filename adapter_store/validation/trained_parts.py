@@ -49,7 +49,7 @@ class TrainedParts:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of the adapter's tokens, or None if it has the base's."""
+        """The adapter's number of tokens, or None if it has the base's vocabulary."""
         return None if self.vocabulary is None else self.vocabulary.num_tokens
 
     def check_shapes(self, entries: Mapping[str, TensorEntry]) -> None:

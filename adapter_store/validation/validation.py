@@ -50,7 +50,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             if parsed.invocation_tokens and any(module.shape.is_embedding for module in expected):
                 raise AdapterRejected(
                     "unsupported_config",
-                    "an activated LoRA cannot change the embedding, neither here nor in PEFT",
+                    "an activated LoRA cannot change the embedding, either here or in PEFT",
                     INVOCATION_KEY,
                 )
         with checks.check("names"):
@@ -98,8 +98,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         warnings.append(
             Warn(
                 "base_weights_included",
-                "the file has copies of the base's weights, and rows that differ from the base's are used: "
-                "save it with save_pretrained(..., save_embedding_layers=False) unless they were trained",
+                "the file has copies of the base's weights, and rows that differ from the base's are served: "
+                "unless they were trained, save the adapter with save_pretrained(..., save_embedding_layers=False)",
                 len(parts.base_copies),
                 tuple(parts.base_copies),
             )

@@ -1,4 +1,4 @@
-"""The number of tokens of an adapter whose embedding and head were resized, because its tokenizer has other tokens."""
+"""The vocabulary size of an adapter whose embedding and head were resized to fit its own tokenizer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TOKENS = "trainable_token_indices"
 class ResizedVocabulary:
     """An embedding and head with `num_tokens` rows, more or fewer than the base's.
 
-    `param` names the field or tensor with their number.
+    `param` names the field or tensor that states the number.
     """
 
     num_tokens: int
     param: str
 
     def check(self, rows: Mapping[str, TrainedRows], target: PackTarget, adapted: Collection[str]) -> None:
-        """Raise AdapterRejected unless embedding and head have all tokens, and no LoRA.
+        """Raise AdapterRejected unless the embedding and the head are both resized, and neither has a LoRA.
 
         `rows` are the rows that the adapter replaces by module, and `adapted` the modules with a LoRA.
         """
@@ -37,7 +37,7 @@ class ResizedVocabulary:
                 raise AdapterRejected(
                     "unsupported_config",
                     f"the adapter has {self.num_tokens} tokens and the base {num_rows}, but tokens of this base also "
-                    "have embeddings that enter the layers, which an adapter does not contain",
+                    "have per-layer embeddings, which an adapter does not contain",
                     self.param,
                 )
             if not 0 < self.num_tokens <= num_rows + MAX_EXTRA_TOKENS:
@@ -65,7 +65,7 @@ class ResizedVocabulary:
             if found.whole is None and num_rows <= len(found.ids) < self.num_tokens:
                 raise AdapterRejected(
                     "unsupported_config",
-                    "beside tokens beyond the base's vocabulary, train fewer tokens than the base has, or all",
+                    "with tokens beyond the base's vocabulary, train either all tokens or fewer than the base has",
                     _TOKENS,
                 )
 

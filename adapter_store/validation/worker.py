@@ -38,8 +38,8 @@ _PEAKS = {"VmHWM": "max_rss_bytes", "VmPeak": "max_address_bytes"}
 def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = None) -> Accepted:
     """Validate an upload, and write its canonical file and, unless packing needs the base, its packed file.
 
-    With the embedding and the head of the `base`, copies of them in an activated LoRA are compared, because they must
-    be equal. Raises AdapterRejected.
+    If `base` is given, an activated LoRA's copies of the base's embedding and head are compared with it, because they
+    must be equal. Raises AdapterRejected.
     """
     checks = CheckList()
     report = validate_files(job.config.read_bytes(), job.tensors, target, checks)

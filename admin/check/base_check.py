@@ -25,7 +25,7 @@ from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser
 from loramux.platform.tool_calls.reasoning import REASONING_MARKERS
 
 RANKS = (8, 16, 64)
-"""The report shows how many pages an adapter of all linear layers takes at these ranks."""
+"""The report shows how many pages an adapter for all linear layers takes at each of these ranks."""
 
 
 def check_base(directory: Path, dtype: str = "auto") -> Verdict:
@@ -94,7 +94,8 @@ def _template(template: ChatTemplate | None) -> tuple[dict[str, Any], list[Warn]
     """What the chat template supports, and how the answers of a model with this template are parsed."""
     nothing = {"chat_template": False, "takes_tools": False, "tool_call_parser": None, "reasoning_parser": None}
     if template is None:
-        return nothing, [Warn("no_chat_template", "the base has no chat template: chat needs an adapter's own")]
+        message = "the base has no chat template: chat needs an adapter's own template"
+        return nothing, [Warn("no_chat_template", message)]
     try:
         features = template.features()
         source = template.source(has_tools=features.tools)
@@ -104,7 +105,7 @@ def _template(template: ChatTemplate | None) -> tuple[dict[str, Any], list[Warn]
     parser = chosen_parser(NO_CHOICE, source)
     warnings = []
     if features.tools and parser is None:
-        message = "the chat template takes tools, but no parser reads its calls: they stay part of the text"
+        message = "the chat template accepts tools, but no parser recognises its calls: they stay part of the text"
         warnings.append(Warn("no_tool_parser", message))
     facts = {
         "chat_template": True,

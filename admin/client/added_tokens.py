@@ -30,7 +30,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def added_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> AddedVocabulary | None:
-    """The vocabulary of the adapter in a directory, or None if it has the base's.
+    """The vocabulary of the adapter in a directory, or None if it is the base's.
 
     The base's tokenizer has `num_tokens` tokens, and its embedding and head `vocab_size` rows. Tokens without a row,
     such as a padding token that was used in training only, are left out. Raises AdapterRejected if the tokenizer cannot

@@ -26,7 +26,7 @@ def shown_targets(targets: Sequence[Document]) -> str:
 
 _PARSERS = ("tool_call_parser", "reasoning_parser")
 _MAX_SHOWN = 12
-"""Largest number of added tokens in a line."""
+"""Maximum number of added tokens shown for a version."""
 
 
 def print_versions(adapter: Document, versions: Sequence[Document]) -> None:

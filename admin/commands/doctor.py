@@ -31,7 +31,7 @@ def doctor(
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Instead of checking, say how much memory this base model takes in each format.", show_default=False
+            help="Instead of checking, show how much memory this base model takes in each format.", show_default=False
         ),
     ] = None,
     as_json: AsJson = False,
@@ -130,7 +130,7 @@ def _plan(model: Path, as_json: bool) -> None:
         ]
         print_json({"object": "memory_plan", "device": device, "data": data})
         return
-    print(f"{model} on {device}; the pool is at its default size, and set with pool_bytes")
+    print(f"{model} on {device}; the pool has its default size, which the setting pool_bytes changes")
     print(f"{'format':<28}{'weights':>12}{'pool':>12}{'process':>12}{'total':>12}")
     for plan in plans:
         sizes = "".join(f"{in_gib(size):>12}" for size in (plan.weights, plan.pool, plan.process, plan.total))

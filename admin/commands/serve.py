@@ -64,8 +64,8 @@ def serve(
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="int8, int4 or fp8: quantise a float model at the start; with +head, such as int4+head, also its "
-            "head, to int8 (default: do not).",
+            help="int8, int4 or fp8: quantise a float model at startup; +head, as in int4+head, also quantises its "
+            "head, to int8 (default: none).",
             show_default=False,
         ),
     ] = None,
@@ -83,7 +83,7 @@ def serve(
     peer_address: Annotated[
         str | None,
         typer.Option(
-            help="HOST:PORT at which other servers reach this one, to share requests (default: do not).",
+            help="HOST:PORT at which other servers reach this one, to share requests (default: none).",
             show_default=False,
         ),
     ] = None,

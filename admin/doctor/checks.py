@@ -68,13 +68,13 @@ def check_package(name: str, find_version: Callable[[str], str] = version) -> Fi
 
 
 def check_cpu(features: Collection[str]) -> Finding:
-    """Report how a server would multiply on this CPU."""
+    """Report how a server would multiply matrices on this CPU."""
     floats = bfloat16_products(features) or "float32 arithmetic"
     integers = integer_products(features)
     if integers is None:
-        codes = "weights of 8 and 4 bits are dequantised when they are loaded"
+        codes = "8-bit and 4-bit weights are dequantised when they are loaded"
     else:
-        codes = f"weights of 8 and 4 bits with {integers}, activations in 16 bits"
+        codes = f"8-bit and 4-bit weights with {integers}, 16-bit activations"
     return Finding(check="cpu", grade=Grade.OK, message=f"bfloat16 weights with {floats}; {codes}")
 
 

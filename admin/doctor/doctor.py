@@ -94,7 +94,7 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
         yield _refusal(error)
         return
     after_s = now_s()
-    # Servers of older versions do not say it.
+    # Older servers do not report their quantisation.
     quantization = server.get("quantization")
     weights = "" if quantization is None else f" with weights in {quantization}"
     yield Finding(

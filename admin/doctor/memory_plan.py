@@ -28,7 +28,7 @@ from loramux.kernels.gpu.code_layout import can_place, placed_bytes
 from loramux.kernels.quantized import QuantizedWeight
 
 PROCESS_BYTES = 570 << 20
-"""Memory of a server's processes without model, pool and host tier, measured on Linux with Python 3.11 on a CPU."""
+"""Memory of a server's processes without model, pool and host tier, in bytes (Linux, Python 3.11, on a CPU)."""
 
 _SCALE_BYTES = 4
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 class Plan:
     """Memory in bytes that a server takes with one format of weights; `problem` says why a format cannot be used.
 
-    `weights` includes the embedding and the head. `process` is everything else but the pool.
+    `weights` includes the embedding and the head. `process` is everything except the weights and the pool.
     """
 
     format: str
@@ -53,7 +53,7 @@ class Plan:
 
 
 def has_products_by_codes(device: str) -> bool:
-    """Whether a device keeps codes in memory; others dequantise weights when they load them."""
+    """Return whether the device computes with quantised weights. If not, they are dequantised when loaded."""
     return device != "cpu" or integer_products(host_features()) is not None
 
 
@@ -93,24 +93,24 @@ def plan_memory(
 
 
 class _Sizes:
-    """The size of a model in memory."""
+    """The sizes of a model's weights in memory."""
 
     def __init__(self, config: ModelConfig, dtype: str, device: str) -> None:
         self._itemsize = ITEMSIZE[dtype]
         self._elements = {name: math.prod(shape) for name, shape in weight_shapes(config).items()}
         if device == "cpu" and HEAD not in self._elements:
-            # A tied head is laid out for products, which the embedding is not.
+            # A CPU also keeps a tied head as a copy of the embedding that is laid out for matrix products.
             self._elements[HEAD] = self._elements[EMBEDDING]
 
     def total(self, codes: dict[str, int]) -> int:
-        """Size in bytes if the weights in `codes` take as many bytes as it says."""
+        """Size of all weights in bytes, where `codes` gives the sizes of the weights that stay quantised."""
         sizes = {name: self._itemsize * count for name, count in self._elements.items()}
         # A head that is tied to the embedding can be quantised as a weight of its own.
         return sum({**sizes, **{name: size for name, size in codes.items() if name in {*sizes, HEAD}}}.values())
 
 
 def _method_bytes(config: ModelConfig, names: Collection[str], method: str, device: str) -> dict[str, int]:
-    """The sizes of the weights that stay quantised on a device."""
+    """The size in bytes of each weight that stays quantised on the device."""
     known = weight_shapes(config)
     shapes = {name: known[name] for name in names}
     linears = method.removesuffix(WITH_HEAD)
@@ -129,13 +129,13 @@ def _method_bytes(config: ModelConfig, names: Collection[str], method: str, devi
 
 
 def _coded_bytes(checkpoint: Checkpoint, device: str) -> dict[str, int]:
-    """The size of each weight that stays quantised, after the first one of its name, shape and tensors."""
+    """The size in bytes of each weight that stays quantised. Only the first weight of each kind is read."""
     known: dict[tuple[str, tuple[int, ...], frozenset[str]], int | None] = {}
     sizes: dict[str, int] = {}
     for name, coded in checkpoint.coded.items():
         if name == EMBEDDING:
             continue
-        # Layers are alike, and so are experts.
+        # Weights that differ only in the number of the layer or expert have equal sizes.
         kind = (_NUMBER.sub("", name), coded.shape, frozenset(coded.parts.tensors))
         if kind not in known:
             known[kind] = _kept_bytes(coded.read(), device)
@@ -146,9 +146,9 @@ def _coded_bytes(checkpoint: Checkpoint, device: str) -> dict[str, int]:
 
 
 def _kept_bytes(weight: CodedWeight, device: str) -> int | None:
-    """The size of a weight that stays quantised on a device, or None.
+    """The size in bytes of a weight that stays quantised on the device, or None if it is dequantised.
 
-    On a CPU, these are weights of 4 bits, or of 8 bits whose values are integers.
+    On a CPU, 4-bit weights and 8-bit weights with integer values stay quantised.
     """
     if isinstance(weight, Mxfp4Experts):
         size = _kept_bytes(weight.experts[0], device)
@@ -163,7 +163,7 @@ def _kept_bytes(weight: CodedWeight, device: str) -> int | None:
 
 
 def _rotary_bytes(config: ModelConfig, max_len: int) -> int:
-    """Size of the tables of cosines and sines, float32."""
+    """Size of the float32 tables of cosines and sines, in bytes."""
     pairs = sum(
         1 if rope.kind == "none" else int(config.head_dim * rope.rotary_fraction) // 2
         for rope in dict.fromkeys(config.layer_ropes)

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 STALLED_S = 30.0
-"""A client that reads nothing for this many seconds, is disconnected, so that it cannot keep a slot."""
+"""A client that reads nothing for this many seconds is disconnected, so that it cannot keep a slot."""
 
 
 class HeldResponse(StreamingResponse):

@@ -108,7 +108,7 @@ class ConnectionRegistry(ServerState):
         """Close the best candidate among the connections examined. Return False if there is none."""
         waiting = []
         for connection in list(islice(members, MAX_LOOKED_AT)):
-            # Move them to the end, so that the next search examines other connections.
+            # Move examined connections to the end, so that the next search starts with others.
             members.move_to_end(connection)
             rank = connection.shed_rank(now_s)
             if rank is not None:

@@ -26,12 +26,12 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 MAX_PROMPTS = 32
 MAX_PROMPT_TOKENS = 48
-"""Limits on the texts that measure the quality, so that it takes seconds."""
+"""Limits on the texts with which the quality is measured, so that the measurement takes only seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBase:
-    """Quantised weights, and a sentence on how far their answers are from the float model's."""
+    """Quantised weights, and a sentence on how far their answers differ from the float model's."""
 
     directory: Path
     quality: str
@@ -42,10 +42,11 @@ def quantize_base(
 ) -> QuantizedBase:
     """Quantise the model of `config` below `root` in another process. Raises StartRefused.
 
-    If the float model fits into memory, the beginnings of texts measure the quality. `texts(n)` makes n of them.
+    On a CPU, if the float model fits into memory, the quality is measured on the beginnings of texts. `texts(n)`
+    returns n texts.
     """
     prompts: tuple[tuple[int, ...], ...] = ()
-    quality = "the quality was not measured, which is done on CPUs only"
+    quality = "the quality was not measured: it is measured only on CPUs"
     if config.device == "cpu":
         quality = "the quality was not measured: the float model does not fit into the free memory"
         if float_bytes(Path(config.model_dir)) * _WORKING_SPACE < free_memory():
@@ -58,7 +59,7 @@ def quantize_base(
 
 
 _WORKING_SPACE = 1.25
-"""Memory that loading the float model takes, relative to its files."""
+"""Memory needed to load the float model, as a multiple of the size of its files."""
 
 
 def float_bytes(model_dir: Path) -> int:
@@ -66,7 +67,7 @@ def float_bytes(model_dir: Path) -> int:
 
 
 def free_memory() -> int:
-    """`MemAvailable` of Linux, in bytes."""
+    """Linux's `MemAvailable`, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -90,7 +91,7 @@ def _prompts(model_dir: Path, texts: Sequence[str]) -> tuple[tuple[int, ...], ..
 def _run(job: QuantizeJob) -> QuantizeResult:
     command = (sys.executable, "-m", "loramux.engine.quantizing.process")
     pipe = subprocess.PIPE
-    # In a separate session, Ctrl-C at the terminal reaches only this process, which then ends the other one.
+    # The other process has its own session, so that Ctrl-C reaches only this process, which then kills the other.
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:  # noqa: S603 - our own
         assert process.stdin is not None
         try:

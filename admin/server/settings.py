@@ -140,8 +140,8 @@ class Settings(DataSettings):
     metrics_token: SecretStr | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     quantization: Literal["int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"] | None = None
-    """Quantise the float weights of the model's linear layers at the start, and with `+head` the head, to int8. The
-    result is kept in the data directory.
+    """Quantise the float weights of the model's linear layers at startup. With `+head`, also quantise the head, to
+    int8. The result is kept in the data directory.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None

@@ -74,6 +74,6 @@ def parse_awq(config: Mapping[str, Any]) -> AwqFormat:
     integer({"bits": config.get("w_bit", 4), **config}, "bits", (4,))
     version = str(config.get("version", config.get("format", "gemm"))).lower()
     if version != "gemm":
-        raise BaseNotSupported(f"AWQ's layout {version!r:.60} cannot be read; the layout gemm can")
+        raise BaseNotSupported(f"AWQ's layout {version!r:.60} is not supported; use a checkpoint in the layout gemm")
     size = group_size({"group_size": config.get("q_group_size", 128), **config})
     return AwqFormat(size, bool(config.get("zero_point", True)))

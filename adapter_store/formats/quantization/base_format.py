@@ -76,7 +76,7 @@ def parse_format(config: Mapping[str, Any]) -> WeightFormat | None:
     if not isinstance(method, str) or method not in _PARSERS:
         raise BaseNotSupported(
             f"the quantisation {method!r:.60} (quantization_config in config.json) is not supported; use the float "
-            f"weights with --quantization, or a checkpoint of {', '.join(READABLE)}"
+            f"weights with --quantization, or a checkpoint in one of these formats: {', '.join(READABLE)}"
         )
     return _PARSERS[method](quantization)
 

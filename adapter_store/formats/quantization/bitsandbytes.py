@@ -36,8 +36,8 @@ class _State:
 class BitsAndBytesFormat:
     """4-bit weights, two in a byte with the higher bits first, or int8 weights.
 
-    Scales of 4-bit weights (`absmax`) belong to blocks of consecutive weights. They can be quantised in blocks, too
-    (double quantisation). The scales of int8 weights, `SCB`, are the largest magnitudes of rows, so that the largest
+    Scales of 4-bit weights (`absmax`) belong to blocks of consecutive weights. They can themselves be quantised
+    in blocks (double quantisation). The scales of int8 weights, `SCB`, are the rows' largest magnitudes, for which the
     code is 127.
     """
 
@@ -78,7 +78,7 @@ class BitsAndBytesFormat:
         if largest.size != shape[0]:
             raise parts.wrong(".SCB", f"has shape {list(largest.shape)} for {shape[0]} outputs")
         if parts.has(".weight_format") and parts.tensor(".weight_format", "U8").array().any():
-            raise parts.wrong(".weight_format", "names an order of the weights other than rows")
+            raise parts.wrong(".weight_format", "specifies an order of the weights other than row-major")
         scales = largest.reshape(-1, 1) / np.float32(127)
         return affine_weight(parts, 8, flip_sign(parts.tensor(".weight", "I8").array()), scales, None)
 
@@ -143,5 +143,5 @@ def _state(parts: Parts) -> _State:
 def parse_bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytesFormat:
     is_4bit, is_8bit = (config.get(name, config.get(f"_{name}")) for name in ("load_in_4bit", "load_in_8bit"))
     if bool(is_4bit) == bool(is_8bit):
-        raise BaseNotSupported("quantization_config says neither or both of load_in_4bit and load_in_8bit")
+        raise BaseNotSupported("quantization_config must set exactly one of load_in_4bit and load_in_8bit")
     return BitsAndBytesFormat(4 if is_4bit else 8)

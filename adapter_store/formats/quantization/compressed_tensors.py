@@ -173,7 +173,7 @@ def parse_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensorsForm
         raise BaseNotSupported("quantization_config.transform_config is not supported; use a checkpoint without it")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not 1 <= len(groups) <= 64:
-        raise BaseNotSupported("quantization_config.config_groups names no scheme of weights")
+        raise BaseNotSupported("quantization_config.config_groups must be an object with 1 to 64 groups")
     schemes: dict[str, Scheme] = {}
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, Mapping) else None

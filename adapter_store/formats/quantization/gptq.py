@@ -26,8 +26,8 @@ from loramux.adapter_store.formats.quantization.weight_format import (
 class GptqFormat:
     """`qweight` int32 `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]` and `scales` `[groups, out]`.
 
-    `g_idx` int32 `[in]` contains the group of each input, in any order with act-order. The first version of the format
-    stores zero points minus 1.
+    `g_idx` int32 `[in]` contains the group of each input. With act-order, the groups can be in any order. The first
+    version of the format stores zero points minus 1.
     """
 
     bits: int
@@ -79,5 +79,7 @@ def parse_gptq(config: Mapping[str, Any]) -> GptqFormat:
     version = str(config.get("checkpoint_format", config.get("format", "gptq"))).lower()
     offsets = {"gptq": 1, "gptq_v2": 0}
     if version not in offsets:
-        raise BaseNotSupported(f"GPTQ's layout {version!r:.60} cannot be read; the layouts gptq and gptq_v2 can")
+        raise BaseNotSupported(
+            f"GPTQ's layout {version!r:.60} is not supported; use a checkpoint in the layout gptq or gptq_v2"
+        )
     return GptqFormat(bits, group_size(config), offsets[version])

@@ -1,4 +1,4 @@
-"""Converts scales of a whole weight, of outputs, of groups of inputs or of blocks to scales of groups."""
+"""Converts per-weight, per-output, per-group and per-block scales to scales of groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def grouped_scales(
     if scales.size == out_features:
         return scales.reshape(out_features, 1)
     if scales.ndim != 2 or scales.shape[0] != out_features or in_features % scales.shape[1]:
-        raise parts.wrong(suffix, f"has shape {list(scales.shape)}, which does not divide a weight {list(shape)}")
+        raise parts.wrong(
+            suffix, f"has shape {list(scales.shape)}, which does not divide a weight of shape {list(shape)}"
+        )
     return scales
 
 

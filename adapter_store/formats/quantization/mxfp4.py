@@ -15,7 +15,7 @@ from loramux.adapter_store.formats.quantization.parts import Parts
 from loramux.kernels.quantized import QuantizedWeight
 
 _BLOCK_BYTES = 16
-"""Bytes of a block: 32 values that share a scale."""
+"""Number of bytes in a block of 32 values that share a scale."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ def unpack(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 def pack(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """The opposite of `unpack`."""
+    """The inverse of `unpack`."""
     packed: npt.NDArray[np.uint8] = codes[..., 1::2] << np.uint8(4)
     packed |= codes[..., ::2]
     return packed

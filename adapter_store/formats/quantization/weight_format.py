@@ -24,7 +24,7 @@ class WeightFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """The operators' name of the format, such as `awq int4`."""
+        """The format's name in messages to operators, such as `awq int4`."""
         ...
 
     def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
@@ -54,9 +54,9 @@ def affine_weight(
     scales: npt.NDArray[np.float32],
     zero_codes: npt.NDArray[np.uint8] | None,
 ) -> QuantizedWeight:
-    """Weights `(code - zero) * scale` with unsigned codes; without zero points, zero is in the middle of the codes.
+    """Weights `(code - zero) * scale` with unsigned codes. Without zero points, the middle code is 0.
 
-    Codes of 4 bits are packed.
+    4-bit codes are packed.
     """
     middle = 8 if bits == 4 else 128
     if zero_codes is not None and not (zero_codes == middle).all():
@@ -68,7 +68,7 @@ def affine_weight(
 
 
 def flip_sign(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Convert the bytes of int8 values to the values plus 128, or back."""
+    """Convert the bytes of int8 values to uint8 values that are 128 higher, or back."""
     return codes ^ np.uint8(128)
 
 

@@ -27,7 +27,7 @@ from loramux.platform.openai_api.openapi import errors, takes, takes_bytes
 router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 
 CHUNK_TIMEOUT_S = 30.0
-"""A client that sends nothing for this many seconds, is disconnected. Until then, it occupies a thread."""
+"""A client that sends nothing for this many seconds is disconnected. Until then, it occupies a thread."""
 UPLOAD_TIMEOUT_S = 600.0
 """Maximum time for sending one file, in seconds, even if the transfer never stalls."""
 
@@ -72,11 +72,11 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
 
     `adapter_config.json` and `adapter_model.safetensors` are required. `chat_template.jinja` (at most 64 KiB),
     `generation_config.json` (at most 16 KiB), `parsers.json` (at most 1 KiB) and `added_vocabulary.json` (at most 128
-    KiB) are optional. The version then uses this template, these defaults, these parsers, such as
-    `{"tool_call_parser": "hermes"}`, and these tokens beside the base's. A file with only a `url`
-    is sent to this server. A file with `method` and `headers` is sent to the blob store, with exactly these headers and
-    no key. A large file has `parts` of `part_size` bytes. The last part can be shorter. The declared bytes count
-    against `adapter_bytes` until the upload is used, cancelled or expired.
+    KiB) are optional. The version then uses this template, these defaults, these parsers (such as
+    `{"tool_call_parser": "hermes"}`) and, in addition to the base's tokens, these tokens. A file with only a `url` is
+    sent to this server. A file with `method` and `headers` is sent to the blob store, with exactly these headers and no
+    key. A large file has `parts` of `part_size` bytes. The last part can be shorter. The declared bytes count against
+    `adapter_bytes` until the upload is used, cancelled or expired.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewUpload)

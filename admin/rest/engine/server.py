@@ -57,7 +57,7 @@ class VocabularyDocument(TypedDict):
 
 @router.get("/vocabulary")
 async def get_vocabulary(services: Services, caller: Reader) -> VocabularyDocument:
-    """Get the size of the base's vocabulary: the ids of tokens that an adapter adds begin with `num_tokens`."""
+    """Get the size of the base's vocabulary: the ids of an adapter's added tokens begin with `num_tokens`."""
     base = services.vocabulary
     return {"object": "vocabulary", "num_tokens": base.num_tokens, "vocab_size": base.vocab_size}
 

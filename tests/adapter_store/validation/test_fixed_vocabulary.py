@@ -21,7 +21,7 @@ FIXED = replace(USUAL, has_fixed_vocabulary=True)
 
 
 def test_further_tokens_are_refused() -> None:
-    with pytest.raises(AdapterRejected, match="also have embeddings that enter the layers") as refused:
+    with pytest.raises(AdapterRejected, match="also have per-layer embeddings") as refused:
         ResizedVocabulary(11, "embedding").check({}, FIXED, ())
     assert (refused.value.code, refused.value.param) == ("unsupported_config", "embedding")
 

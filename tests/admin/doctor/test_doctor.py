@@ -274,19 +274,19 @@ def test_database_clock_is_compared_with_the_hosts_clock(postgres_url: str) -> N
     [
         (
             {"avx2", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-bf16", "amx-int8"},
-            "bfloat16 weights with AMX; weights of 8 and 4 bits with AMX and AVX512_VNNI, activations in 16 bits",
+            "bfloat16 weights with AMX; 8-bit and 4-bit weights with AMX and AVX512_VNNI, 16-bit activations",
         ),
         (
             {"avx2", "avx512f", "avx512bw", "avx512bf16"},
-            "bfloat16 weights with AVX512_BF16; weights of 8 and 4 bits with AVX-512, activations in 16 bits",
+            "bfloat16 weights with AVX512_BF16; 8-bit and 4-bit weights with AVX-512, 16-bit activations",
         ),
         (
             {"avx2", "avxvnni"},
-            "bfloat16 weights with float32 arithmetic; weights of 8 and 4 bits with AVX_VNNI, activations in 16 bits",
+            "bfloat16 weights with float32 arithmetic; 8-bit and 4-bit weights with AVX_VNNI, 16-bit activations",
         ),
         (
             {"neon", "bf16"},
-            "bfloat16 weights with oneDNN; weights of 8 and 4 bits are dequantised when they are loaded",
+            "bfloat16 weights with oneDNN; 8-bit and 4-bit weights are dequantised when they are loaded",
         ),
     ],
     ids=["amx", "avx512", "avx2", "arm"],
