@@ -60,9 +60,9 @@ class AdapterRejected(Refused):
 class MergeRefused(Refused):
     """Adapters cannot be merged; `param` is the adapter, the module or the setting at fault.
 
-    The codes: `invalid_sources`, `invalid_weight`, `invalid_density`, `merge_unsupported`, `merge_across_tenants`,
-    `shape_mismatch`, `wrong_dimensions`, `rank_mismatch`, `rank_out_of_range`, `missing_tensor`, and the codes of
-    AdapterRejected for a file that cannot be read.
+    The codes: `invalid_sources`, `invalid_model_name`, `invalid_weight`, `invalid_density`, `merge_unsupported`,
+    `merge_across_tenants`, `shape_mismatch`, `wrong_dimensions`, `rank_mismatch`, `rank_out_of_range`,
+    `missing_tensor`, and the codes of AdapterRejected for a file that cannot be read.
     """
 
 
@@ -77,7 +77,7 @@ class ConversionRefused(Refused):
 
 
 class BaseNotSupported(StoreError):
-    """The base model's weights are quantised in a way that loramux cannot read. The message names the tensor."""
+    """loramux cannot read the base model's quantised weights. The message names the tensor or the setting at fault."""
 
 
 class UploadRefused(Refused):

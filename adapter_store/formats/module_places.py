@@ -86,7 +86,7 @@ def module_key(layer: int, module: LinearShape) -> str:
 
 
 def module_places(target: PackTarget) -> Iterator[ModulePlace]:
-    """List the base's modules that an adapter may change, layer by layer, and in all forms that a file may have."""
+    """List the base's modules that an adapter may change, layer by layer, in every form that a file may use."""
     for index, shape in enumerate(target.outer_modules):
         yield ModulePlace(shape.name, None, index, shape, shape.name)
     for layer in range(target.geometry.num_layers):

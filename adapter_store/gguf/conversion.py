@@ -120,7 +120,7 @@ def _targets(file: GgufFile, pair: _Pair, architecture: str, head_dim: int | Non
     if pair.is_embedding:
         a = (a[1], a[0])
     if a[0] != b[1]:
-        raise ConversionRefused("rank_mismatch", f"A and B have the ranks {a[0]} and {b[1]}", pair.a)
+        raise ConversionRefused("rank_mismatch", f"A and B have ranks {a[0]} and {b[1]}", pair.a)
     is_permuted = architecture == LLAMA and pair.kind in _PERMUTED
     if is_permuted:
         _check_heads(pair.b, b[0], head_dim)

@@ -163,7 +163,7 @@ class _Header:
                 raise ConversionRefused("unsupported_dtype", message, name)
             if len(sizes) != 2 or 0 in sizes:
                 raise ConversionRefused(
-                    "tensor_not_2d", f"the tensor has the dimensions {sizes}, but must be a matrix", name
+                    "tensor_not_2d", f"the tensor has dimensions {sizes}, but must be a matrix", name
                 )
             yield GgufTensor(name, _FLOATS[number], (sizes[1], sizes[0]), begin)
 
@@ -193,7 +193,7 @@ class _Header:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY or depth == _MAX_DEPTH:
-            raise ConversionRefused("invalid_header", f"a metadata value has the type {kind}")
+            raise ConversionRefused("invalid_header", f"a metadata value has type {kind}, which is not supported here")
         inner = self._number("I")
         length = self._number("Q")
         if inner in _SCALARS:

@@ -27,7 +27,7 @@ class _Hash(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HubLocation:
-    """A revision of a repository and, if known, the commit that it must have."""
+    """A revision of a repository and, if known, the commit that it must point to."""
 
     repository: str
     revision: str

@@ -41,8 +41,8 @@ class AdapterSources:
     """The locations from which adapters may be fetched; none by default.
 
     A location is `s3://BUCKET/PREFIX` or `hf://OWNER/NAME@REVISION[#COMMIT]`. With a commit, the revision must still
-    have it. `allowed` contains prefixes such as `s3://BUCKET`, `hf://OWNER` or `hf://OWNER/NAME`. `open_store` opens
-    the store for a bucket's URL; tests replace it.
+    point to it. `allowed` contains prefixes such as `s3://BUCKET`, `hf://OWNER` or `hf://OWNER/NAME`. `open_store`
+    opens the store for a bucket's URL; tests replace it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AdapterSources:
         return url.rstrip("/")
 
     def pin(self, url: str) -> str:
-        """Check a URL, and add the current commit of a hub's revision. The URL of a bucket is returned unchanged.
+        """Check a URL, and add the current commit of a hub's revision. A bucket's URL only loses trailing slashes.
 
         Raises UploadRefused, AdapterRejected or SourceUnavailable.
         """
@@ -88,5 +88,5 @@ class AdapterSources:
 
 
 def is_allowable(url: str) -> bool:
-    """Return True if the text is valid in the setting: a location that includes everything below it."""
+    """Return True if the text is a valid entry of the setting. An entry allows everything below its location."""
     return any(form.fullmatch(url) is not None for form in (_BUCKET, _ALLOWED_HUB))

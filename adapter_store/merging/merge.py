@@ -28,13 +28,15 @@ Wrote = Callable[[int], None]
 
 
 def check_weights(weights: Sequence[float]) -> None:
-    """Raise MergeRefused for a number of adapters, or for a weight, that cannot be merged."""
+    """Raise MergeRefused for too few or too many adapters, or for a weight that is out of range."""
     if not 2 <= len(weights) <= MAX_ADAPTERS:
         raise MergeRefused("invalid_sources", f"merge from 2 to {MAX_ADAPTERS} adapters", "sources")
     for weight in weights:
         if not (math.isfinite(weight) and 0 < abs(weight) <= MAX_WEIGHT):
             raise MergeRefused(
-                "invalid_weight", f"a weight must be a number other than 0, up to {MAX_WEIGHT:g}", "weight"
+                "invalid_weight",
+                f"a weight must be a number from -{MAX_WEIGHT:g} to {MAX_WEIGHT:g}, other than 0",
+                "weight",
             )
 
 

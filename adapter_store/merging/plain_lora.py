@@ -127,7 +127,7 @@ class PlainLora:
         if (len(a), len(b)) != (2, 2):
             raise self._refusal("wrong_dimensions", f"A and B of {key} are not matrices")
         if a[0] != b[1] or a[0] == 0:
-            raise self._refusal("rank_mismatch", f"A and B of {key} have the ranks {a[0]} and {b[1]}")
+            raise self._refusal("rank_mismatch", f"A and B of {key} have ranks {a[0]} and {b[1]}")
         return PlainModule(key, a_name, b_name, a[1], b[0], a[0], scale_of(self.config, key, a[0]))
 
     def _refusal(self, code: str, message: str) -> MergeRefused:

@@ -38,7 +38,7 @@ _ADAPTED_SUFFIX, _TOKENS_SUFFIX = BASE_SUFFIXES[1:]
 
 @dataclass(slots=True)
 class TrainedParts:
-    """The replaced rows by module, the shape of each tensor that belongs to them, and tensors that must be equal."""
+    """The replaced rows by module, the shapes of their tensors, and pairs of tensors that must be equal."""
 
     rows: dict[str, TrainedRows] = field(default_factory=dict)
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)

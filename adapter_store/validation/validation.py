@@ -57,7 +57,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             names = with_stacked_names(current_names(file.header.tensors), parsed, target)
             entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
             parts = trained_parts(parsed, target, entries, {module.key for module in expected})
-            # Packing compares copies of the base's weights with the base.
+            # Copies of the base's weights are allowed, because packing compares them with the base.
             has_trained = parsed.modules_to_save or parsed.token_indices or parts.vocab_size is not None
             if parsed.invocation_tokens and has_trained:
                 raise AdapterRejected(

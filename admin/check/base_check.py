@@ -44,7 +44,7 @@ def check_base(directory: Path, dtype: str = "auto") -> Verdict:
         facts["quantization"] = None if config.quantization is None else config.quantization.name
         facts["stored_dtypes"] = sorted({tensor.dtype for tensor in stored.values()})
         if config.tied_embeddings and HEAD in stored:
-            message = f"{HEAD} must equal the embedding, which is compared when the server starts"
+            message = f"{HEAD} must equal the embedding; the server compares them when it starts"
             warnings.append(Warn("head_not_compared", message))
     except ModelNotSupported as error:
         problems.append(Problem("model_not_supported", str(error), "model.safetensors"))

@@ -30,7 +30,7 @@ def push(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="The base model's directory with its config.json, to convert a .gguf file for a Llama or Mistral.",
+            help="Directory with the base model's config.json, to convert a .gguf file for Llama or Mistral.",
             file_okay=False,
             exists=True,
             show_default=False,

@@ -121,7 +121,7 @@ class Corpus:
 
 
 def sample_texts(num_texts: int) -> list[str]:
-    """Questions and their answers, the same at each call."""
+    """Questions and their answers, the same on each call."""
     corpus = Corpus(seed=0)
     turns = (turn for _ in range(num_texts) for turn in corpus.conversation("plain").turns)
     return [f"{turn.question} {turn.answer}" for turn in itertools.islice(turns, num_texts)]

@@ -12,8 +12,9 @@ from loramux.admin.errors import StartRefused
 MAX_ADMIN_CONNECTIONS = 512
 """Maximum connections of the admin listener."""
 RESERVED_DESCRIPTORS = 512
-"""Number of file descriptors reserved for the database's 24 connections (three files each), uploads and downloads, the
-object store's connections, the engine's pipes and socket, and logs."""
+"""Number of file descriptors reserved for the database's connections (up to three files each), uploads and downloads,
+the object store's connections, the engine's pipes and socket, and logs.
+"""
 MIN_CONNECTIONS = 64
 """A server starts only if both listeners together can accept this many connections."""
 

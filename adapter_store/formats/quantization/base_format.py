@@ -60,7 +60,7 @@ class Checkpoint:
     plain: Mapping[str, MappedTensor]
 
     def with_coded(self, other: Checkpoint) -> Checkpoint:
-        """This checkpoint, with quantised weights from another one."""
+        """This checkpoint, with quantised weights from another checkpoint."""
         plain = {name: tensor for name, tensor in self.plain.items() if name not in other.coded}
         return Checkpoint({**self.coded, **other.coded}, plain)
 
@@ -92,7 +92,7 @@ def read_format(model_dir: Path) -> WeightFormat | None:
 
 
 def find_coded(weight_format: WeightFormat | None, tensors: Mapping[str, MappedTensor]) -> Checkpoint:
-    """Tell quantised weights from ordinary tensors by the stored tensors.
+    """Use the stored tensors to tell quantised weights from ordinary tensors.
 
     Modules that the configuration exempts, for example in `ignore` or `modules_to_not_convert`, are stored as ordinary
     tensors. Raises BaseNotSupported for a weight that does not fit the format.

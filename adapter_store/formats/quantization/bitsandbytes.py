@@ -73,7 +73,7 @@ class BitsAndBytesFormat:
         if self.bits == 4:
             return _four_bits(parts)
         shape = matrix_shape(parts, ".weight", "I8")
-        # The largest magnitude of a row of zeros is 0.
+        # Zeros are valid: the largest magnitude of a row of zeros is 0.
         largest = parts.floats(".SCB")
         if largest.size != shape[0]:
             raise parts.wrong(".SCB", f"has shape {list(largest.shape)} for {shape[0]} outputs")

@@ -33,7 +33,7 @@ _CODED = (".weight_packed", ".weight")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The quantisation of one kind of weights. If `group` is None, there is one scale per output or per tensor."""
+    """The quantisation of one kind of weight. If `group` is None, there is one scale per output or per tensor."""
 
     group: int | None
     block: tuple[int, int] | None
@@ -42,7 +42,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsFormat:
-    """The kinds of weights of a checkpoint, with at most one scheme each. The stored tensors show the kind of a weight.
+    """The kinds of weights of a checkpoint, with at most one scheme each. The stored tensors show a weight's kind.
 
     - int8: `weight` int8; or `weight_packed`, four codes in an int32;
     - int4: `weight_packed` int32, eight codes in a word, each the value plus 8;

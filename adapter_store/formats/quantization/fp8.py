@@ -52,7 +52,7 @@ class Fp8Format:
     def read(self, parts: Parts) -> QuantizedWeight:
         shape = matrix_shape(parts, ".weight", "F8_E4M3")
         if all(parts.has(suffix) for suffix in _SCALES):
-            raise parts.wrong(".weight", "has two tensors of scales")
+            raise parts.wrong(".weight", "has two scale tensors")
         suffix = _SCALES[1] if parts.has(_SCALES[1]) else _SCALES[0]
         return fp8_weight(parts, grouped_scales(parts, suffix, shape, self.block))
 

@@ -87,8 +87,8 @@ class Login:
     async def sign_out(self, visit: Visit) -> Response:
         """End the session and revoke the keys that its playground created."""
         for key in visit.session.playground_keys.values():
-            # A session without the right to revoke these keys can ignore them: they no longer work either, and expire
-            # soon.
+            # If the session has lost the right to revoke these keys, ignore the refusal: they no longer work either,
+            # and expire soon.
             with suppress(RestError):
                 await visit.rest.delete(f"/api_keys/{key.id}")
         token = read_cookie(visit.request, SESSION)

@@ -84,7 +84,7 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
     upload = await services.call(services.ingest.create_upload, adapter.id, files)
     presigned = await services.call(services.ingest.presign, upload)
     if presigned:
-        # Anyone who has a presigned URL can use it until it expires.
+        # Anyone who has a presigned URL can use it until it expires, so do not store it for longer.
         keep_answer_until(request, upload.expires_us)
     return _describe_upload(upload, presigned)
 
