@@ -84,14 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pool_bytes(files: ModelFiles) -> int:
-    """A pool that K and V of all requests just fill."""
+    """The size of a pool that the K and V of all requests fill exactly."""
     shape = files.shape
     token_bytes = 2 * 2 * shape.num_layers * shape.num_kv_heads * (shape.hidden_size // shape.num_heads)
     return NUM_REQUESTS * (LOAD.num_prompt + LOAD.num_output) * token_bytes
 
 
 def measure(files: ModelFiles, quantization: str | None, pool: int, threads: int) -> int:
-    """Bytes of memory of a server that has answered all requests."""
+    """Memory of a server that has answered all requests, in bytes."""
     logs = files.directory / "logs"
     with open_loramux("bfloat16", threads, logs, files, False, str(pool), quantization) as running:
         assert isinstance(running, LoramuxServer)

@@ -43,10 +43,10 @@ PROMPT = 16
 CHECKED_TOKENS = 4
 
 TOLERANCE = 1e-3
-"""Largest error of an output relative to the largest one. Rounding the input to bfloat16 would cost as much."""
+"""Largest error of an output, relative to the largest output. Rounding the input to bfloat16 causes about as much."""
 
 COLD_BYTES, MAX_COPIES = 128 << 20, 16
-"""Bytes of the copies of each product's weight, more than the caches hold, and the largest number of copies."""
+"""Total bytes of the copies of a weight, more than the caches hold, and the largest number of copies."""
 
 
 class CheckError(Exception):

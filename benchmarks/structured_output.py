@@ -1,13 +1,13 @@
 """Measures the cost of schemas, and compares structured output with vLLM.
 
-Three questions, in one run over HTTP, with sixteen adapters on a random model:
+It answers three questions in one run over HTTP, with sixteen adapters on a random model:
 
-    every row      the throughput of sixteen requests with distinct adapters and a schema, over the same without one,
-                   and over vLLM's throughput with the same schema
-    first use      the time to first token of a request whose schema of 20 kB the server has never seen, minus that of
-                   a request without a schema
-    neighbour      the time to first token of a request that arrives together with the first use, minus that of one
-                   that arrives together with a request without a schema
+    every row      the throughput of sixteen requests with distinct adapters and a schema, relative to the same
+                   requests without a schema, and relative to vLLM with the same schema
+    first use      the additional time to first token of a request whose schema of 20 kB the server has never seen,
+                   compared with a request without a schema
+    neighbour      the additional time to first token of a request that arrives together with the first use, compared
+                   with one that arrives together with a request without a schema
 
 Every answer has the requested length, which is too short for a complete document. Every answer from loramux must be the
 beginning of a valid document. Invalid answers from vLLM are counted. LORAMUX_PEER_VLLM is the Python interpreter of

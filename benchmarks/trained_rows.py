@@ -83,7 +83,7 @@ class HeadBench:
         self._counts = counts
 
     def logits(self, x: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-        """Return the logits of rows `x`. `slots` has the adapter of each row."""
+        """Return the logits of rows `x`. `slots` contains the slot of each row's adapter."""
         y = self.base(x)
         self.replace(x, slots, y)
         return y

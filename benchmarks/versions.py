@@ -1,4 +1,4 @@
-"""Compares decoding by this version with that of another checkout, in one run.
+"""Compares the decoding speed of this version and another checkout, in one run.
 
 One process per version loads the same random 1B model and adapters. The processes take turns, each for a few decode
 steps of the base alone and of one adapter per row, so that drift in the machine's speed affects both alike. Medians of
@@ -95,11 +95,11 @@ for line in sys.stdin:
     engine.take_outbox()
     print(json.dumps([seconds / num_steps, [answers[str(row)][:num_steps] for row in range(len(packed))]]), flush=True)
 """
-"""Runs with each version's own code, so it uses only names that both versions have."""
+"""The program of each process. It runs with that version's code, so it uses only names that both versions have."""
 
 
 class CheckError(Exception):
-    """The versions generate different tokens, so that there are no figures."""
+    """The versions generate different tokens, so there are no figures."""
 
 
 class Decoder(Protocol):

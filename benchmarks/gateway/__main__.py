@@ -1,4 +1,4 @@
-"""Measures the gateway alone: loramux's and LiteLLM's, each in front of a back end that makes up its tokens.
+"""Measures the gateways of loramux and LiteLLM without a model, each in front of a back end with scripted answers.
 
 loramux's gateway is a process in front of a scripted engine's socket. LiteLLM's proxy is in front of a scripted
 OpenAI-compatible server, which is also called directly. Answers are checked before and after each measurement.
@@ -49,10 +49,10 @@ NUM_CLIENTS = (1, 32, 128)
 WHOLE_TOKENS = 16
 STREAM_TOKENS = 256
 OFFERED = 64_000
-"""Tokens per second that the engine makes for all streams together, more than a gateway passes on."""
+"""Tokens per second that the engine generates for all streams together, more than a gateway can pass on."""
 PACED_STEP_US = 20_000
 PACED_RAMP_S = 1.0
-"""Time over which the paced streams begin. Otherwise, the gaps would show how fast 128 requests are admitted."""
+"""Seconds over which the paced streams begin. Otherwise, the gaps would show how fast 128 requests are admitted."""
 WARM_S = 0.5
 COLUMNS = {
     "requests_per_s": "requests/s",
@@ -131,7 +131,7 @@ def loads(seconds: float) -> dict[str, Load]:
 def _measure(
     systems: Sequence[Running], arguments: argparse.Namespace, script: Script, database: Database, console: Console
 ) -> dict[tuple[str, str], list[Figures]]:
-    """Every load on every system, alternating. The ledger must contain what loramux's clients received."""
+    """Run every load on the systems in turn. The ledger must contain what loramux's clients received."""
     found: dict[tuple[str, str], list[Figures]] = {}
     num_received = 0
     for number in range(-1, arguments.rounds):

@@ -1,6 +1,6 @@
 """Load: clients on keep-alive connections that send their next request once the last answer has ended.
 
-The clients keep what they receive, with its times, and `read_answer` parses it after the clock has stopped.
+The clients keep what they receive, with the time of each read, and `read_answer` parses it after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ ANSWER_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What each client asks for. With a step time, an engine gives each running answer a token per step."""
+    """What each client requests. A running answer gains one token per `step_us`; 0 means all tokens at once."""
 
     num_clients: int
     num_tokens: int
     is_streamed: bool
     step_us: int
     seconds: float
-    """Time in which clients begin requests. Requests that have begun are always answered."""
+    """Time in which clients begin requests. They wait for the answers to all requests that have begun."""
     ramp_s: float = 0.0
-    """Time over which the clients begin, one after the other."""
+    """Time over which the clients start, one after another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a system listens, and the key that it takes."""
+    """The port that a system listens on, and a key that it accepts."""
 
     port: int
     api_key: str
@@ -88,7 +88,7 @@ class Client(asyncio.Protocol):
 
     def _has_ended(self, data: bytes) -> bool:
         if self._is_streamed:
-            # A read can begin within the last chunk.
+            # The last chunk can be split between two reads.
             tail = data if len(data) > 5 else b"".join(self._current.data)
             return tail.endswith(b"0\r\n\r\n")
         whole = b"".join(self._current.data)

@@ -75,7 +75,7 @@ def figures_of(outcome: Outcome, load: Load, processor_s: float) -> Figures:
 
 
 def _token_times_s(received: Received) -> list[float]:
-    """The times of the reads from the first one with an event. Some servers send the head of a response earlier."""
+    """The times of the reads, beginning with the first event. Some servers send the head of a response earlier."""
     first = next(number for number, data in enumerate(received.data) if b"data: " in data)
     return received.times_s[first:]
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 NUM_DIFFERENT = 64
-"""Number of different tokens. The answer repeats them."""
+"""Number of different tokens. Longer answers repeat them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
     """The tokens of an answer, in order. `texts[i]` is the text of `token_ids[i]`.
 
-    A request's `seed` is the time of a step in microseconds, in which each running answer gains a token. With 0, the
-    whole answer is ready at once.
+    A request's `seed` is the length of a step in microseconds. Each running answer gains one token per step. With 0,
+    the whole answer is ready at once.
     """
 
     token_ids: Sequence[int]

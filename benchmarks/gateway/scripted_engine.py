@@ -65,7 +65,7 @@ class ScriptedEngine:
             if left_s >= 1e-3:
                 self._socket.poll(int(left_s * 1e3))
             elif left_s > 0:
-                # A poll waits for whole milliseconds.
+                # A poll can wait only for whole milliseconds.
                 time.sleep(left_s)
             self._receive()
             if self._running and time.perf_counter() >= self._next_step_s:

@@ -39,7 +39,7 @@ class Pacer:
                 del self._streams[stream]
         if self._streams:
             loop = asyncio.get_running_loop()
-            # Steps are never made up for.
+            # Do not make up for missed steps.
             self._next_s = max(loop.time(), self._next_s + self._step_s)
             loop.call_at(self._next_s, self._step)
 
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, body: Any) -> None:
         if body is None:
-            # Another call than a completion asks whether the server is up.
+            # A call without a body only asks whether the server is up.
             self._transport.write(HEAD % 2 + b"{}")
             return
         num_tokens, step_us = body["max_tokens"], body.get("seed") or 0

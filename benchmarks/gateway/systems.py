@@ -94,7 +94,7 @@ def open_loramux(script: Script, folder: Path, database: Database, database_url:
 
 
 def find_litellm(variables: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The peer's Python and version, or None and what to set."""
+    """The peer's Python and its version, or None and advice on what to set."""
     if not variables.get(VARIABLE):
         return None, ADVICE
     python = Path(variables[VARIABLE]).absolute()
@@ -115,5 +115,5 @@ def _wait_for(socket: Path, engine: ChildServer) -> None:
     while not socket.exists():
         engine.check()
         if time.monotonic() > deadline:
-            raise SystemFailed("the scripted engine does not listen")
+            raise SystemFailed("the scripted engine did not start listening")
         time.sleep(0.02)

@@ -111,8 +111,8 @@ class Bench:
     `is_tiny` shrinks the model for Triton's interpreter. `is_quick` skips most cases, and `is_full` skips none.
     `is_timed` is false if only answers are checked. With `is_warming`, the process only compiles kernels that another
     process will time: adapters share a few pages, and answers are ignored. `engine_check` caches the result of the
-    engine check, which several parts need. `planned` is the card of a dry run, which uses meta tensors. None in a real
-    run.
+    engine check, which several parts need. `planned` is the card of a dry run, which uses meta tensors; it is None in a
+    real run.
     """
 
     device: torch.device

@@ -31,7 +31,7 @@ NUM_DRAWN = (1 << 20) - 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodeFormat:
-    """`group` None means one scale per output. `scale` is each group's scale."""
+    """A format with `group` inputs per scale, or one scale per output if `group` is None. All scales equal `scale`."""
 
     name: str
     codebook: npt.NDArray[np.float32]
@@ -54,7 +54,7 @@ class CodeFormat:
 FORMATS = {
     form.name: form
     for form in (
-        # AWQ's and GPTQ's scales are float16, and exponents of mxfp4 fit into bfloat16.
+        # AWQ and GPTQ store scales in float16. The exponents of mxfp4 fit into bfloat16.
         CodeFormat("int4, groups of 128", UINT4, 128, float(np.float16(0.01)), has_zeros=True),
         CodeFormat("int4, groups of 64", INT4, 64, 0.01),
         CodeFormat("nf4", NF4, 64, 0.1),
@@ -69,7 +69,7 @@ FORMATS = {
 class SharedCodes:
     """Makes linears and experts whose weights have random codes. Weights of the same shape are shared.
 
-    Linears with one of `float_rows` numbers of outputs stay floats: the head and routers.
+    A linear stays in floats if its number of outputs is in `float_rows`: the head and the routers.
     """
 
     def __init__(self, form: CodeFormat, device: torch.device, float_rows: Collection[int]) -> None:

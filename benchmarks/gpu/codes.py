@@ -1,4 +1,4 @@
-"""Measures products by quantised weights against the bandwidth floor, and against cuBLAS with bfloat16 weights."""
+"""Measures products with quantised weights against the bandwidth floor, and against cuBLAS with bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from loramux.kernels.quantized import QuantizedWeight
 
 DENSE = "bfloat16, cuBLAS"
 CHECKED_OUTPUTS = 64
-"""Number of outputs that are compared with the dequantised weight."""
+"""Number of outputs that are compared with those of the dequantised weight."""
 
 HOST_S = 0.3
-"""Assumed seconds to make a weight's codes on the host and to lay them out."""
+"""Assumed seconds to draw a weight's codes on the host and to lay them out."""
 
 QUICK_FORMATS = ("int4, groups of 128", "fp8")
 TINY_FORMATS = ("mxfp4", "fp8")
@@ -29,7 +29,7 @@ TINY_FORMATS = ("mxfp4", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class CodesCase:
-    """Products of one linear of a layer with some numbers of rows, in some formats."""
+    """One linear of a layer, to be multiplied in each of `formats` with each number of rows in `rows`."""
 
     linear: str
     out_features: int
@@ -38,7 +38,7 @@ class CodesCase:
     formats: tuple[str, ...]
 
     def floor_parts(self, weight_bytes: float, num_rows: int, itemsize: int) -> tuple[float, int]:
-        """Bytes that a product moves at least, and its operations."""
+        """The fewest bytes that a product can move, and its number of operations."""
         activations = num_rows * (self.in_features + self.out_features) * itemsize
         return weight_bytes + activations, 2 * num_rows * self.in_features * self.out_features
 
@@ -84,9 +84,9 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A product that is measured with `min_rows` rows or more. `weight_bytes` is the size of its weight.
+    """A method of multiplying, measured only with `min_rows` rows or more. `weight_bytes` is the size of its weight.
 
-    `figures` contains the error of its answers, unless they need no check.
+    `figures` contains the error of its outputs. It is empty if they need no check.
     """
 
     linear: Linear
@@ -110,7 +110,7 @@ class ScaledFp8:
 
 
 class ScaledInt8:
-    """torch's product of integers with int8 weights per channel, after rounding each row of `x` to int8."""
+    """torch's integer product with int8 weights per channel, after rounding each row of `x` to int8."""
 
     def __init__(self, weight: QuantizedWeight, device: torch.device) -> None:
         self._weight = torch.from_numpy(weight.codes).to(device).view(torch.int8).T
@@ -124,11 +124,11 @@ class ScaledInt8:
 
 SCALED = {"fp8": ScaledFp8, "int8": ScaledInt8}
 SCALED_ROWS = 64
-"""Smallest number of rows for torch's products, which need more than 16 rows of integers."""
+"""Smallest number of rows for torch's products. Its integer product needs more than 16 rows."""
 
 
 def ways_of(bench: Bench, case: CodesCase) -> dict[str, Way]:
-    """The ways of a case, whose answers are checked."""
+    """Make the case's methods and check their outputs. Raises CheckError if an error is too large."""
     generator = bench.generator(8)
     shape = case.out_features, case.in_features
     dense = torch.randn(shape, generator=generator, device=bench.device).mul_(0.02).to(bench.dtype)
@@ -141,14 +141,14 @@ def ways_of(bench: Bench, case: CodesCase) -> dict[str, Way]:
         ways[name] = Way(linear, weight.nbytes, figures=_errors(bench, linear, weight, 1e-2))
         if name in SCALED and max(case.rows) >= SCALED_ROWS:
             scaled = SCALED[name](weight, bench.device)
-            # Rounding rows to 8 bits costs more than anything else.
+            # Rounding rows to 8 bits causes a larger error than all other rounding.
             errors = _errors(bench, scaled, weight, 5e-2)
             ways[f"{name} and {name} rows, torch"] = Way(scaled, weight.nbytes, SCALED_ROWS, errors)
     return ways
 
 
 def _errors(bench: Bench, linear: Linear, weight: QuantizedWeight, tolerance: float) -> dict[str, float]:
-    """Compare some outputs with those of the dequantised weight. Raises CheckError above the tolerance."""
+    """Compare some outputs with those of the dequantised weight. Raises CheckError beyond the tolerance."""
     if bench.is_warming or bench.planned is not None:
         return {}
     x = torch.randn(SCALED_ROWS, weight.in_features, generator=bench.generator(9), device=bench.device).to(bench.dtype)

@@ -97,8 +97,8 @@ def cases(model: Model) -> Iterator[TableCase]:
 
 
 def _expert_cases(model: Model, num_experts: int) -> Iterator[TableCase]:
-    """Adapters of attention alone, and of all experts too, whose gate and up share an A, as PEFT stacks them."""
-    # q, k, v and o, then the router, then of each expert gate/up, gate, up and down.
+    """Adapters on attention, without and with all experts. Gate and up share an A, as PEFT stacks them."""
+    # The modules are q, k, v and o, then the router, then gate/up, gate, up and down of each expert.
     attention, first = (0, 1, 2, 3), 5
     experts = tuple(first + 4 * expert + linear for expert in range(num_experts) for linear in (0, 3))
     shapes = [(1, 1), (16, 1), (64, 1), (256, 1), (16, 128)]

@@ -2,7 +2,7 @@
 
 `least` counts every byte once, as if programs read all shared data from a cache. `asked` counts all loads and stores of
 all programs. Lookups in tables and page lists take a few bytes per program and are not counted. Tokens choose experts
-at random, each expert as often as the others.
+uniformly at random.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Lora:
     def of(launch: TritonLaunch, step: RecordedStep) -> _Lora:
         keys = step.batch.slots
         if launch.arguments["EXPERT_STRIDE"]:
-            # A pair of an adapter and an expert has its own matrices.
+            # Each pair of an adapter and an expert has its own matrices.
             chosen = _chosen(step)
             keys = np.where(keys[:, None] >= 0, keys[:, None] * step.num_experts + chosen, -1).reshape(-1)
         rows, _, slots = group_rows(keys.astype(np.int32), launch.arguments["ROWS"])

@@ -51,7 +51,7 @@ class TableCase:
     """Sequences that each have `context` computed and `num_queries` new tokens, divided among `num_adapters` adapters.
 
     Each adapter serves consecutive sequences. `modules` are the indices of the linears that each adapter changes with
-    `rank`. `experts` are those of the model.
+    `rank`. `experts` describes the model's experts, if it has any.
     """
 
     name: str

@@ -36,7 +36,7 @@ OVER_VLLM, OVERHEAD = 1.0, 0.25
 
 KINDS = (BASE, DISTINCT)
 POOL_BYTES = "5GiB"
-"""Room for the adapters: one of rank 16 on all experts takes 0.2 GB."""
+"""Room for K, V and sixteen adapters. An adapter of rank 16 on all experts takes 0.2 GB."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bases = [system for system in vllm.systems if system.kinds == (BASE,) and system.dtype == "bfloat16"]
     try:
         small = make_mixture_files(arguments.scratch, "small", arguments.adapters, arguments.rank)
-        console.print(f"loramux gives the answers of transformers: {check(small, arguments.threads, logs)}")
+        console.print(f"loramux's answers that equal transformers': {check(small, arguments.threads, logs)}")
         files = make_mixture_files(arguments.scratch, arguments.size, arguments.adapters, arguments.rank)
         systems = [own_system(arguments.dtype, arguments.threads, logs), *bases]
         measurement = Measurement(files, systems, arguments.load, arguments.repeats, arguments.allow_busy, console)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def own_system(dtype: str, threads: int, logs: Path) -> System:
 def check(files: MixtureFiles, threads: int, logs: Path) -> str:
     """Compare answers in float32 with those of transformers, with each adapter merged into a base of its own.
 
-    Raises CheckFailed if one differs.
+    Raises CheckFailed if an answer differs.
     """
     expected = {BASE: _reference(files, BASE), DISTINCT: _reference(files, DISTINCT)}
     require_effect(expected)

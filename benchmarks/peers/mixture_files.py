@@ -19,8 +19,8 @@ Tensors = dict[str, torch.Tensor]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT = ("gate_proj", "up_proj", "down_proj")
 SPREAD, ADAPTER_SPREAD = 0.05, 0.15
-"""Standard deviations of the base's and the adapters' weights. They are larger than usual, so that rounding does not
-change greedy choices, and adapters do."""
+"""Standard deviations of the base's and the adapters' weights. They are larger than usual, so that adapters change
+greedy choices and rounding does not."""
 
 
 @dataclass(frozen=True, slots=True)

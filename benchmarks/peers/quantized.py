@@ -1,10 +1,9 @@
-"""Compares a base of 8 or 4 bits on a CPU with llama-server and a base of as many bits.
+"""Compares loramux on an 8-bit or 4-bit base with llama-server on a base of the same width, on a CPU.
 
 llama-server serves the Q8_0 or Q4_0 that its own quantiser writes. Sixteen greedy requests arrive together, for the
-base only and for sixteen adapters. Answers are compared first, on the small model and with K and V in float32:
-each server's with those of peft over a float32 copy of that server's own dequantised weights. loramux must
-give the same tokens. llama-server rounds the inputs of its products to 8 bits, so the number of equal answers is
-reported.
+base only and for sixteen adapters. Before that, each server's answers on the small model, with K and V in float32, are
+compared with peft's answers over a float32 copy of that server's own dequantised weights. loramux must give the same
+tokens. llama-server rounds the inputs of its products to 8 bits, so the number of equal answers is reported.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from benchmarks.peers.workload import BASE, DISTINCT
 from benchmarks.random_model import SHAPES
 
 FORMATS = {"int8": "Q8_0", "int4": "Q4_0"}
-"""llama.cpp's format with the bits of each `--quantization`."""
+"""llama.cpp's format with as many bits as each `--quantization`."""
 
 KINDS = (BASE, DISTINCT)
 GOALS = Goals({BASE: 1.0, DISTINCT: 4.0}, {})

@@ -1,7 +1,8 @@
 """Simulates a fleet of replicas and compares the router with simpler policies.
 
-The router is the product's own object. Gateways, replicas and time are simulated, so the figures do not depend on the
-machine, and equal seeds give equal figures. Every request must end exactly once, or still run or wait.
+The router is the product's own. Gateways, replicas and time are simulated, so the figures do not depend on the machine,
+and equal seeds give equal figures. At the end, every request must have ended exactly once, or still be running or
+waiting.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.routing.setting import Setting
 from benchmarks.tables import open_console
 
 COLD_SETTLE_S = 300.0
-"""Simulated time in which empty pools fill before the measurement begins."""
+"""Simulated seconds in which empty pools fill before the measurement begins."""
 
 SCENARIOS: dict[str, Callable[[Setting, MakePolicy], Scenario]] = {
     "dies": replica_dies,
@@ -43,7 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=defaults.pool_adapters, help="adapters in one replica's pool")
     parser.add_argument("--capacity", type=int, default=defaults.capacity, help="sequences that one replica runs")
     parser.add_argument("--zipf", type=float, nargs="*", default=[0.8, 1.0, 1.2], help="none: only the scenarios")
-    parser.add_argument("--load", type=float, nargs="*", default=[0.7, 0.9], help="parts of the fleet's capacity")
+    parser.add_argument("--load", type=float, nargs="*", default=[0.7, 0.9], help="fractions of the fleet's capacity")
     parser.add_argument("--gateways", type=int, nargs="*", default=[4, 16])
     parser.add_argument("--start", choices=("warm", "cold"), nargs="*", default=["warm", "cold"])
     parser.add_argument("--policies", choices=POLICIES, nargs="*", default=list(POLICIES))

@@ -1,4 +1,4 @@
-"""What is measured in a simulated fleet, and what no placement can exceed."""
+"""Figures of a simulated fleet, and the best hit rate of any fixed placement."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.routing.setting import Setting
 
 MIN_HIT_RATE = 0.95
 MAX_IMBALANCE = 1.35
-"""The goals."""
+"""The goals: lowest hit rate and highest imbalance."""
 
 WINDOW_S = 10.0
-"""Length of the windows over which the load of replicas is also compared."""
+"""Length of the windows over which the replicas' loads are also compared, in seconds."""
 
 MAX_GROWTH = 0.1
 """Growth of the queues, relative to the sequence slots, above which a run diverges."""
@@ -25,10 +25,10 @@ MAX_GROWTH = 0.1
 class Figures:
     """Figures of the requests that arrived in a period.
 
-    `hit_rate` is the part of requests that found their adapter in the replica's pool. `imbalance` is the highest over
-    the mean load of a replica, where the load is the average number of running and waiting sequences. `imbalance_10_s`
-    is the median of the same ratio over windows of ten seconds. `p99_wait_s` is the time from arrival to a sequence
-    slot, loads included. `growth` is the growth of all queues over the number of sequence slots.
+    `hit_rate` is the share of requests that found their adapter in the replica's pool. `imbalance` is the highest load
+    of a replica divided by the mean load, where the load is the average number of running and waiting sequences.
+    `imbalance_10_s` is the median of the same ratio over windows of ten seconds. `p99_wait_s` is the time from arrival
+    to a sequence slot, including loads. `growth` is the growth of all queues divided by the number of sequence slots.
     """
 
     hit_rate: float
@@ -71,7 +71,7 @@ def measure(fleet: Fleet, seconds: float) -> Figures:
 
 
 def p99_wait_s(requests: list[Request], now_s: float) -> float:
-    """Requests that still wait count with their wait so far."""
+    """The p99 of the requests' waits. Requests that are still waiting count with their wait so far."""
     waits = sorted((now_s if one.started_s is None else one.started_s) - one.arrived_s for one in requests)
     return waits[len(waits) * 99 // 100]
 
@@ -79,9 +79,9 @@ def p99_wait_s(requests: list[Request], now_s: float) -> float:
 def best_hit_rate(setting: Setting) -> float:
     """The highest hit rate of any fixed placement whose imbalance meets the goal.
 
-    An omniscient placement knows the popularity. An adapter with more load than one replica may have needs several
-    copies, each in a place of its own. Adapters are placed in the order of the requests that each place then serves,
-    which is their order of popularity. What is left over misses.
+    The placement is based on the true popularity. An adapter with more load than one replica may have needs several
+    copies, each in its own place in a pool. Adapters are placed in order of popularity until all places are taken.
+    Requests for all other adapters miss.
     """
     num_places = setting.num_replicas * setting.pool_adapters
     allowed = MAX_IMBALANCE / setting.num_replicas

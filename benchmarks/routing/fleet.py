@@ -63,8 +63,8 @@ class Gateway:
 class Fleet:
     """Gateways that route a Poisson stream of requests to replicas.
 
-    Each replica reports every `report_s`, and each gateway reads the reports every `report_s`, all at moments of their
-    own. A view is therefore up to two periods old.
+    Each replica reports every `report_s`, and each gateway reads the reports every `report_s`, at independent times. A
+    view is therefore up to two periods old.
     """
 
     def __init__(self, setting: Setting, make_policy: MakePolicy) -> None:
@@ -160,7 +160,7 @@ class Fleet:
         return replica
 
     def kill(self, replica_id: str) -> int:
-        """Kill a replica. Requests that had not started run elsewhere. Return how many streams were cut."""
+        """Kill a replica and return the number of cut streams. Requests that had not started run elsewhere."""
         num_cut = 0
         del self._reports[replica_id]
         for request in self.replicas[replica_id].die():
@@ -173,7 +173,7 @@ class Fleet:
         return num_cut
 
     def check(self) -> None:
-        """Raise CheckError unless every request has ended once or been cut, runs, or waits."""
+        """Raise CheckError unless every request is running, is waiting, or has ended or been cut exactly once."""
         num_present = sum(replica.num_running + replica.num_waiting for replica in self.replicas.values())
         if self._num_gone + num_present != len(self.submitted):
             raise CheckError(f"{len(self.submitted)} requests, {self._num_gone} gone, {num_present} present")

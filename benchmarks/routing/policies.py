@@ -13,14 +13,14 @@ from loramux.platform.routing.router import Router
 from loramux.platform.routing.views import Prefetch, ReplicaView, RoutingRequest, digest_prefix
 
 VIRTUAL_NODES = 160
-"""Points of each replica on the ring of consistent hashing."""
+"""Number of points of each replica on the ring of consistent hashing."""
 
 BALANCE = 1.25
-"""Load that bounded-load hashing allows a replica, relative to the mean."""
+"""Highest load that bounded-load hashing allows a replica, relative to the mean load."""
 
 
 class Policy(Protocol):
-    """What the simulation calls: the interface of `Router`."""
+    """The part of `Router`'s interface that the simulation uses."""
 
     def update(self, views: Sequence[ReplicaView]) -> None: ...
 
@@ -34,7 +34,7 @@ class Policy(Protocol):
 
 
 class RandomChoice:
-    """Any replica that is not draining. It also keeps what the other policies need."""
+    """Chooses any replica that is not draining. Also counts each replica's sequences, for the other policies."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -75,7 +75,7 @@ class RandomChoice:
 
 
 class ConsistentHash(RandomChoice):
-    """The next replica on a ring (Karger et al., 1997)."""
+    """Chooses the next replica on a ring (Karger et al., 1997)."""
 
     def _replicas_changed(self) -> None:
         self._ring = sorted(
@@ -93,7 +93,7 @@ class ConsistentHash(RandomChoice):
 
 
 class BoundedLoadHash(ConsistentHash):
-    """The next replica on the ring with room (Mirrokni et al., "Consistent hashing with bounded loads", 2018)."""
+    """Chooses the next replica with room (Mirrokni et al., "Consistent hashing with bounded loads", 2018)."""
 
     def choose(self, request: RoutingRequest) -> str:
         num_sequences = sum(map(self._num_sequences, self._serving))
@@ -111,7 +111,7 @@ class BoundedLoadHash(ConsistentHash):
 
 
 class ResidencyOnly(RandomChoice):
-    """The least loaded replica that holds the adapter, or else the less loaded of two random ones."""
+    """Chooses the least loaded replica that holds the adapter, or else the less loaded of two random replicas."""
 
     def choose(self, request: RoutingRequest) -> str:
         assert request.digest is not None

@@ -31,7 +31,7 @@ class Report:
     num_running: int
     num_waiting: int
     num_in_use: int
-    """Adapters in the pool that running or waiting requests use."""
+    """Number of adapters in the pool that running or waiting requests use."""
     holds: frozenset[int]
     is_draining: bool
 
@@ -59,9 +59,9 @@ class SimulatedReplica:
         self._ended = ended
         self._sequence_seconds = 0.0
         self._counted_s = clock()
-        # Adapters in the pool and the numbers of their users, least recently used first.
+        # Adapters in the pool, with the number of requests that use each. The least recently used comes first.
         self._users: OrderedDict[int, int] = OrderedDict()
-        # Requests by the adapter that they wait for, and the adapters among them that are being loaded.
+        # Waiting requests by the adapter that they need, and those of these adapters that are being loaded.
         self._cold: OrderedDict[int, list[Request]] = OrderedDict()
         self._loading: set[int] = set()
         self._ready: deque[Request] = deque()
@@ -117,14 +117,14 @@ class SimulatedReplica:
         )
 
     def sequence_seconds(self) -> float:
-        """The number of sequences, running or waiting, summed over the time until now."""
+        """The number of running and waiting sequences, integrated over the time until now."""
         now_s = self._clock()
         self._sequence_seconds += (len(self._running) + self.num_waiting) * (now_s - self._counted_s)
         self._counted_s = now_s
         return self._sequence_seconds
 
     def die(self) -> list[Request]:
-        """Stop for good, and return the requests that it had."""
+        """Stop for good, and return all running and waiting requests."""
         self.sequence_seconds()
         lost = [*self._running.values(), *self._ready, *(one for cold in self._cold.values() for one in cold)]
         self.is_dead = True

@@ -1,4 +1,4 @@
-"""What happens when a replica dies, when one joins, and when a cold adapter becomes popular at once."""
+"""Three events: a replica dies, a replica joins, and a cold adapter suddenly becomes popular."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from benchmarks.routing.fleet import Fleet, MakePolicy
 from benchmarks.routing.setting import Setting
 
 PHASE_S = 30.0
-"""Length of each of the three phases: before the event, from it on, and after that."""
+"""Length of each of the three phases, in seconds: before the event, right after it, and later."""
 
 BURST_LOAD = 0.2
-"""Load of the cold adapter's requests, as a part of the fleet's capacity."""
+"""Load of the cold adapter's requests, as a fraction of the fleet's capacity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

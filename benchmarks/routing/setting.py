@@ -1,4 +1,4 @@
-"""What one run of the simulation assumes."""
+"""The parameters of one run of the simulation."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ class Setting:
     num_adapters: int = 10_000
     num_replicas: int = 50
     pool_adapters: int = 200
-    """Adapters that one replica's pool holds. The least recently used idle one is evicted."""
+    """Number of adapters that one replica's pool holds. The least recently used idle adapter is evicted."""
     capacity: int = 32
-    """Sequences that one replica runs at once. Further ones wait, first come, first served."""
+    """Number of sequences that one replica runs at once. Other sequences wait, first come, first served."""
     zipf: float = 1.0
-    """Exponent of the adapters' popularity."""
+    """Exponent of Zipf's law for the adapters' popularity."""
     load: float = 0.7
-    """Offered load, as a part of the fleet's capacity."""
+    """Offered load, as a fraction of the fleet's capacity."""
     num_gateways: int = 4
     is_warm: bool = True
-    """True if each adapter was requested once before the run, the least popular first."""
+    """True if each adapter was requested once before the run, least popular first."""
     min_answer_s: float = 1.0
     max_answer_s: float = 5.0
-    """A sequence's time in its slot is uniform between these."""
+    """A sequence's time in its slot is uniformly distributed between these bounds."""
     min_load_s: float = 0.2
     max_load_s: float = 1.0
-    """An adapter's time from disk or blob store to the pool is uniform between these."""
+    """The time to load an adapter from the disk or the blob store is uniformly distributed between these bounds."""
     parallel_loads: int = 4
-    """Adapters that one replica loads at once."""
+    """Number of adapters that one replica loads at once."""
     report_s: float = 1.0
     """Time between two reports of a replica, and between two readings by a gateway."""
     settle_s: float = 60.0
@@ -38,7 +38,7 @@ class Setting:
     seed: int = 1
 
     def popularity(self) -> list[float]:
-        """Each adapter's part of the requests, the most popular first."""
+        """Each adapter's share of the requests, most popular first."""
         weights = [(rank + 1) ** -self.zipf for rank in range(self.num_adapters)]
         total = sum(weights)
         return [weight / total for weight in weights]

@@ -1,9 +1,9 @@
-"""Measures what forwarding a sequence to another server adds, compared with this server's own engine.
+"""Measures how much time forwarding a sequence to another server adds, compared with this server's own engine.
 
-Three processes: an engine whose tokens are the time of their emission, another server that relays to it, and this one.
-Both ways reach the same engine in turn: its socket, and the other server over TLS. The first token answers a request at
-once, so its arrival after the submission is the request's overhead. The age of each later token at its arrival is the
-overhead of a chunk.
+There are three processes: an engine whose tokens are the times at which it sends them, another server that relays to
+this engine, and this process. It reaches the engine in two ways in turn: directly over the socket, and through the
+other server over TLS. The engine sends the first token at once, so the time from the submission to the first token is
+the overhead of a request. The age of each later token at its arrival is the overhead of a chunk.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from benchmarks.tenants.figures import percentile
 FOLDER = Path(__file__).parent.parent
 ROUND_ROBIN, ROUTED = "round robin", "routed"
 THROUGHPUT_GOAL, FIRST_TOKEN_GOAL = 2.0, 0.5
-"""Goals, of which one must be met: throughput over round robin's, and the p99 of the time to first token over its."""
+"""Goals for throughput and for the p99 of the time to first token, relative to round robin. One must be met."""
 
 
 @dataclass(slots=True)
