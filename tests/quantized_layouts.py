@@ -1,7 +1,7 @@
 """Quantised checkpoints in the layouts of other programs, with their float weights.
 
 The quantisers and the packing here share no code with the product. Each layout converts a float weight to the tensors
-of a module, by suffix, and to the float32 weight that they stand for.
+of a module, by suffix, and to the float32 weight that they represent.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def quantize_directory(model: PreTrainedModel, directory: Path, layout: Layout, keep: str = "lm_head") -> None:
-    """Quantise the linears of a saved model in its directory, and give `model` the weights that the codes mean.
+    """Quantise the linears of a saved model in its directory, and give `model` the dequantised weights.
 
     Linears whose names contain `keep` stay as they are.
     """

@@ -1,4 +1,4 @@
-"""A small base with attention, and experts in its second layer, and adapters with stacked tensors for it."""
+"""A small base with attention in both layers and experts in the second, and adapters with stacked tensors for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def experts_named(*names: str, experts: tuple[int, ...] = (0, 1, 2, 3)) -> tuple
 
 
 def stacked_files(rank: int = 3, num_experts: int = 4, layers: tuple[int, ...] = (1,), **config: Any) -> AdapterFiles:
-    """The files that peft writes for the stacked weights, with `down_proj` around `gate_up_proj`."""
+    """The files that peft writes for the stacked weights, where it nests `gate_up_proj` inside `down_proj`."""
     generator = np.random.default_rng(rank)
     files = AdapterFiles(
         {

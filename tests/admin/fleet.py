@@ -1,4 +1,4 @@
-"""A fleet of scripted engines, as the server `rep_own` knows it."""
+"""A fleet of scripted engines, as seen by the server `rep_own`."""
 
 from __future__ import annotations
 

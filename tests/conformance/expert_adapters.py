@@ -26,8 +26,8 @@ from tests.conformance.tiny_models import make_base, pack_peft_directory
 class ExpertPlan:
     """The plan of one adapter.
 
-    With `parameters`, peft writes the file, and `modules` and `parameters` have the names of transformers 5. Without,
-    the file has a tensor for each expert, and `modules` have those of transformers 4.
+    If `parameters` is set, peft writes the file, and both `modules` and `parameters` use the names of transformers 5.
+    Otherwise, the file has tensors for each expert, and `modules` uses the names of transformers 4.
     """
 
     name: str
@@ -67,7 +67,7 @@ class ExpertPlan:
 
 _MIXTRAL_NAMES = ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
 SINGLE_NAMES = {"mixtral": _MIXTRAL_NAMES, "minimax-m2": _MIXTRAL_NAMES}
-"""The router, the experts, gate, up and down in transformers 4, where they differ from Qwen's."""
+"""The names of the router, the experts, gate, up and down in transformers 4, where they differ from Qwen's names."""
 
 QWEN_NAMES = ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 STACKED_ONLY = (
@@ -80,9 +80,9 @@ STACKED_ONLY = (
 """Families whose checkpoints have always stacked the experts."""
 
 WRAPPED = "glm4v_moe"
-"""A family with a vision tower, whose linears have the names of the experts' linears."""
+"""A family whose vision tower has linears with the same names as the experts' linears."""
 NOT_TARGETED = ("llama4", "llama4-multimodal", "llama4-two-experts", "qwen3_5_moe-multimodal", "qwen3_vl_moe")
-"""Families whose experts adapters cannot target, or that have a vision tower and decode as another family does."""
+"""Families whose experts cannot be targeted, or that have a vision tower and decode like another family."""
 
 
 def plans_for(family: str) -> list[ExpertPlan]:

@@ -27,7 +27,7 @@ from tests.conformance.further_families import MakeModel
 
 
 def _text(shape: dict[str, Any], window: int, num_layers: int) -> dict[str, Any]:
-    """Layers with and without a window in turn, whose heads differ in number and size."""
+    """Layers that alternate between a window and none. Their heads differ in size."""
     return {
         **shape,
         "num_hidden_layers": num_layers,
@@ -43,13 +43,13 @@ def _text(shape: dict[str, Any], window: int, num_layers: int) -> dict[str, Any]
 
 
 def _small(shape: dict[str, Any], window: int) -> dict[str, Any]:
-    """Further embeddings, and a pair of layers that read the K and V of others and have twice the feed-forward."""
+    """Per-layer embeddings, and two layers that read the K and V of earlier layers and have wider feed-forwards."""
     inputs = {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": shape["vocab_size"]}
     return {**_text(shape, window, 6), **inputs, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
 
 
 def _large(shape: dict[str, Any], window: int) -> dict[str, Any]:
-    """K that is also V, of half the width, in layers without a window."""
+    """Layers without a window use K as V. Their K is half as wide as in the other layers."""
     shape = {**shape, "num_key_value_heads": 4}
     few = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
     return {**_text(shape, window, 4), **few, "final_logit_softcapping": 8.0}
@@ -104,7 +104,7 @@ def _gemma4_multimodal(shape: dict[str, Any], window: int) -> PreTrainedModel:
 
 
 def _gemma3n_text(shape: dict[str, Any], window: int) -> dict[str, Any]:
-    """Layers with feed-forwards of different sizes, some of them sparse, and fewer inputs of layers than tokens."""
+    """Feed-forwards of different sizes, some of them sparse, and per-layer embeddings for only some of the tokens."""
     settings = _text(shape, window, 6)
     del settings["global_head_dim"]
     return {

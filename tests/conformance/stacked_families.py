@@ -1,4 +1,4 @@
-"""Random tiny models with mixtures of experts whose weights files stack, and their multimodal wrappers."""
+"""Random tiny mixtures of experts whose files stack the experts' weights, and their multimodal wrappers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEPTH = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2
 
 
 def _llama4_text(shape: dict[str, Any]) -> dict[str, Any]:
-    """A dense layer, and a layer without positions, in which q grows every 32 tokens."""
+    """The second layer is dense and has no positions. In it, q grows every 32 tokens."""
     return {
         **shape,
         "head_dim": 16,

@@ -77,7 +77,7 @@ def test_a_mixed_batch_equals_the_references(subject: ExpertSubject, monkeypatch
                 assert is_equal
                 num_equal += 1
             else:
-                # A token that chooses none of an adapter's experts is not changed.
+                # A token that is routed to none of the adapter's experts is not changed.
                 num_changed += not is_equal
     assert num_equal == 2 * NUM_TOKENS
     assert num_changed > len(subject.digests) * NUM_TOKENS

@@ -86,7 +86,7 @@ def test_a_correction_or_a_sink_that_is_not_finite_is_refused(
 
 
 def test_tensors_of_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
-    """Released GLM-4.5 checkpoints have one such layer, after the last."""
+    """Released GLM-4.5 checkpoints have one such layer, after the last decoder layer."""
     path = base("glm4_moe", tmp_path) / "model.safetensors"
     further = {"model.layers.2.eh_proj.weight": torch.zeros(4, 8), "model.layers.2.mlp.gate.weight": torch.zeros(8, 4)}
     save_file({**load_file(path), **further}, path)

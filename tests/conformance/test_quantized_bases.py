@@ -31,7 +31,7 @@ FREQUENT = ("fp8-blocks", "ct-w4a16-asymmetric", "gptq-act-order")
 FREQUENT_ON_GPU = ("gptq-act-order",)
 
 CODES_TOLERANCE = 1e-3
-"""Products by codes round `x` to 13 bits for NF4, else to 16."""
+"""Kernels that multiply by codes round `x` to 13 bits for NF4, and otherwise to 16 bits."""
 
 
 def make_quantized(directory: Path, layout: str, plans: Sequence[AdapterPlan], keep: str = "lm_head") -> Subject:

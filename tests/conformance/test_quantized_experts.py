@@ -1,4 +1,4 @@
-"""Mixtures whose experts are quantised have the logits of transformers over the weights that the codes mean."""
+"""Mixtures with quantised experts have the logits of transformers on the dequantised weights."""
 
 from __future__ import annotations
 

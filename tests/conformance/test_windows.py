@@ -22,7 +22,7 @@ LONG = 8000
 MAX_PAGES = {"mistral-window": 5, "gemma3": 106, "gemma2": 174}
 """Most pages that one sequence of LONG tokens takes, out of the 501 that it would take without windows.
 
-Of the five layers of the Gemma 3, four have windows, and of the three layers of the Gemma 2, two.
+Four of the Gemma 3's five layers have windows, and two of the Gemma 2's three layers.
 """
 
 

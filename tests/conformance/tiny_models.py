@@ -214,7 +214,7 @@ ADDED_MODULES = {
     "gemma3n": {"gate_proj": ["per_layer_input_gate"], "down_proj": ["per_layer_projection"]},
     "gemma4": {"gate_proj": ["per_layer_input_gate"], "down_proj": ["per_layer_projection"]},
 }
-"""Further linears that are targeted with Llama's, by the family's name up to a hyphen."""
+"""Linears that are targeted in addition to Llama's, by the family's name up to a hyphen."""
 
 
 SHARED_BLOCKS = ("shared_expert", "shared_experts")

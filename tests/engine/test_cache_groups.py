@@ -21,8 +21,8 @@ def groups_of(layout: CacheLayout) -> list[tuple[int, int | None, int]]:
         pytest.param(GEMMA3_27B, 131072, [(10, None, 6), (52, 1024, 1)], id="gemma 3 27B"),
         pytest.param(GPT_OSS_20B, 131072, [(12, None, 2), (12, 128, 2)], id="gpt-oss 20B"),
         pytest.param((64,) * 4, 64, [(4, None, 1)], id="contexts within the window"),
-        # Separate pages waste layers unless the numbers divide, so they are worth it only for contexts beyond the
-        # window.
+        # Unless the numbers of layers divide evenly, separate pages leave some space unused. They are worth it only if
+        # contexts are much longer than the window.
         pytest.param(GEMMA3_27B, 1100, [(62, None, 1)], id="contexts little longer than the window"),
     ],
 )
@@ -83,7 +83,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(windows: tuple[int 
 
 
 def uneven(pattern: str, num_shared: int, widths: dict[str, int], max_len: int = 131072) -> CacheLayout:
-    """The layout of layers `w` with a window of 512 and `f` without one. The last `num_shared` read others' K and V."""
+    """Lay out layers `w` (window of 512) and `f` (no window). The last `num_shared` read K and V of earlier layers."""
     num_own = len(pattern) - num_shared
     last = {kind: layer for layer, kind in enumerate(pattern[:num_own])}
     sources = [layer if layer < num_own else last[kind] for layer, kind in enumerate(pattern)]

@@ -9,9 +9,9 @@ SPLIT = ((0, 1, 2), (3,), (4, 5), (6,), (), (), (), (), ())
 FUSED = ((0,), (1,), (2,), (3,), (), (), (), (), ())
 EXPERTS = ((0,), (1,), (), (), (2,), (3, 5), (4, 6), (), ())
 INPUTS = LayerGroups.INPUT_GATE | LayerGroups.INPUT_PROJECTION
-"""The groups that a base without inputs of layers lacks."""
+"""The groups that a base without per-layer inputs lacks."""
 WITHOUT_EXPERTS = LayerGroups.ROUTER | LayerGroups.EXPERTS_GATE_UP | LayerGroups.EXPERTS_DOWN | INPUTS
-"""The groups that a base lacks if it has no experts either."""
+"""The groups that a base with neither experts nor per-layer inputs lacks."""
 WITHOUT_FEED_FORWARD = LayerGroups.GATE_UP | LayerGroups.DOWN | INPUTS
 
 

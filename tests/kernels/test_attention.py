@@ -123,7 +123,7 @@ def test_a_sink_takes_its_share_of_the_softmax(
     make_cpu_kernels: Callable[..., Any],
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
-    """Among the sinks are some above and some far below all other scores. `gpu/test_attention.py` tests the GPU's."""
+    """Some sinks are above and some far below all other scores. `gpu/test_attention.py` tests the GPU kernel."""
     spec = AttentionSpec(*heads, 0.3, sliding_window, soft_cap)
     sinks = torch.randn(spec.num_heads) * 2
     sinks[:3] = torch.tensor([40.0, -200.0, 300.0])

@@ -1,4 +1,4 @@
-"""Products of experts by codes on each device, compared with products by the dequantised weights."""
+"""Products with quantised experts on each device, compared with products with the dequantised weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def random_experts(name: str, num_experts: int, *shape: int) -> list[QuantizedWe
 def multiply(
     kernels: Any, weights: list[QuantizedWeight], bias: torch.Tensor, x: torch.Tensor, spec: RoutingSpec
 ) -> Any:
-    """The product by codes, and by the dequantised weights."""
+    """The product with the codes, and the product with the dequantised weights."""
     routing = kernels.route(torch.randn(len(x), spec.num_experts), spec)
     if isinstance(kernels, CpuKernels):
         experts: Any = make_coded_experts(len(weights), weights, bias)
@@ -74,7 +74,7 @@ def test_each_pair_is_multiplied_by_its_expert(
 
 @needs_codes
 def test_a_row_does_not_depend_on_the_other_rows(make_poisoned_pool: Callable[..., PoolViews]) -> None:
-    """On the CPU; on a GPU, the same holds for batches of one shape."""
+    """This holds on a CPU. On a GPU, it holds only among batches of the same shape."""
     kernels = CpuKernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
     spec = RoutingSpec(8, 3, True)
     first = make_coded_experts(8, random_experts("int8", 8, 96, 64, 32), None)

@@ -104,7 +104,7 @@ def make_pool(make_poisoned_pool: Callable[..., PoolViews], spec: DeltaSpec) -> 
 
 
 def run_in_steps(kernels: Any, pool: PoolViews, inputs: Inputs, layer: int, num_padding: int) -> list[torch.Tensor]:
-    """Compute SEQUENCES one chunk a step, each sequence from a later step on than the one before it."""
+    """Compute one chunk of each sequence per step. Each sequence begins one step later than the previous one."""
     firsts = list(accumulate((sum(chunks) for chunks in SEQUENCES), initial=0))
     found: list[list[torch.Tensor]] = [[] for _ in SEQUENCES]
     for step in range(len(SEQUENCES) + max(map(len, SEQUENCES))):
@@ -150,7 +150,7 @@ def test_sequences_in_chunks_equal_whole_sequences(
 def test_chunks_of_many_rows_equal_the_whole_sequence(
     make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
-    """A GPU's convolution computes 16 rows at a time, and only the first of them read the tail."""
+    """A GPU's convolution computes 16 rows at a time, and only the first of these rows read the stored tail."""
     spec, sizes = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=1, k_dim=8, v_dim=8, conv_len=4), (35, 1, 18)
     pool = make_pool(make_poisoned_pool, spec)
     kernels = make_kernels(pool)
@@ -184,7 +184,7 @@ def test_layers_and_sequences_keep_their_states_apart(
 def test_a_result_depends_neither_on_chunks_nor_on_other_sequences(
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
-    """On a CPU, bit by bit."""
+    """On a CPU, results are bitwise equal."""
     spec = DeltaSpec(num_layers=1, num_k_heads=2, num_v_heads=4, k_dim=32, v_dim=24, conv_len=4)
     pool = make_pool(make_poisoned_pool, spec)
     kernels = CpuKernels(pool)

@@ -32,7 +32,7 @@ SLOTS = {
 
 
 def random_ranks() -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Ranks of adapters with a gate and an up, or with both in one, that lack some experts."""
+    """Ranks of adapters that have gate and up either separate or stacked, and lack one of the experts."""
     ranks = np.random.default_rng(3).choice([0, 1, 3, 31], (NUM_SLOTS, 2, len(MODULES))).astype(np.int32)
     by_expert = ranks[:, :, 1:].reshape(NUM_SLOTS, 2, NUM_EXPERTS, 4)
     by_expert[::2, ..., 0] = 0

@@ -80,7 +80,7 @@ def test_outputs_are_summed_by_weight(kernels: Any, num_rows: int, size: int, ha
 
 
 def test_a_row_does_not_depend_on_the_other_rows(make_poisoned_pool: Callable[..., PoolViews]) -> None:
-    """On the CPU; on a GPU, the same holds for batches of one shape."""
+    """This holds on a CPU. On a GPU, it holds only among batches of the same shape."""
     kernels = CpuKernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
     spec = RoutingSpec(8, 3, True)
     first, second = PackedExperts(torch.randn(8, 96, 64)), PackedExperts(torch.randn(8, 64, 48))

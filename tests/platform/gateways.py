@@ -85,7 +85,7 @@ async def open_gateway(
     max_model_len: int = 256,
     routed: tuple[RoutedEngine, ScriptedEngine] | None = None,
 ) -> AsyncIterator[Gateway]:
-    """Open a gateway over a scripted engine: a new one, or that of the server whose `routed` engine it uses."""
+    """Open a gateway over a new scripted engine or, with `routed`, over a routed engine and its scripted engine."""
     engine = ScriptedEngine(max_model_len=max_model_len) if routed is None else routed[1]
     tenants, api_keys = Tenants(database), ApiKeys(database, "the operator's key of 32 characters")
     services = GatewayServices.compose(

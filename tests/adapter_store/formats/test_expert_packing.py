@@ -1,4 +1,4 @@
-"""Pages of adapters on experts: only the experts that an adapter has take pages, in either form of its files."""
+"""Only the experts that an adapter changes take pages, in either form of its files."""
 
 from __future__ import annotations
 

@@ -336,8 +336,8 @@ def test_layers_are_sorted_by_number(tmp_path: Path) -> None:
 
 
 def write_adapter(directory: Path, shapes: dict[str, tuple[int, int, int]], **config: Any) -> Path:
-    """Write an adapter of ones. `shapes` has the rank, inputs and outputs of q projections by layer, with `q` for layer
-    0.
+    """Write an adapter of ones. `shapes` maps a layer, or `q` for layer 0, to the rank, inputs and outputs of its q
+    projection.
     """
     directory.mkdir()
     tensors = {}

@@ -1,4 +1,4 @@
-"""Merged adapters of experts, and those that are refused."""
+"""Adapters on experts are merged expert by expert, or refused."""
 
 from __future__ import annotations
 

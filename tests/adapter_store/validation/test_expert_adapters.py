@@ -49,7 +49,7 @@ def test_all_linear_means_experts_and_routers_if_the_file_has_them(extra: tuple[
 
 
 def test_patterns_apply_to_parameters() -> None:
-    # As peft writes them after it has joined a gate and an up.
+    # peft writes such patterns when it stacks gate and up.
     patterns: dict[str, Any] = {
         "rank_pattern": {r".*\.gate_up_proj": 6},
         "alpha_pattern": {r".*\.gate_up_proj": 3, "experts.down_proj": 5.0},

@@ -1,4 +1,4 @@
-"""Adapters of a base whose tokens have embeddings that an adapter does not contain."""
+"""Adapters cannot add tokens to a base whose tokens have embeddings that adapters do not contain."""
 
 from __future__ import annotations
 

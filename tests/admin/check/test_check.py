@@ -1,4 +1,4 @@
-"""`loramux check` tells whether a directory would be served, and if not, why."""
+"""`loramux check` says whether a directory would be served, and if not, why."""
 
 from __future__ import annotations
 

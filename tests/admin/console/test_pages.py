@@ -463,5 +463,5 @@ async def test_residency_shows_every_server_and_the_chosen_ones_pool(console_sid
         assert "cdcdcd" not in page
         assert "cdcdcd" in (await operator.get(f"/residency?replica={PEER}")).text
         assert "the engine does not answer" in (await operator.get(f"/residency?replica={SILENT}")).text
-        # A server that nobody knows is ignored.
+        # An unknown server in the query is ignored.
         assert "The page pool" in (await operator.get("/residency?replica=rep_nobody")).text

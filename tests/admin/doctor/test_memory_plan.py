@@ -28,7 +28,7 @@ OUTER = 2 * (2 * VOCAB * HIDDEN + HIDDEN + 2 * LAYERS * HIDDEN)
 
 
 HEAD_CHANGE = VOCAB * (4 - HIDDEN)
-"""Bytes that a head in int8 takes more than in bfloat16: a scale per output, and a byte less per weight."""
+"""Bytes of an int8 head minus those of a bfloat16 head: one scale per output more, and one byte per weight less."""
 
 FORMATS = ["bfloat16", "int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"]
 
@@ -50,7 +50,7 @@ def test_formats_of_a_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "bfloat16": OUTER + 2 * NUM_WEIGHTS,
         "int8": OUTER + NUM_WEIGHTS + 4 * NUM_OUTPUTS,
         "int4": OUTER + NUM_WEIGHTS // 2 + 4 * NUM_WEIGHTS // 64,
-        # No product by FP8 codes exists, so they are dequantised.
+        # No CPU kernel multiplies by FP8 codes, so they are dequantised.
         "fp8": OUTER + 2 * NUM_WEIGHTS,
         "int8+head": OUTER + NUM_WEIGHTS + 4 * NUM_OUTPUTS + HEAD_CHANGE,
         "int4+head": OUTER + NUM_WEIGHTS // 2 + 4 * NUM_WEIGHTS // 64 + HEAD_CHANGE,
@@ -82,7 +82,7 @@ def test_pool_and_processes_are_counted(tmp_path: Path) -> None:
         ("nf4-double", "cpu", 0.5 + 4 / 64),
         ("gptq-int8", "cpu", 1 + 4 / 32),
         ("gptq-act-order", "cpu", 0.5 + (4 + 2) / 32),
-        # No product by FP8 codes exists on a CPU.
+        # No CPU kernel multiplies by FP8 codes, so they are dequantised.
         ("fp8-blocks", "cpu", 2),
         ("ct-w8a16-asymmetric", "cuda", 1 + (2 + 2) / 64),
         ("awq", "cuda", 0.5 + (2 + 2) / 32),

@@ -83,7 +83,7 @@ def test_best_hit_rate_counts_places(pool_adapters: int, expected: float) -> Non
 
 
 def test_best_hit_rate_gives_a_popular_adapter_several_places() -> None:
-    # The most popular of two has 0.8 of the requests, more than the 0.675 that a replica may have.
+    # The more popular of two adapters gets 0.8 of the requests, more than the 0.675 that one replica may have.
     assert best_hit_rate(Setting(num_adapters=2, num_replicas=2, pool_adapters=1, zipf=2.0)) == 0.8
     assert best_hit_rate(Setting(num_adapters=2, num_replicas=2, pool_adapters=2, zipf=2.0)) == 1.0
 

@@ -83,7 +83,7 @@ CODEBOOKS = {
     "mlp": np.linspace(-1, 1, 16, dtype=np.float32) ** 3,
     "down_proj": INT8,
 }
-"""Codebooks by a part of a linear's name. The last part counts."""
+"""Codebooks by a part of a linear's name. If several parts match, the last one counts."""
 
 
 class CodedZeroWeights:

@@ -148,7 +148,7 @@ def test_kept_weights_and_their_quality_are_used_again(model: Path, tmp_path: Pa
         assert json.loads(stored.read_text()) == result.divergence
         stored.write_text("0.5")
         assert run(job).divergence == 0.5
-    # A model of four bits is further from the float model than one of eight bits.
+    # A 4-bit model is further from the float model than an 8-bit model.
     assert 0 < found["int8"] < 0.1 * found["int4"]
 
 
@@ -165,7 +165,7 @@ def test_routers_and_experts_stay_floats(tmp_path: Path, family: str, last: str)
 def test_the_quality_of_a_hybrid_decoder_is_measured(tmp_path: Path) -> None:
     make_base("qwen3_5", tmp_path / "base", SMALL_SHAPE)
     config = EngineConfig(model_dir=str(tmp_path / "base"), blob_url="", cache_dir="", dtype="float32", num_threads=1)
-    # The second prompt finds the first one's state in its pages.
+    # The second prompt gets pages that still contain the first prompt's state.
     prompts = ((5, 6, 7), tuple(range(2, 40)))
     result = run(QuantizeJob(config=config, root=str(tmp_path), method="int8", prompts=prompts))
     assert result.divergence is not None

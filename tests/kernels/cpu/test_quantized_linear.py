@@ -1,4 +1,4 @@
-"""Products by quantised weights, compared with the weights that `dequantize` returns."""
+"""Products with quantised weights, compared with products with the weights that `dequantize` returns."""
 
 from __future__ import annotations
 

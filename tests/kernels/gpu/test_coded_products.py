@@ -1,4 +1,4 @@
-"""Products by codes on a GPU, compared with products by the dequantised weights."""
+"""Products with quantised weights on a GPU, compared with products with the dequantised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make test-container`: the Helm chart's manifests follow the schemas of Kubernetes.
+"""`make test-container`: the Helm chart's manifests follow Kubernetes' schemas.
 
 Helm itself is not needed: `helm_template.go` renders the templates with Helm's libraries.
 """

@@ -22,7 +22,7 @@ RULES = {
 
 
 def fed(tokenizer: Any, rules: TextRules, parts: list[list[int]], min_tokens: int) -> tuple[Any, ...]:
-    """Feed tokens in these parts, then the end. Return what the client sees in all, and what is billed."""
+    """Feed tokens in these parts, then the end. Return all that the client sees, and the numbers of billed tokens."""
     sampling = SamplingParams(min_tokens=min_tokens)
     num_tokens = sum(map(len, parts))
     choice = Choice(0, Add(sequence_id="s", prompt=(5,), max_tokens=64, sampling=sampling), tokenizer, rules)

@@ -1,4 +1,4 @@
-"""Requests to a version know its own tokens; requests to the base and to other versions do not."""
+"""A version's own tokens work in requests to that version, and in no others."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ async def test_draining_replica_gets_no_new_requests_and_finishes_the_old(
         assert first.metric("loramux_peers", state="draining") == 1
         await collect(first.engine.submit(add("next")))
         assert [one.sequence_id for one in first.scripted.adds] == ["next"]
-        # A draining server still runs what it has accepted itself, if nobody else can.
+        # A draining server still runs requests that it has accepted itself if no other server can.
         first.presence.drain()
         await beat(first)
         assert (await collect(first.engine.submit(add("accepted"))))[1].reason == "length"
@@ -121,7 +121,7 @@ async def test_without_the_database_known_replicas_stay(
             await beat(first)
         await collect(first.engine.submit(add("forwarded")))
         assert len(second.scripted.adds) == 1
-        # Once their connection has failed too, it serves alone.
+        # Once the connection between the two servers has failed, too, the first server runs requests itself.
         await second.listener.close()
         await until(lambda: not first.presence._peers["rep_b"].is_ready)
         await beat(first)

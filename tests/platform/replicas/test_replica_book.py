@@ -43,7 +43,7 @@ class Observed:
     def read(
         self, summary: Summary | None = None, after_s: float = 1.0, is_alive: bool = True, **changes: Any
     ) -> list[str]:
-        """Let the book note one reading. Return the peers."""
+        """Let the book note one reading, and return the peers that it then has."""
         self.clock_s += after_s
         beat = self.row["beat"] + is_alive
         self.row = {**self.row, "beat": beat, **changes}
@@ -63,7 +63,7 @@ def test_replica_is_alive_while_its_beat_changes(observed: Observed) -> None:
         assert observed.read(is_alive=False) == ["rep_b"]
     assert observed.read(is_alive=False) == []
     assert observed.read() == ["rep_b"]
-    # A beat that goes back is a change too: beats are never compared by size.
+    # A beat that decreases is a change, too. Beats are compared only for equality.
     assert observed.read(beat=0, is_alive=False) == ["rep_b"]
 
 

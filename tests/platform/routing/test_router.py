@@ -37,7 +37,7 @@ def test_cold_adapter_is_placed_on_the_emptier_of_two_homes() -> None:
     full = [f"y{number}" for number in range(30)]
     made = router([view(one, holds=full if one == first else full[:15]) for one in IDS])
     assert made.choose(ask("x")) == second
-    # The next request follows, although no report shows the adapter yet.
+    # The next request goes to the same replica, although no report shows the adapter there yet.
     assert made.choose(ask("x")) == second
     assert made.prefetches() == []
 
@@ -174,7 +174,7 @@ def test_new_replica_is_filled_in_the_background() -> None:
         for prefetch in prefetches:
             assert prefetch.replica_id == newcomer
             held[newcomer] |= {name for name in names if digest_of(name) == prefetch.digest}
-    # Its part is 600 / 20 adapters, give or take three standard deviations.
+    # Its share is 600 / 20 adapters, give or take three standard deviations.
     assert 14 <= len(held[newcomer]) <= 46
 
 
@@ -269,7 +269,7 @@ def test_choices_do_not_depend_on_the_clocks_zero(offset_s: float, jumps_s: list
         made = Router(clock=clock, random=Random(1))
         chosen = []
         for number in range(4):
-            # Reports arrive at times whose order and distances mean nothing.
+            # The order of the reports' times, and the time between them, must not matter.
             made.update([view(one, load=0.5, holds=["x"], since_s=offset_s + number % 3) for one in IDS[:5]])
             for _ in range(5):
                 chosen.append(made.choose(ask("x")))

@@ -50,7 +50,7 @@ def test_markers_follow_from_the_template() -> None:
     assert markers is not None
     assert reasoning_markers_of("{{ messages }}") is None
     assert reasoning_markers_of("<|start|>assistant<|channel|>analysis<|message|>") is HARMONY
-    # Phi's end of a message is also harmony's.
+    # Phi's and harmony's messages end with the same token.
     assert reasoning_markers_of("<|assistant|>{{ message.content }}<|end|>") is None
 
 
