@@ -53,6 +53,8 @@ class PeerListener:
         return sum(relay.num_sequences for relay in self._relays)
 
     def start(self) -> None:
+        # Accepted connections inherit the option, so the next run can bind the port while they linger.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.setblocking(False)
         self._listener.listen(BACKLOG)
         self._acceptor = asyncio.create_task(self._accept(), name="peer-acceptor")

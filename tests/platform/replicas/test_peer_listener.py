@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 
+from loramux.admin.server.listeners import bind
 from loramux.engine.messages import Add, Credit, EngineReady, Pin, SequenceOutput, Unload
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.followed_engine import Joining
@@ -105,6 +106,18 @@ async def test_peer_runs_what_a_gateway_runs(tmp_path: Path) -> None:
         assert side.refusals == {"connections": 1}
         for one in (connection, second):
             one.close(frozenset())
+
+
+async def test_next_server_can_bind_the_port_while_old_connections_linger(tmp_path: Path) -> None:
+    async with listening(tmp_path) as side:
+        # The server closes this connection first, so the connection lingers as those of a killed server do.
+        side.listener.accept_from(side.own.in_use, {})
+        reader, writer = await asyncio.open_connection("127.0.0.1", side.port)
+        assert await reader.read() == b""
+        await side.listener.close()
+        bind("127.0.0.1", side.port, "peer_address").close()
+        writer.close()
+        await writer.wait_closed()
 
 
 @pytest.mark.parametrize("who", ["a stranger", "an expired friend", "plain text"])
