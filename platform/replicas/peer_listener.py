@@ -42,6 +42,7 @@ class PeerListener:
         self._context: ssl.SSLContext | None = None
         self._replica_of: Mapping[bytes, str] = {}
         self._relays: dict[PeerRelay, str] = {}
+        self._refuses_new = False
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._zmq = zmq.asyncio.Context()
@@ -64,6 +65,12 @@ class PeerListener:
         every = [one for certificates in accepted.values() for one in certificates]
         self._replica_of = {one.der: name for name, certificates in accepted.items() for one in certificates}
         self._context = tls_context(ssl.PROTOCOL_TLS_SERVER, own, every) if every else None
+
+    def refuse_new(self) -> None:
+        """Refuse all further sequences. Those that have arrived still run."""
+        self._refuses_new = True
+        for relay in self._relays:
+            relay.refuse_new()
 
     def end_all_but(self, replicas: frozenset[str]) -> None:
         """End the connections of servers that are not in `replicas`, because their rows have been deleted."""
@@ -131,6 +138,8 @@ class PeerListener:
             self._count_refusal("handshake" if name is None else "connections")
             return
         self._relays[relay] = name
+        if self._refuses_new:
+            relay.refuse_new()
         log.info("a replica connected", replica=name)
         reason = await relay.run()
         log.info("a replica disconnected", replica=name, reason=reason)

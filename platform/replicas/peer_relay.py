@@ -64,6 +64,7 @@ class PeerRelay:
         self._prompt_tokens: dict[str, int] = {}
         self._socket: zmq.asyncio.Socket | None = None
         self._early_frames: list[bytes] = []
+        self._refuses_new = False
         self.link = FrameLink(self._receive)
 
     @property
@@ -96,6 +97,10 @@ class PeerRelay:
         self.link.close("the engine stopped")
         return self.link.lost.result()
 
+    def refuse_new(self) -> None:
+        """Refuse further sequences, so that the other server runs them elsewhere. Those that have arrived still run."""
+        self._refuses_new = True
+
     def end(self, reason: str) -> None:
         self.link.close(reason)
 
@@ -118,6 +123,9 @@ class PeerRelay:
         except msgspec.MsgspecError:
             raise FrameRefused("it sent a message that no gateway may send") from None
         match message:
+            case Add(sequence_id=sequence_id) if self._refuses_new:
+                self._send_lost(sequence_id, 0, "the server is stopping")
+                return
             case Add(sequence_id=sequence_id, prompt=prompt):
                 if sequence_id in self._prompt_tokens or len(self._prompt_tokens) >= MAX_SEQUENCES:
                     raise FrameRefused("it sent too many sequences, or sent one twice")
@@ -161,12 +169,16 @@ class PeerRelay:
         ran = self._engine.ran_at_death
         for sequence_id, prompt_tokens in self._prompt_tokens.items():
             has_run = sequence_id in ran
-            end = Finished(
-                sequence_id=sequence_id,
-                reason="error",
-                prompt_tokens=prompt_tokens if has_run else 0,
-                completion_tokens=0,
-                code="engine_unavailable",
-                message=f"the engine stopped while this request was {'running' if has_run else 'waiting'}",
-            )
-            self.link.send(self._encoder.encode(end))
+            message = f"the engine stopped while this request was {'running' if has_run else 'waiting'}"
+            self._send_lost(sequence_id, prompt_tokens if has_run else 0, message)
+
+    def _send_lost(self, sequence_id: str, prompt_tokens: int, message: str) -> None:
+        end = Finished(
+            sequence_id=sequence_id,
+            reason="error",
+            prompt_tokens=prompt_tokens,
+            completion_tokens=0,
+            code="engine_unavailable",
+            message=message,
+        )
+        self.link.send(self._encoder.encode(end))

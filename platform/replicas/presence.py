@@ -111,12 +111,14 @@ class Presence:
         return await engine.stats(timeout_s, with_tiers)
 
     def drain(self) -> None:
-        """From the next beat on, ask for no more requests. Requests that this server has accepted still run."""
+        """Refuse further sequences of other servers, and tell them with the next beat. Accepted ones still run."""
         self._own.drain()
+        self._listener.refuse_new()
 
     def start(self, drain: asyncio.Event) -> None:
         """Beat every second until `close`. Once `drain` is set, the server drains."""
-        self._tasks.append(asyncio.create_task(self._beat_forever(drain), name="presence"))
+        self._tasks.append(asyncio.create_task(self._beat_forever(), name="presence"))
+        self._tasks.append(asyncio.create_task(self._drain_after(drain), name="presence-drain"))
         self._tasks.append(asyncio.create_task(self._check_claims_forever(), name="claim-checks"))
 
     async def drained(self, hurry: asyncio.Event, timeout_s: float) -> None:
@@ -169,10 +171,12 @@ class Presence:
         except (SQLAlchemyError, TimeoutError):
             log.info("the row in the table of replicas stays until other servers delete it")
 
-    async def _beat_forever(self, drain: asyncio.Event) -> None:
+    async def _drain_after(self, drain: asyncio.Event) -> None:
+        await drain.wait()
+        self.drain()
+
+    async def _beat_forever(self) -> None:
         while True:
-            if drain.is_set():
-                self.drain()
             try:
                 await self.beat()
             except Exception:

@@ -106,6 +106,27 @@ async def test_draining_replica_gets_no_new_requests_and_finishes_the_old(
         await until(lambda: second.presence.num_relayed == 0)
 
 
+async def test_draining_replica_refuses_sequences_of_servers_that_have_not_heard_of_it(
+    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with (
+        open_replica("rep_a", accounts, threads, tmp_path) as first,
+        open_replica("rep_b", accounts, threads, tmp_path) as second,
+    ):
+        await acquaint(first, second)
+        first.router.wanted = ["rep_b"]
+        second.scripted.script = lambda one: Script(token_ids=(1,) * 50, stall_after=1)
+        running = first.engine.submit(add("running", 50))
+        await anext(running)
+        second.presence.drain()
+        assert (await collect(first.engine.submit(add("late"))))[1].reason == "length"
+        assert [one.sequence_id for one in first.scripted.adds] == ["late"]
+        assert [one.sequence_id for one in second.scripted.adds] == ["running"]
+        assert first.metric("loramux_forwarded_sequences_total", outcome="moved") == 1
+        first.engine.abort("running")
+        assert (await collect(running))[1].reason == "abort"
+
+
 async def test_without_the_database_known_replicas_stay(
     accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
