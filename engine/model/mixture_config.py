@@ -189,7 +189,7 @@ def parse_mixture(raw: Mapping[str, Any], traits: MixtureTraits, num_layers: int
     if not layers or (num_experts == 0 and traits.layers is by_step):
         return None
     if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ModelNotSupported(f"{num_experts} experts in config.json are not in [1, {MAX_EXPERTS}]")
+        raise ModelNotSupported(f"the number of experts in config.json, {num_experts}, is not in [1, {MAX_EXPERTS}]")
     return MixtureConfig(
         layers=layers,
         routing=_parse_routing(raw, traits, num_experts),

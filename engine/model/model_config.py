@@ -490,7 +490,7 @@ def _intermediate_sizes(raw: Mapping[str, Any], family: Family, sources: Sequenc
     if family.has_altup and isinstance(raw[family.dense_size_field], list):
         sizes = raw[family.dense_size_field]
         if len(sizes) != len(sources):
-            raise ModelNotSupported(f"intermediate_size lists {len(sizes)} layers of {len(sources)}")
+            raise ModelNotSupported(f"intermediate_size has {len(sizes)} entries for {len(sources)} layers")
         return tuple(positive({"intermediate_size": size}, "intermediate_size") for size in sizes)
     size, factor = positive(raw, family.dense_size_field), 2 if raw.get("use_double_wide_mlp") else 1
     if factor == 2 and raw.get("enable_moe_block"):
@@ -552,7 +552,7 @@ def _parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_
     usual = family.layer_kinds(raw, num_layers)
     kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
     if len(kinds) != num_layers:
-        raise ModelNotSupported(f"layer_types names {len(kinds)} layers of {num_layers}")
+        raise ModelNotSupported(f"layer_types has {len(kinds)} entries for {num_layers} layers")
     known = (FULL, LINEAR if family.has_delta_layers else CHUNKED if family.has_chunks else SLIDING)
     for kind in kinds:
         if kind not in known:

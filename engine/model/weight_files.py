@@ -90,7 +90,7 @@ def text_tensors(stored_names: Iterable[str], found: Container[str]) -> Iterator
         if name is None:
             continue
         if name in found or name in names:
-            raise ModelNotSupported(f"the model has two tensors {name}")
+            raise ModelNotSupported(f"the model has two tensors named {name}")
         names.add(name)
         yield name, stored
 

@@ -123,7 +123,8 @@ def misshapen(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> Mod
 
 
 def misshapen_stack(stack: StackedPlace, found: tuple[int, ...]) -> ModelNotSupported:
-    return ModelNotSupported(f"the tensor {stack.name} has shape {list(found)} and no weight of expert {stack.expert}")
+    shape = list(found)
+    return ModelNotSupported(f"the tensor {stack.name} has shape {shape}, which does not fit expert {stack.expert}")
 
 
 def unexplained(name: str, dtype: str) -> ModelNotSupported:

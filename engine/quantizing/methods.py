@@ -44,7 +44,7 @@ class Method:
                 return group
         uneven = next(size for size in sorted(in_features) if size % self.groups[-1])
         raise ModelNotSupported(
-            f"a linear has {uneven} inputs, which groups of {self.groups[-1]} do not divide: use --quantization int8"
+            f"a linear has {uneven} inputs, which is not a multiple of {self.groups[-1]}: use --quantization int8"
         )
 
 

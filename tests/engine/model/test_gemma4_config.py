@@ -145,7 +145,7 @@ def test_gemma_3n_has_streams_and_sparse_layers(tmp_path: Path) -> None:
         ({**GEMMA3N, "altup_num_inputs": 17}, "altup_active_idx 0 of 17 streams"),
         ({**GEMMA3N, "activation_sparsity_pattern": [1.0] * 12}, "activation_sparsity_pattern"),
         ({**GEMMA3N, "activation_sparsity_pattern": [0.5]}, "for each of 12 layers"),
-        ({**GEMMA3N, "intermediate_size": [96]}, "intermediate_size lists 1 layers of 12"),
+        ({**GEMMA3N, "intermediate_size": [96]}, "intermediate_size has 1 entries for 12 layers"),
         ({**GEMMA3N, "intermediate_size": [0] * 12}, "intermediate_size is 0"),
         ({**GEMMA3N, "vocab_size_per_layer_input": 101}, "vocab_size_per_layer_input = 101"),
         ({"num_kv_shared_layers": 12}, "leaves no 'full_attention' layer"),

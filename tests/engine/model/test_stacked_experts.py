@@ -57,7 +57,7 @@ def test_a_stack_without_the_weight_is_refused(
 ) -> None:
     save_file(stacks(weights), tmp_path / "model.safetensors")
     with (
-        pytest.raises(ModelNotSupported, match=r"has shape \[2, 6, 8\] and no weight of expert"),
+        pytest.raises(ModelNotSupported, match=r"has shape \[2, 6, 8\], which does not fit expert"),
         open_weights(tmp_path) as opened,
     ):
         opened.tensor(name, shape)
