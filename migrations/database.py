@@ -204,7 +204,7 @@ class Database:
         return Moment(row[0] if self._clock is None else self._clock(), row[1] or 0)
 
     def upgrade(self, revision: str = "head") -> None:
-        """Upgrade the schema to the newest version, or to `revision`. Does nothing if it is current.
+        """Upgrade the schema to the newest version, or to `revision`. Does nothing if the schema is current.
 
         The upgrade is one transaction. If it deadlocks with gateways that are still running, it is rolled back and
         retried, and the gateways continue.

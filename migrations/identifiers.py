@@ -9,7 +9,7 @@ import time
 def new_id(prefix: str) -> str:
     """Create an identifier such as `ten_01940c2f...`. Identifiers sort by creation time."""
     milliseconds = time.time_ns() // 1_000_000
-    # One call, because each can wait for another thread of the interpreter.
+    # Draw all bits in one call, because each call can wait for another thread to release the interpreter lock.
     random_bits = secrets.randbits(74)
     value = (milliseconds & 0xFFFF_FFFF_FFFF) << 80 | 0x7 << 76 | (random_bits >> 62) << 64
     value |= 0b10 << 62 | random_bits & (1 << 62) - 1

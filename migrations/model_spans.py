@@ -15,7 +15,7 @@ from loramux.migrations.ledger_rollups import roll_up_ledger
 _HOUR_US, _DAY_US, _WEEK_US = 3_600_000_000, 86_400_000_000, 604_800_000_000
 _DOUBLED_US = tuple(_DAY_US << doublings for doublings in range(5))
 _MODELS, _FINEST = 3, 5
-"""Numbers of two grains: the one by tenant and model, and the finest one."""
+"""Numbers of two grains: the grain by tenant and model, and the finest grain."""
 _KEPT = ("tenant_id", "adapter_id", "adapter_version_id", "model", "base")
 _LEFT_OUT = ("api_key_id", "endpoint", "end_user", "status")
 _AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
@@ -29,7 +29,7 @@ def rebuild_all_rollups() -> Iterator[str]:
 
 
 def sum_up_models() -> Iterator[str]:
-    """Return the statements that add these sums to the result of step 0011, in order."""
+    """Return, in order, the statements that add these sums to the result of step 0011."""
     yield _hours()
     yield _delete((_WEEK_US,))
     for shorter_us, longer_us in pairwise(_DOUBLED_US):

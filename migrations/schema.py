@@ -317,7 +317,7 @@ usage_adjustments = Table(
     "usage_adjustments",
     metadata,
     Column("id", ID, primary_key=True),
-    # At most one correction per request. The request was recovered because its gateway seemed dead, but settled later.
+    # At most one correction per request. The gateway seemed dead, so the request was recovered, but it settled later.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     # Correction to the event's tokens. Negative if the request used fewer tokens.

@@ -10,10 +10,10 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
 
+# The function has no type, because SQLAlchemy would compare a boolean with 1, which rules out an index.
 class unlikely(GenericFunction[Any]):  # noqa: N801 - named like an SQL function
     """Marks a condition so that SQLite prefers its index: https://sqlite.org/lang_corefunc.html#likelihood"""
 
-    # Untyped, because SQLAlchemy would compare a boolean with 1, which rules out an index.
     inherit_cache = True
 
     def __init__(self, condition: ColumnElement[bool]) -> None:

@@ -222,7 +222,7 @@ class ApiKeys:
         return CreatedKey(key=key_of(row), secret=secret)
 
     def restart_grace_periods(self) -> int:
-        """Shorten grace periods that a clock that was set back would prolong. Return how many were shortened."""
+        """If the clock was set back, shorten the grace periods that this would prolong. Return their number."""
         table = schema.api_keys
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)

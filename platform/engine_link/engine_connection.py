@@ -97,7 +97,7 @@ class EngineConnection(EngineSession):
                 self._dispatch(message)
                 num_read += 1
                 data = self._received_now() if num_read < INITIAL_CREDIT else None
-            # Streams are read before more messages, however fast these arrive.
+            # Let readers of the streams run before more messages are handled, however fast messages arrive.
             await asyncio.sleep(0)
 
     def _take_what_arrived(self) -> None:

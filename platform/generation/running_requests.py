@@ -109,9 +109,9 @@ class RunningRequests:
             end_user=plan.end_user,
             loads_adapter=loads_adapter,
         )
-        # Shielded, because a reservation that commits while its client disconnects must still be settled.
         reserving = self._commit.submit(request)
         try:
+            # Shielded, because a reservation that commits while its client disconnects must still be settled.
             reservation: Reservation = await asyncio.wait_for(asyncio.shield(reserving), RESERVE_WAIT_S)
         except asyncio.CancelledError:
             reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
@@ -126,7 +126,7 @@ class RunningRequests:
         return reservation
 
     def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
-        """Start `life` in a separate task. It must run and settle the reserved request."""
+        """Start `life`, which must run and settle the reserved request, in a separate task."""
         gaps = self._metrics.token_gaps.of(plan.endpoint)
         generation = Generation(plan, self._engine, self._extend, self._clock, gaps.observe)
         task = asyncio.create_task(life(generation), name=plan.request_id)

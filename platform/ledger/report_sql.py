@@ -199,8 +199,8 @@ def _within(
     """Match times in one of the ranges and, with `tenant_id`, only rows of that tenant."""
     if not ranges:
         return false()
-    # In a timezone offset by half an hour, each day has two ranges. The condition is text, because SQLAlchemy would
-    # need seconds for thousands of expressions.
+    # In a timezone with a half-hour offset, each day has two ranges. The condition is text, because SQLAlchemy would
+    # take seconds to build thousands of expressions.
     name, is_of_tenant = f"{column.table.name}.{column.name}", ""
     if tenant_id is not None:
         # Repeat the condition in every range, so that SQLite uses the combined index for each.

@@ -38,7 +38,7 @@ class Structure(StrictModel):
 
 
 class StructuralTag(StrictModel):
-    """vLLM's structural tags: after a trigger the answer follows the structure that begins with it."""
+    """vLLM's structural tags: after a trigger, the answer follows the structure that begins with the trigger."""
 
     type: Literal["structural_tag"]
     structures: Structures

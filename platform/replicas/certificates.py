@@ -49,7 +49,7 @@ class OwnCertificate:
 
 
 class OwnCertificates:
-    """This server's certificates. Each gets a successor halfway through its lifetime, and both remain valid."""
+    """This server's certificates. Each gets a successor halfway through its lifetime, and both are accepted."""
 
     def __init__(self, name: str, now: Now = utc_now, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name

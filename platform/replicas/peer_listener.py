@@ -1,4 +1,4 @@
-"""The TLS listener for other servers, which identifies them by their certificates. It leads to the local engine."""
+"""The TLS listener through which other servers, identified by their certificates, use the local engine."""
 
 from __future__ import annotations
 

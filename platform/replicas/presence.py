@@ -44,7 +44,7 @@ class Call(Protocol):
 
 
 class Presence:
-    """Makes this server known to others, and others to its router. `start` does so in the background until `close`.
+    """Tells other servers about this one, and its router about them. `start` runs in the background until `close`.
 
     While the database is down, known peers are kept until their connections fail. Requests for a lost peer run on the
     remaining servers.

@@ -26,7 +26,7 @@ GONE_S = 5.0
 FORGOTTEN_S = 600.0
 """The rows of a server whose beat has not changed for this many seconds are deleted."""
 MAX_GAP_S = 2.0
-"""Longest time counted between two readings, in seconds. In a longer gap, no server may have reached the database."""
+"""Longest time counted between two readings, in seconds. In longer gaps, the database may have been unreachable."""
 
 log = structlog.get_logger()
 

@@ -103,7 +103,7 @@ class _GenerationBlock(Extension):
 
 
 class _Dict:
-    """`dict` without the attributes of Python's type."""
+    """The global `dict`, without the other attributes of Python's type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

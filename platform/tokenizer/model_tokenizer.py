@@ -58,7 +58,7 @@ class ModelTokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens, which is the id of the first one that an adapter can add."""
+        """The number of tokens, which is also the id of the first token that an adapter can add."""
         return next_token_id(self._tokenizer)
 
     @property

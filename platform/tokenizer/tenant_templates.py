@@ -47,7 +47,7 @@ MAX_CODE_BYTES = 512 * 1024
 """Longest compiled template that is kept, in bytes. The longest of the served families has 70,000."""
 
 NICENESS = 1
-"""Niceness of a rendering. The engine and the gateway go first, but the request waits."""
+"""Niceness of a rendering: the engine and the gateway go first, but only slightly, because a request is waiting."""
 
 RETRY_S = 1.0
 

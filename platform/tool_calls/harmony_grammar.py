@@ -13,7 +13,7 @@ def harmony_lark(rules: AnswerRules, json_options: Mapping[str, Any], other: str
     """Return the grammar of an answer. `other` names the subgrammar for the text of the final message.
 
     An answer is any number of messages that reason or announce a call, and then one call or the final message. gpt-oss
-    waits for the result of each call, so several calls never follow each other.
+    waits for the result of each call, so an answer never contains several calls.
     """
     assert rules.channels is not None
     channels, calls = rules.channels, rules.calls
@@ -26,7 +26,7 @@ def harmony_lark(rules: AnswerRules, json_options: Mapping[str, Any], other: str
         f'before: {channel} ("{harmony.ANALYSIS}" | "{harmony.COMMENTARY}") {message} TEXT {end} {start}',
         f"final_text: {other or 'TEXT'}",
         f'final: {channel} "{harmony.FINAL}" {message} final_text',
-        # The three spellings of the type of the arguments that the model was trained with.
+        # The model was trained with three spellings of the arguments' type.
         f'arguments_begin: (" json" | " " {marker[harmony.CONSTRAIN]} "json")? {message}',
     ]
     last, forced = "final", False
