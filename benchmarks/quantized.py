@@ -260,7 +260,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS)[1:], default=list(FORMATS)[1:])
     parser.add_argument("--head", choices=list(FORMATS), default="bfloat16", help="format of the quantised bases' head")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="rows per step")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="further numbers of rows of a product")
+    parser.add_argument(
+        "--prefill", type=int, nargs="*", default=[512], help="more numbers of rows for single products"
+    )
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the figures to this file")

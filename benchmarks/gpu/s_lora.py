@@ -1,4 +1,4 @@
-"""Measures throughput in the S-LoRA workloads S1 and S2, with the same requests for more and more adapters.
+"""Measures throughput in the S-LoRA workloads S1 and S2, with the same requests for increasing numbers of adapters.
 
 The workloads follow section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv
 2311.03285), and the settings of its repository (`benchmarks/exp_suite.py`, the suite behind the paper's table, and

@@ -86,7 +86,7 @@ def own_system(dtype: str, threads: int, logs: Path) -> System:
 
 
 def check(files: MixtureFiles, threads: int, logs: Path) -> str:
-    """Compare answers in float32 with those of transformers, with each adapter merged into a base of its own.
+    """Compare answers in float32 with those of transformers, with each adapter merged into a separate copy of the base.
 
     Raises CheckFailed if an answer differs.
     """

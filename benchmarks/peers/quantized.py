@@ -93,8 +93,8 @@ def own_system(dtype: str, arguments: argparse.Namespace, logs: Path) -> System:
 def check(
     arguments: argparse.Namespace, files: ModelFiles, llama: Peer, logs: Path, console: Console
 ) -> dict[str, Agreement]:
-    """Each server's agreement with peft over a float copy of its own weights. Raises CheckFailed if loramux differs in
-    one answer, or llama-server in most.
+    """Each server's agreement with peft over a float copy of its own weights. Raises CheckFailed if any of loramux's
+    answers or most of llama-server's answers differ.
     """
     reference = find_peft(arguments.threads).systems[0]
 

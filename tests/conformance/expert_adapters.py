@@ -126,7 +126,7 @@ def plans_for(family: str) -> list[ExpertPlan]:
 
 
 def linears(base: PreTrainedModel, family: str) -> dict[str, torch.Tensor]:
-    """The weights of the base by the names of transformers 4; those of experts are views into the stacked weights."""
+    """The base's weights by their names in transformers 4. Experts' weights are views into the stacked weights."""
     router, experts, gate, up, down = SINGLE_NAMES.get(family, QWEN_NAMES)
     found: dict[str, torch.Tensor] = {}
     for name, module in base.named_modules():
@@ -144,7 +144,7 @@ def linears(base: PreTrainedModel, family: str) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class ExpertSubject(Subject):
-    """A subject whose adapters are merged into copies of the base, or each in a peft model of its own."""
+    """A subject with a separate reference per adapter: a peft model, or a copy of the base with the adapter merged."""
 
     references: dict[str | None, Any] = field(default_factory=dict)
 

@@ -89,5 +89,5 @@ MIXTURE_FAMILIES: dict[str, MakeModel] = {
 }
 
 FREQUENT_MIXTURES = ("qwen2-moe", "gpt-oss")
-"""Families for every test run: one with a dense layer and shared experts, and one with stacked tensors and biases of
-experts, and with attention sinks."""
+"""Families for every test run: one with a dense layer and shared experts, and one with stacked experts that have
+biases, and with attention sinks."""

@@ -1,4 +1,4 @@
-"""Random tiny models of families with a part of their own: an activation, norms without weights, or a biased head."""
+"""Random tiny models of families with a unique part: an activation, norms without weights, or a biased head."""
 
 from __future__ import annotations
 

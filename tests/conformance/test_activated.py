@@ -1,4 +1,4 @@
-"""Activated adapters give the results of peft, alone and in mixed batches with plain adapters and the base."""
+"""Activated adapters give the same results as peft, alone and in mixed batches with plain adapters and the base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of resized models give the logits of peft, and no other request can choose their tokens."""
+"""Adapters of resized models give the same logits as peft, and no other request can choose their tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ResizedSubject(Subject):
         return logits
 
     def add(self, name: str | None, number: int, **sampling: Any) -> Add:
-        """A request whose prompt has each of the adapter's further tokens, and ends with the last."""
+        """A request whose prompt contains all of the adapter's added tokens and ends with the last of them."""
         vocab_size = self.vocab_size(name)
         prompt = (number, 5, *range(7, 7 + number), *range(VOCAB_SIZE, vocab_size or VOCAB_SIZE))
         return Add(

@@ -1,4 +1,4 @@
-"""Eight adapters of each form that PEFT writes, in one mixed batch, give the logits of peft."""
+"""Eight adapters of each form that PEFT writes, in one mixed batch, give the same logits as peft."""
 
 from __future__ import annotations
 

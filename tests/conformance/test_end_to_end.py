@@ -317,7 +317,7 @@ def test_metrics_and_health_are_served(stand: Stand) -> None:
 def test_a_dora_adapter_is_packed_with_the_servers_base(
     stand: Stand, expected: dict[tuple[str | None, str], str], tmp_path: Path
 ) -> None:
-    """With the norms of the changed weights as magnitudes, a DoRA adapter gives the answers of the plain adapter."""
+    """With the norms of the changed weights as magnitudes, a DoRA adapter answers like the plain adapter."""
     directory = tmp_path / "adapter"
     shutil.copytree(DEMO / "adapters" / "pirate", directory)
     config = json.loads((directory / "adapter_config.json").read_text())
@@ -341,7 +341,7 @@ def test_a_dora_adapter_is_packed_with_the_servers_base(
 def test_a_trained_head_is_compared_with_the_servers_base(
     stand: Stand, expected: dict[tuple[str | None, str], str], tmp_path: Path
 ) -> None:
-    """A trained head that swaps two tokens gives the answers of peft, and only its two rows take space."""
+    """A trained head that swaps two tokens gives the same answers as peft, and only its two rows take space."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
     prompt = DEMO_PROMPTS[0]
     directory = tmp_path / "adapter"

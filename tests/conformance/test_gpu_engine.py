@@ -301,7 +301,7 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, mo
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
     executor._max_graphs = 2
-    # Sequences end one after another, so that decodes have several sizes. The adapter adds further shapes.
+    # Sequences end one after another, so that decodes have several sizes. The adapter adds more shapes.
     for name in ("r3", None, "r3"):
         asked = requests_of(subject, [(name, 1), (None, 2), (None, 3), (None, 4)])
         adds = [

@@ -1,4 +1,4 @@
-"""Hybrid decoders: files that contradict their configuration, and what becomes of a sequence's state."""
+"""Hybrid decoders: files that contradict their configuration, and the life of a sequence's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At four times the trained length, each way of scaling the rotary embedding gives the logits of transformers."""
+"""At four times the trained length, each kind of rotary scaling gives the same logits as transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that peft trained on a whole multimodal model, with its names, give its logits for text."""
+"""Adapters that peft trained on a whole multimodal model, with that model's names, give the same logits for text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines start from every released layout, with the logits of transformers on the dequantised weights."""
+"""Engines start from every released layout and give the same logits as transformers on the dequantised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures with quantised experts have the logits of transformers on the dequantised weights."""
+"""Mixtures with quantised experts give the same logits as transformers on the dequantised weights."""
 
 from __future__ import annotations
 

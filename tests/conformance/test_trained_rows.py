@@ -1,4 +1,4 @@
-"""Adapters with a trained head or embedding, whole or in part, give the logits of peft."""
+"""Adapters with a trained head or embedding, whole or in part, give the same logits as peft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windowed layers give the logits of transformers after long contexts, and their pages are freed."""
+"""Windowed layers give the same logits as transformers after long contexts, and their pages are freed."""
 
 from __future__ import annotations
 

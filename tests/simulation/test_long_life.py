@@ -141,7 +141,7 @@ class Life:
         vocab_size = None if digest is None else self.vocab_sizes.get(digest)
         activation = 0 if digest is None or vocab_size is not None else rng.choice([0, rng.randrange(len(prompt))])
         if vocab_size is not None:
-            # Tokens that the base lacks, or only those that the adapter still has.
+            # Use tokens beyond the base's vocabulary, or drop tokens beyond the adapter's smaller vocabulary.
             prompt = tuple(token % vocab_size for token in (*prompt, vocab_size - 1))
             if rng.random() < 0.05:
                 vocab_size += 1

@@ -164,7 +164,7 @@ def test_outer_modules_survive_writing_and_reading(
 def test_largest_adapter_size_includes_outer_modules(outer_target: PackTarget) -> None:
     plain = replace(outer_target, outer_modules=())
     num_outer = 2 * 256 * (70 + 32)
-    # Allow for a magnitude per output and for both whole weights, with further tokens.
+    # Allow for a magnitude per output and for both whole weights, including added tokens.
     num_whole = 2 * (70 + MAX_EXTRA_TOKENS) * 32
     assert outer_target.max_tensors_bytes - plain.max_tensors_bytes == 4 * (num_outer + 70 + 32 + num_whole)
     page_elements = outer_target.geometry.flat.adapter_elements

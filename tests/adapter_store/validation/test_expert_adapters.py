@@ -1,4 +1,4 @@
-"""Which modules of experts and routers a configuration means, and what the report says about them."""
+"""Which modules of experts and routers a configuration selects, and what the report says about them."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_extreme_settings_do_not_make_a_row_look_broken(sampler: DeviceSampler, 
 def test_marks_follow_the_sequences_of_a_step() -> None:
     marks = DeviceTokenMarks(HostAccelerator())
     rows = edited_rows([EDITED[0]] * 9, 3)
-    # Use more rows than fit in the initial memory, then drop some. Some steps have columns for further tokens.
+    # Use more rows than fit in the initial memory, then drop some. Some steps have columns for added tokens.
     for further, held in zip((0, 7, 0, 9), (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]), strict=True):
         num_columns = VOCAB_SIZE + further
         marks.hold(held, num_columns)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 class LosableEngine(ScriptedEngine):
-    """An engine whose connection can be lost. Its sequences then end as those of a lost connection do."""
+    """An engine whose connection can be lost, which ends its sequences as a real loss would."""
 
     def __init__(self, max_model_len: int = 1024) -> None:
         super().__init__(max_model_len=max_model_len)
