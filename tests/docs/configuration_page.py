@@ -14,9 +14,9 @@ HEAD = """# Configuration
 `make docs` generates this page from the settings, and a test compares the two.
 
 A setting is read from its flag, then from its variable, then from the TOML file given by `--config` (or
-`LORAMUX_CONFIG`), where it has its own name. The server does not start with an unknown setting or variable, or with a
-wrong value. It reports all errors together and suggests corrections. Sizes can be written as `8GiB` or `500MB`.
-Secrets have no flag, because every process on a machine can read the command lines of the others.
+`LORAMUX_CONFIG`), where its key is the setting's name. The server does not start with an unknown setting or variable,
+or with a wrong value. It reports all errors together and suggests corrections. Sizes can be written as `8GiB` or
+`500MB`. Secrets have no flag, because every process on a machine can read the command lines of the others.
 
 ```toml
 # loramux serve --config loramux.toml
@@ -32,8 +32,8 @@ max_resident_adapters = 1024
 disk_tier_bytes = "200GiB"
 ```
 
-In the file, a list is a TOML array or a text with commas. The file can also contain secrets; give a file
-with secrets, or with a password in `database_url`, mode 600. [Production](production.md#settings-and-secrets) keeps
+In the file, a list is a TOML array or a string with commas. The file can also contain secrets. If it does, or if
+`database_url` contains a password, give the file mode 600. [Production](production.md#settings-and-secrets) keeps
 secrets in the environment.
 
 | setting | variable and flag | kind | default | what it does |

@@ -15,8 +15,8 @@ HEAD = """# Models
 
 `make docs` generates this page from the program, and a test compares them. It lists every architecture that
 `transformers` knows as a causal or an image-text model, by the name in `architectures` of `config.json`. Of {total}
-architectures, {served} are served and {refused} are refused. `loramux check DIRECTORY` tells whether a model directory
-would be served, and needs no server.
+architectures, {served} are served and {refused} are refused. `loramux check DIRECTORY` says, without a server, whether
+a model directory would be served.
 
 ## Served
 

@@ -34,7 +34,7 @@ VLLM = (
 
 MEANINGS = {
     "add_generation_prompt": "whether the rendered conversation ends with the start of an answer",
-    "add_special_tokens": "whether tokenizing the prompt adds special tokens",
+    "add_special_tokens": "completion prompts always get special tokens, and chat templates write their own",
     "allowed_token_ids": "the only tokens that the answer can contain, up to 1,024, including the end of sequence",
     "audio": "the server generates text only",
     "bad_words": "up to 64 words that the answer must not contain, with and without a space before them",
@@ -43,7 +43,7 @@ MEANINGS = {
     "chat_template": "templates belong to models; a request cannot supply one",
     "chat_template_kwargs": "additional variables of the chat template, such as `enable_thinking`",
     "continue_final_message": "whether the answer continues the last message",
-    "documents": "documents for the chat template",
+    "documents": "the server passes no documents to the chat template",
     "early_stopping": "there is no beam search",
     "echo": "repeats the prompt before each choice, also in the log-probabilities; cannot be streamed with `logprobs`",
     "frequency_penalty": "lowers the probability of tokens by their number of occurrences in the answer",
@@ -56,7 +56,7 @@ MEANINGS = {
     "guided_regex": "the older name of `structured_outputs.regex`",
     "guided_whitespace_pattern": "the whitespace in JSON cannot be chosen",
     "ignore_eos": "continues after the end-of-sequence token",
-    "include_reasoning": "whether the answer contains the reasoning",
+    "include_reasoning": "the reasoning is always returned",
     "include_stop_str_in_output": "whether the text includes the stop string or stop token that ended it",
     "kv_transfer_params": "prefill and decoding run in one engine",
     "length_penalty": "there is no beam search",
@@ -115,7 +115,7 @@ MEANINGS = {
     "truncate_prompt_tokens": "keeps this many tokens at the end of each prompt; -1 keeps as many as fit the context",
     "use_beam_search": "there is no beam search; sample several choices with `n` or `best_of`",
     "user": "the end user in usage reports; keeps the user on one version of an alias",
-    "verbosity": "only models of OpenAI support it",
+    "verbosity": "only OpenAI's own models support it",
     "vllm_xargs": "the server has no plug-ins",
     "web_search_options": "the server does not search the web",
 }
