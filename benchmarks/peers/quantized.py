@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.peers.__main__ import LOADS, MIN_COLUMNS, exit_on_signal, load_of, positive
-from benchmarks.peers.agreement import LEAST_SHARE, Agreement, CheckFailed, answers_of, compare, require_effect
+from benchmarks.peers.agreement import Agreement, CheckFailed, answers_of, compare, require_effect
 from benchmarks.peers.figures import Goals, ratios, tokens_per_second
 from benchmarks.peers.float_copies import llama_copy, own_copy
 from benchmarks.peers.in_process import find_peft
@@ -40,6 +40,11 @@ FORMATS = {"int8": "Q8_0", "int4": "Q4_0"}
 
 KINDS = (BASE, DISTINCT)
 GOALS = Goals({BASE: 1.0, DISTINCT: 4.0}, {})
+
+LEAST_SHARE = 0.25
+"""Least share of llama-server's answers that must equal peft's. Rounding inputs to 8 bits changes the choice between
+tokens of similar likelihood, which are frequent in a random model, but a wrong model or adapter changes every answer.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +99,7 @@ def check(
     arguments: argparse.Namespace, files: ModelFiles, llama: Peer, logs: Path, console: Console
 ) -> dict[str, Agreement]:
     """Each server's agreement with peft over a float copy of its own weights. Raises CheckFailed if any of loramux's
-    answers or most of llama-server's answers differ.
+    answers differ, or more of llama-server's than rounding explains.
     """
     reference = find_peft(arguments.threads).systems[0]
 
@@ -115,7 +120,7 @@ def check(
         copy = llama_copy(files, found, FORMATS[arguments.quantization])
         agreements[llama.name] = agreement_of(llama.check, copy)
         if agreements[llama.name].share < LEAST_SHARE:
-            raise CheckFailed(f"most answers of {llama.name} differ from peft's: {agreements[llama.name]}")
+            raise CheckFailed(f"too many answers of {llama.name} differ from peft's: {agreements[llama.name]}")
     return agreements
 
 
