@@ -283,7 +283,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rank", type=int, default=16)
     add("--rounds", type=int, default=5, help="measured rounds per system and kind of request")
     add("--pairs", type=int, default=15, help="pairs of first uses, with and without a schema")
-    add("--schema-bytes", type=int, default=20_000, help="size of a new schema")
+    add("--schema-bytes", type=int, default=20_000, help="size of each new schema, in bytes")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="directory for models and logs")

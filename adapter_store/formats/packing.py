@@ -36,8 +36,8 @@ class PackedAdapter:
     `scales` is float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 for an absent
     module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is
     `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer modules' stream is element `e` of the first
-    `layout.num_outer_pages` pages. Elements that belong to no row and no id are zero. `base` is the fingerprint of the
-    base's weights if the payload depends on them, or None.
+    `layout.num_outer_pages` pages. Elements that belong to neither a row nor an id are zero. `base` is the fingerprint
+    of the base's weights if the payload depends on them, or None.
     """
 
     digest: str

@@ -40,7 +40,10 @@ class TenantPatch(_Body):
 
 
 class NewKey(_Body):
-    """A null `tenant` creates a platform key. `adapters` restricts the key, by identifier or `[tenant/]name`."""
+    """A null `tenant` creates a platform key.
+
+    `adapters` lists the only adapters that the key may name, each as an identifier or `[tenant/]name`.
+    """
 
     tenant: str | None
     name: str = Field(default="default", min_length=1, max_length=200)

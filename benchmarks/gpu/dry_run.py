@@ -166,7 +166,7 @@ def markdown(bench: Bench, parts: Sequence[PlannedPart], limits: Limits, problem
         "",
         f"All parts in one run: {total_s:.0f} s, including {compile_s:.0f} s to compile in {MAX_WARMERS} processes. No "
         f"case starts after {limits.total_s:.0f} s, and the run ends "
-        "within nine minutes. A part that runs alone has all of that time.",
+        "within nine minutes. A part that runs alone may use all of that time.",
     ]
     for part in parts:
         lines += ["", f"## {part.name}", "", "| case | tensors | rows | holds, GB | GB | s | programs | fits |"]

@@ -139,7 +139,7 @@ def _run_script(found: LlamaFiles, script: str, out: Path, outtype: str, *argume
 
 
 def _run(before: Sequence[str], after: Sequence[str], out: Path, advice: str = "") -> None:
-    """Run a command with the output file between its arguments. The file appears once it is complete."""
+    """Run a command with the output file between its arguments. The file appears only once it is complete."""
     part = out.with_suffix(".part")
     command = [*before, str(part), *after]
     ran = subprocess.run(command, capture_output=True, text=True, env=server_environment({}), check=False)

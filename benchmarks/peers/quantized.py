@@ -1,9 +1,10 @@
 """Compares loramux on an 8-bit or 4-bit base with llama-server on a base of the same width, on a CPU.
 
-llama-server serves the Q8_0 or Q4_0 that its own quantiser writes. Sixteen greedy requests arrive together, for the
-base only and for sixteen adapters. Before that, each server's answers on the small model, with K and V in float32, are
-compared with peft's answers over a float32 copy of that server's own dequantised weights. loramux must give the same
-tokens. llama-server rounds the inputs of its products to 8 bits, so the number of equal answers is reported.
+llama-server serves a Q8_0 or Q4_0 file that llama.cpp's own quantiser writes. Sixteen greedy requests arrive together,
+for the base only and for sixteen adapters. Before that, each server's answers on the small model, with K and V in
+float32, are compared with peft's answers over a float32 copy of that server's own dequantised weights. loramux must
+give the same tokens. llama-server rounds the inputs of its products to 8 bits, so the number of equal answers is
+reported.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Decoder:
 
     @torch.inference_mode()
     def embed(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
-        """Embeddings of a step's tokens, including adapters, `[num_tokens, hidden_size]`."""
+        """Embeddings of a step's tokens with their adapters applied, `[num_tokens, hidden_size]`."""
         tokens, segments = inputs.tokens, inputs.embedding_segments
         is_adapted = segments is not None and segments.num_segments > 0
         if is_adapted:

@@ -90,7 +90,7 @@ def quantize(model_dir: Path, destination: Path, method: str, progress: Callable
     group = how.group({tensor.shape[1] for tensor in tensors.values()})
     jobs = [_Job(name, tensor, how, group) for name, tensor in tensors.items()]
     if method.endswith(WITH_HEAD):
-        # A head that is tied to the embedding becomes a weight of its own.
+        # A head that is tied to the embedding is written as a separate weight.
         jobs.append(_Job(HEAD, plain[EMBEDDING if config.tied_embeddings else HEAD], HEAD_METHOD, None))
     unfinished = destination.with_name(f"{_UNFINISHED}{os.getpid()}")
     for left in destination.parent.glob(f"{_UNFINISHED}*"):

@@ -45,7 +45,7 @@ class FileSpanExporter(SpanExporter):
 
 
 def open_provider(config: TraceConfig, service: str, sampler: Sampler | None = None) -> TracerProvider:
-    """Open a tracer provider that exports spans as configured. Raises ConfigNotUsable if that fails."""
+    """Create a tracer provider that exports spans as configured. Raises ConfigNotUsable if that fails."""
     resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
     processor = BatchSpanProcessor(_open_exporter(config), MAX_WAITING, EXPORT_INTERVAL_MS)

@@ -97,7 +97,7 @@ class _Table:
             self._tables = [builder.trunc(part, _PACKED) for part in (both, _shifted(builder, both, 8))]
 
     def select(self, builder: Any, place: Any) -> list[Any]:
-        """The integers of a pair of inputs for all outputs, in registers of pairs."""
+        """The weights of all outputs for one pair of inputs, as integers. Each output's two weights are adjacent."""
         codes = builder.load(builder.bitcast(place, _PACKED.as_pointer()), align=1)
         if HAS_BYTE_TABLES:
             low, high = builder.and_(codes, ir.Constant(_PACKED, [15] * 32)), _shifted(builder, codes, 4)
@@ -131,7 +131,10 @@ def table_of(context: Any, builder: Any, table: Any, array: Any) -> _Table | Non
 
 
 def emit_weights(builder: Any, codes: Any, k: Any, lookup: _Table | None) -> list[Any]:
-    """The integers of the pair `k` of inputs for all outputs, in registers of pairs. Also prefetches later codes."""
+    """The weights of all outputs for the `k`-th pair of inputs, as integers.
+
+    Each output's two weights are adjacent. Also prefetches later codes.
+    """
     place = builder.gep(codes, [builder.mul(k, _LONG(2 * OUTPUTS if lookup is None else OUTPUTS))])
     emit_prefetch(builder, builder.gep(place, [_LONG(AHEAD_BYTES)]), FIRST_CACHE)
     if lookup is not None:

@@ -11,9 +11,9 @@ from loramux.kernels.routing_spec import RoutingSpec
 def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
     """Choose the experts of each token from its logits, float32 `[T, num_experts]`.
 
-    `bias` is float32 `[num_experts]` and finite. A token whose logits have no softmax, because one is NaN or positive
-    infinity or all are negative infinity, gets the first `top_k` experts, with weights NaN. Among equal experts or
-    groups, the first are chosen.
+    `bias` is float32 `[num_experts]` and finite. If the softmax of a token's logits is undefined, because one is NaN or
+    positive infinity or all are negative infinity, the token gets the first `top_k` experts, with NaN weights. Among
+    equal experts or groups, the first are chosen.
     """
     shares = logits.softmax(-1)
     is_usable = shares.isfinite().all(-1, keepdim=True)

@@ -101,7 +101,7 @@ class EngineConnection(EngineSession):
             await asyncio.sleep(0)
 
     def _take_what_arrived(self) -> None:
-        """Handle messages that already arrived, so that their tokens are billed and finished sequences succeed."""
+        """Handle messages that have already arrived, so that their tokens are billed and finished sequences succeed."""
         while (data := self._received_now()) is not None:
             try:
                 self._dispatch(self._decoder.decode(data))

@@ -73,7 +73,10 @@ class RunningRequests:
         return len(self._tasks)
 
     async def reserve(self, plan: Plan) -> Reservation:
-        """Reserve the maximum cost. Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble or one of TROUBLE."""
+        """Reserve the maximum cost.
+
+        Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble, or an exception in TROUBLE.
+        """
         self._check()
         adapter = plan.adapter_to_load
         if adapter is None:

@@ -43,7 +43,7 @@ class SignOn:
     asked_us: int
     """When the provider was last asked for the roles, as Unix time in microseconds."""
     id_token: str
-    """The ID token, which is sent to the provider if the person signs out there."""
+    """The ID token, which is sent to the provider if the person also signs out there."""
     access_token: str
     refresh_token: str | None
     needs_browser: bool = False
