@@ -48,9 +48,10 @@ class AssembledGateway:
 def assemble_gateway(
     settings: Settings, directory: DataDirectory, model: ModelConfig, engine: EngineClient, is_loopback: bool
 ) -> Iterator[AssembledGateway]:
-    """Assemble the process, except its listeners. Raises StartRefused. Entering and exiting the context both block.
+    """Assemble the gateway process, except for its listeners.
 
-    The database belongs to the server. A schema with another version is refused, not upgraded.
+    Raises StartRefused. Entering and exiting the context both block. The database belongs to the server. A schema with
+    another version is refused, not upgraded.
     """
     with ExitStack() as stack:
         try:

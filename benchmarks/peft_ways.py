@@ -13,7 +13,7 @@ import torch
 def generate(
     model: Any, prompts: torch.Tensor, num_tokens: int, adapter_names: list[str] | None
 ) -> tuple[list[list[int]], float]:
-    """Run a greedy static batch, and return each row's tokens and the total seconds.
+    """Decode a static batch greedily, and return each row's tokens and the total time in seconds.
 
     `adapter_names` contains one name per row (`__base__` for no adapter). If it is None, all rows use the active
     adapter.

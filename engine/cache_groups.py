@@ -91,7 +91,7 @@ class CacheLayout:
         return self.num_state_pages + sum(-(-count // group.page_tokens) for count, group in kept)
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Maximum number of blocks, and of pages of a state, that a sequence of up to `num_tokens` tokens has."""
+        """Maximum number of blocks plus state pages that a sequence of up to `num_tokens` tokens has at any time."""
         kept = (min(num_tokens, self.max_kept(group, step_tokens)) for group in self.groups)
         pages = ((-(-tokens // group.page_tokens), group) for tokens, group in zip(kept, self.groups, strict=True))
         return self.num_state_pages + sum(num_pages * group.num_blocks for num_pages, group in pages)

@@ -93,7 +93,7 @@ def parse_tokens(listed: Sequence[Any], vocab_size: int) -> tuple[AddedToken, ..
 
 def _parse_token(fields: Any, param: str) -> AddedToken:
     if not isinstance(fields, Mapping) or fields.keys() != {"id", "content", *FLAGS}:
-        _refuse(f"a token must have the keys id, content, {', '.join(FLAGS)}", param)
+        _refuse(f"a token must have exactly the keys id, content, {', '.join(FLAGS)}", param)
     if type(fields["id"]) is not int or fields["id"] < 0:
         _refuse("a token's id must be a whole number, at least 0", f"{param}.id")
     content = fields["content"]

@@ -18,7 +18,7 @@ class InvalidJson(ValueError):
 
 
 class DuplicateKey(InvalidJson):
-    """An object contains a key twice, so two readers could see different values."""
+    """An object contains a key twice, so two parsers could see different values."""
 
     def __init__(self, key: str) -> None:
         super().__init__("a key appears twice")

@@ -306,7 +306,9 @@ class PackedSource:
         return packed
 
     def _keep_unless(self, check_wanted: Callable[[], None], digest: str, file: Path) -> None:
-        """Keep the downloaded file on disk even if the fetch was cancelled in the meantime."""
+        """If the fetch was cancelled during the download, keep the file on disk anyway, and raise the cancellation
+        again.
+        """
         try:
             check_wanted()
         except BaseException:

@@ -8,7 +8,7 @@ import socket
 from loramux.admin.errors import StartRefused
 
 MAX_UNSENT_BYTES = 16 * 1024
-"""Maximum unsent data that the kernel buffers per connection, in bytes."""
+"""Maximum amount of unsent data that the kernel buffers per connection, in bytes."""
 
 
 def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.socket:

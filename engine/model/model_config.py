@@ -85,12 +85,11 @@ class ModelConfig:
     added to every norm's weight. `qk_norm` is None if q and k are not normed. `clip_qkv` limits q, k and v, or is None.
     `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form a single linear.
     Adapters see the same linears. A soft cap of None means no cap. With `has_sinks`, each head's softmax has a further
-    key without a value. The layers of `mixture`, which is None if there are none, have experts instead of a
-    feed-forward of `intermediate_size`. The layers of `delta`, which is None if there are none, have a gated delta rule
-    instead of attention. With `gates_attention`, the query projection yields q, then a gate, for each head.
-    `quantization` is the format of the stored weights, or None if they are floats. Tensors whose names begin with one
-    of `draft_tensors` belong to layers that predict further tokens, or that read the K and V of another layer. They are
-    not needed.
+    key without a value. `mixture` describes the layers with experts instead of a feed-forward of `intermediate_size`,
+    or is None. `delta` describes the layers with a gated delta rule instead of attention, or is None. With
+    `gates_attention`, the query projection yields q, then a gate, for each head. `quantization` is the format of the
+    stored weights, or None if they are floats. Tensors whose names begin with one of `draft_tensors` belong to layers
+    that predict further tokens, or that read the K and V of another layer. They are not needed.
     """
 
     architecture: str

@@ -293,7 +293,8 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
       `rows` are not read. The grid has `num_segments` columns. Everything else is read on the device, so a captured
       graph stays valid when the segments change. Rows of a segment are processed 16 at a time, or 64 at a time if
       `max_rows` is at least 64.
-    - For a group of experts, `t` is a pair of a `Routing`, `call.segments.experts` is int32 `[num_segments]`, and `x`
+    - For a group of experts, `t` indexes the pairs of a `Routing`, `call.segments.experts` is int32 `[num_segments]`,
+    and `x`
       has a row for each pair or for each token. The number of rows of `planes` is the number of pairs.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous; plane `s` contains the
       contribution of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to

@@ -23,7 +23,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import Charge
 
 LEASE_US = 30_000_000
-"""A gateway's reservations are recovered if it makes no checkpoint for this long, in microseconds."""
+"""Time after a reservation's last checkpoint, in microseconds, when the reservation is recovered."""
 
 
 class ReservationRow(RequestRow, frozen=True, gc=False):

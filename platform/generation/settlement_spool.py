@@ -113,7 +113,7 @@ class SettlementSpool:
         return SpoolContents(tuple(closing for _, closing in found if closing is not None), len(self._damaged))
 
     def end_replay(self, refused: Iterable[Closing] = ()) -> None:
-        """Mark the records that `begin_replay` read as settled, and set aside the `refused` ones.
+        """Mark all records read by `begin_replay` as settled, and set aside the `refused` ones.
 
         Raises OSError if the refused records cannot be written. All records then remain waiting.
         """

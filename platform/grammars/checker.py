@@ -73,7 +73,8 @@ class GrammarChecker:
     """Checks each constraint once per tenant, in a forked, confined process with limits on time and memory.
 
     Outcomes are cached per tenant, so a fast answer reveals nothing about another tenant's constraints. Each tenant has
-    one check at a time. Its other requests wait, without delaying other tenants. Belongs to the event loop.
+    one check at a time. Its other requests wait, without delaying other tenants. Not thread-safe: use it only from the
+    event loop.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class CompletionAnswer:
         """Return the log-probabilities of the prompt and the choice. The prompt's first token has none."""
         length = len(self.echoes[delta.index])
         tokens = [self._spelled(token_id) for token_id in self.echoed_tokens[delta.index]]
-        # The text can lack special tokens.
+        # The echoed text may omit special tokens, so offsets computed from the tokens can exceed its length.
         offsets = [min(offset, length) for offset in _text_offsets(tokens, 0)[:-1]]
         scored = delta.prompt_logprobs
         return {

@@ -1,4 +1,4 @@
-"""Limits of tenants, keys and adapters with their usage, and admission checks for hypothetical requests."""
+"""The limits of tenants, keys and adapters, their current usage, and admission checks for hypothetical requests."""
 
 from __future__ import annotations
 

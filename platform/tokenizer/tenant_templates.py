@@ -69,7 +69,10 @@ class _Known:
 
 
 class TenantTemplates:
-    """Renders and checks tenants' templates. A tenant waits only for its own renderings. Belongs to the event loop."""
+    """Renders and checks tenants' templates.
+
+    A tenant waits only for its own renderings. Not thread-safe: use it only from the event loop.
+    """
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class BitsAndBytesFormat:
         if largest.size != shape[0]:
             raise parts.wrong(".SCB", f"has shape {list(largest.shape)} for {shape[0]} outputs")
         if parts.has(".weight_format") and parts.tensor(".weight_format", "U8").array().any():
-            raise parts.wrong(".weight_format", "specifies an order of the weights other than row-major")
+            raise parts.wrong(".weight_format", "specifies a weight layout other than row-major")
         scales = largest.reshape(-1, 1) / np.float32(127)
         return affine_weight(parts, 8, flip_sign(parts.tensor(".weight", "I8").array()), scales, None)
 
