@@ -66,7 +66,7 @@ class EngineSession(ABC):
 
     @abstractmethod
     async def wait_lost(self) -> None:
-        """Return once the engine has died, closed the connection, or sent an unreadable message."""
+        """Wait until the engine has died, closed the connection, or sent an unreadable message."""
 
     @abstractmethod
     def close(self, running: frozenset[str]) -> list[Add]:

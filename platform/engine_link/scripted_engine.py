@@ -39,14 +39,14 @@ class Script:
 
     token_ids: tuple[int, ...]
     delay_s: float = 0.0
-    """Delay before each output."""
+    """Delay before each output, in seconds."""
     tokens_per_output: int = 1
     stall_after: int | None = None
     """Emit this many tokens, then nothing more until aborted."""
     ignores_abort: bool = False
     """Never answer an abort, like an engine that hangs."""
     abort_delay_s: float = 0.0
-    """Answer an abort after this delay, like an engine in a long step."""
+    """Answer an abort after this many seconds, like an engine in a long step."""
     error: str | None = None
     """End with this code after the tokens."""
     cached_tokens: int = 0

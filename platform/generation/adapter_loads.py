@@ -16,7 +16,7 @@ CHARGE_WAIT_S = 5.0
 
 
 class AdapterLoads:
-    """Loads adapters for the admin API, and tells `cold_loads`, so that no request is charged for the same load."""
+    """Loads adapters for the admin API, and notifies `cold_loads`, so that no request is charged for the same load."""
 
     def __init__(
         self, engine: EngineClient, cold_loads: ColdLoads, commit: GroupCommit, health: DatabaseHealth

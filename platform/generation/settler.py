@@ -101,7 +101,7 @@ class Settler:
         return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:
-        """Return once no settlement waits in memory."""
+        """Wait until no settlement is left in memory."""
         await self._none_is_held.wait()
 
     async def spool_held(self) -> None:

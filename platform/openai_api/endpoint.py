@@ -1,4 +1,4 @@
-"""Where generation endpoints differ: how a body becomes prompts, and how a generation becomes a response."""
+"""The differences between generation endpoints: how they read prompts from a body and build a response."""
 
 from __future__ import annotations
 

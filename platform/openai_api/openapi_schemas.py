@@ -1,6 +1,6 @@
 """Schemas of the OpenAI listener's responses, for its OpenAPI document.
 
-`chat_answer.py` and others build the bodies.
+The bodies are built by `chat_answer.py` and other modules.
 """
 
 from __future__ import annotations

@@ -274,8 +274,8 @@ def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
         # A soft or shadow policy may be a trial for a later limit.
         if policies[day].mode == policies[month].mode == HARD and policies[day].limit > policies[month].limit:
             raise InvalidRequest(
-                f"{day} would be {policies[day].limit} and could never be reached below {month}, "
-                f"which is {policies[month].limit}",
+                f"{day} would be {policies[day].limit} and could never be reached, "
+                f"because {month} is {policies[month].limit}",
                 param="limit",
                 code="contradictory_limit",
             )

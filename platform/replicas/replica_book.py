@@ -132,9 +132,9 @@ class ReplicaBook:
     def _problem(self, row: ReplicaRow) -> tuple[str, str] | None:
         own = self._own
         if row.protocol != own.protocol:
-            return "protocol", f"it speaks protocol {row.protocol}, and this server {own.protocol}"
+            return "protocol", f"it speaks protocol {row.protocol}, but this server speaks {own.protocol}"
         if row.version != own.version:
-            return "version", f"it runs loramux {row.version}, and this server {own.version}"
+            return "version", f"it runs loramux {row.version}, but this server runs {own.version}"
         if row.base != own.base:
             return "base", "it serves another base model, dtype, quantisation or page size"
         return None

@@ -9,7 +9,7 @@ from typing import Protocol
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 CONTEXT_TOKENS = 5
-"""Number of preceding tokens to decode with new ones, which makes spaces and split characters correct."""
+"""Number of preceding tokens to decode with new ones, so that spaces and split characters come out right."""
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -51,7 +51,7 @@ class ByteDetokenizer:
 
 
 class ContextDetokenizer:
-    """Decodes each token together with the preceding ones, as any decoder of the library does.
+    """Decodes each token together with the preceding tokens, which works with every decoder of the library.
 
     The text of `ids[start:read]` has been emitted. `ids[read:]` are held back. The bytes of the tokens show whether a
     character is incomplete. U+FFFD in the text does not, because a model can also write U+FFFD itself.
@@ -97,7 +97,8 @@ class ContextDetokenizer:
 class StopStrings:
     """Holds back the longest suffix of the text that could still become a stop string.
 
-    If several stop strings are complete, the one that begins first counts. Of those, the shortest counts.
+    If several stop strings are complete, the one that begins first counts. If several begin at the
+    same position, the shortest counts.
     """
 
     def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:

@@ -45,14 +45,15 @@ class ModelTokenizer:
             raise ModelFilesError(f"{path} is missing: a fast tokenizer is required")
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower exception
             raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
         return ModelTokenizer(tokenizer, ChatTemplate.load(model_dir))
 
     def with_tokens(self, tokens: Sequence[AddedToken]) -> ModelTokenizer:
-        """A tokenizer that also knows an adapter's own tokens. Raises AdapterRejected if they do not extend this one.
+        """Return a tokenizer that also knows an adapter's own tokens.
 
-        The model is shared, so this takes a few milliseconds and little memory.
+        The model is shared, so this takes a few milliseconds and little memory. Raises AdapterRejected if the tokens do
+        not extend this tokenizer.
         """
         return ModelTokenizer(extended_tokenizer(self._tokenizer, tokens), self._chat_template, self)
 

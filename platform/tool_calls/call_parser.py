@@ -78,7 +78,7 @@ class CallParser(ABC):
             yield from self._block(marker)
             yield from reader.spaces()
         except Malformed:
-            # The parser has waited for more of this block.
+            # At the end of the answer, the parser was still waiting for more of this block.
             self.is_cut_off = reader.is_ended and self._num_calls > num_calls
             self._say(reader.taken())
         reader.mark()

@@ -140,7 +140,7 @@ def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, i
         first.append(f"{_add_joined(lines, f'FIRST_{index}', 'START', marker, ids)} {block}")
         later.append(f"{_add_joined(lines, f'LATER_{index}', 'TEXT', marker, ids)} {block}")
     if parser.openers:
-        # The parsers of these formats may read on after a block, so nothing follows it.
+        # The parsers of these formats may continue reading after a block, so the grammar allows nothing after it.
         return f"(LEAD {_block(syntax.blocks[''], ids)} | {' | '.join(first)} | START)"
     more = f"({' | '.join(later)})*" if calls.is_parallel else ""
     return f"(({' | '.join(first)}) {more} TEXT | START)"

@@ -57,10 +57,11 @@ class ReasoningSplitter:
 
     @property
     def is_thinking(self) -> bool:
+        """True while the answer is inside the thinking."""
         return self._is_thinking
 
     def feed(self, text: str) -> tuple[str, str]:
-        """True while the answer is inside the thinking."""
+        """Return the thinking and the other text that are certain after another piece of the answer."""
         return self._split(self._held + text, is_last=False)
 
     def flush(self) -> tuple[str, str]:

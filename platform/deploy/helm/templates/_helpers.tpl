@@ -17,7 +17,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ required "image.repository is required: build an image with platform/deploy/container/Dockerfile" .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
-{{/* What the server and the schema's upgrade have in common. */}}
+{{/* The parts that the server and the schema upgrade share. */}}
 {{- define "loramux.container" -}}
 image: {{ include "loramux.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
