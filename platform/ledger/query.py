@@ -15,7 +15,7 @@ MAX_LOCAL_DAYS = 800
 LAST_LOCAL_US = 221_845_392_000_000_000
 """1 January 9000, in microseconds. Python's calendar ends soon after."""
 MAX_SINGLE_US = 31 * DAY_US
-"""Longest range of a report that must read individual requests, in microseconds."""
+"""Longest range, in microseconds, of a report by end user or, if minutes are not rolled up, by minute."""
 MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
 """The same limit for reports over all tenants: 24 hours, rounded out to whole hours."""
 

@@ -12,7 +12,7 @@ MAX_RATE = 100_000_000_000
 """Highest limit or burst of a rate. In bucket units, it still fits in a 64-bit column."""
 
 MAX_AMOUNT = 10**18
-"""Highest limit of any other metric: a billion dollars in nanos. Twice this limit still fits in a 64-bit column."""
+"""Highest limit of any other metric: a billion currency units in nanos. Twice this limit fits in a 64-bit column."""
 
 
 class Kind(StrEnum):

@@ -211,7 +211,7 @@ async def test_row_that_lies_about_its_base_is_not_joined(tmp_path: Path) -> Non
         engine._base = base_fingerprint(EngineReady(max_model_len=1, num_pages=1, page_tokens=1, device="", dtype=""))
         engine.follow()
         await until(lambda: engine.trouble is not None)
-        assert "another base" in str(engine.trouble)
+        assert "a different base" in str(engine.trouble)
         assert not engine.is_ready
         await engine.close()
 
