@@ -207,7 +207,11 @@ campaign-store-faults: $(WARM) ## A running server while its S3 store fails in e
 campaign-gateways: $(WARM) ## Gateways that race, lose streams, are stopped and are killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _STOPS=1000 _KILLS=200)
 	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py tests/admin/test_gateway.py \
 		tests/platform/generation/test_database_trouble.py tests/platform/generation/test_database_refusals.py \
-		-m campaign -s --timeout 3600 $(ARGS)
+		-m campaign -k 'not fleet' -s --timeout 3600 $(ARGS)
+
+campaign-fleet: $(WARM) ## Servers that share requests are killed, upgraded, and asked the gateways' questions (LORAMUX_FLEET_KILLS=100 _UPGRADES=6 _SEED=1)
+	$(VENV)/bin/python -m pytest tests/conformance/test_fleet.py tests/conformance/test_gateways.py \
+		-m campaign -k fleet -s --timeout 3600 $(ARGS)
 
 campaign-full-disk: $(WARM) ## A disk that fills up and is emptied during streams; needs root to mount it (LORAMUX_DISK_RUNS=100 _SEED=1)
 	$(VENV)/bin/python -m pytest tests/conformance/test_filling_disk.py -m campaign -s --timeout 3600 $(ARGS)

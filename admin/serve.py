@@ -36,6 +36,7 @@ from loramux.engine.config import (
 from loramux.engine.errors import ConfigNotUsable, EngineError
 from loramux.engine.messages import EngineReady
 from loramux.engine.model.model_config import ModelConfig
+from loramux.platform.engine_link.engine_process import ENGINE_COMMAND
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
 from loramux.platform.engine_link.output_lines import OutputLines
 
@@ -46,10 +47,15 @@ SETTLE_S = 5.0
 """Time, in seconds, allowed for the last settlements after both listeners have closed."""
 
 
-def run(settings: Settings, texts: Callable[[int], Sequence[str]] = lambda num_texts: ()) -> None:
+def run(
+    settings: Settings,
+    texts: Callable[[int], Sequence[str]] = lambda num_texts: (),
+    command: tuple[str, ...] = ENGINE_COMMAND,
+) -> None:
     """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening.
 
-    If the server quantises the model, it measures the quality with `texts(n)`, which returns n texts.
+    If the server quantises the model, it measures the quality with `texts(n)`, which returns n texts. `command` starts
+    the engine.
     """
     configure_logs(settings.log_format)
     if settings.sandbox == "required":
@@ -67,7 +73,7 @@ def run(settings: Settings, texts: Callable[[int], Sequence[str]] = lambda num_t
             config = msgspec.structs.replace(config, quantized_dir=str(base.directory))
             print(f"weights quantised to {settings.quantization}; {base.quality}", flush=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, directory, model, config, gateway, admin, peers, limits))
+            runner.run(_serve(settings, directory, model, config, command, gateway, admin, peers, limits))
 
 
 def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
@@ -126,6 +132,7 @@ async def _serve(
     directory: DataDirectory,
     model: ModelConfig,
     config: EngineConfig,
+    command: tuple[str, ...],
     gateway_listener: socket.socket,
     admin_listener: socket.socket,
     peers: socket.socket | None,
@@ -136,7 +143,8 @@ async def _serve(
         stack.enter_context(signals.caught())
         try:
             lines = OutputLines("engine printed") if settings.log_format == "json" else None
-            engine = LocalEngine(config, _supervision(settings, config), socket_directory=directory.run, lines=lines)
+            supervision = _supervision(settings, config)
+            engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines)
             stack.push_async_callback(engine.close)
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()

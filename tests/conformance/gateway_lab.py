@@ -5,12 +5,13 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from loramux.platform.quotas.metrics import TOKENS_PER_MONTH
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.drawn_requests import LAB_ADAPTERS, STOPPING, DrawnRequest, streamed_completion
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
+from tests.platform.tool_base import make_tool_base
 from tests.ports import free_port
 
 PATIENCE_S = 60.0
@@ -63,15 +65,17 @@ class Truth:
 
 
 _SEE_RESERVATIONS = """
-CREATE TABLE IF NOT EXISTS seen_reservations (id text PRIMARY KEY, tenant_id text, reserved_tokens bigint);
+CREATE TABLE IF NOT EXISTS seen_reservations
+    (id text PRIMARY KEY, tenant_id text, reserved_tokens bigint, checkpoint_tokens bigint);
 CREATE OR REPLACE FUNCTION see_reservation() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    INSERT INTO seen_reservations VALUES (NEW.id, NEW.tenant_id, NEW.reserved_tokens)
-    ON CONFLICT (id) DO UPDATE SET reserved_tokens = excluded.reserved_tokens;
+    INSERT INTO seen_reservations VALUES (NEW.id, NEW.tenant_id, NEW.reserved_tokens, NEW.checkpoint_tokens)
+    ON CONFLICT (id) DO UPDATE
+        SET reserved_tokens = excluded.reserved_tokens, checkpoint_tokens = excluded.checkpoint_tokens;
     RETURN NULL;
 END $$;
-CREATE OR REPLACE TRIGGER see_reservation AFTER INSERT OR UPDATE OF reserved_tokens ON reservations
-    FOR EACH ROW EXECUTE FUNCTION see_reservation();
+CREATE OR REPLACE TRIGGER see_reservation AFTER INSERT OR UPDATE OF reserved_tokens, checkpoint_tokens
+    ON reservations FOR EACH ROW EXECUTE FUNCTION see_reservation();
 """
 """A trigger that records reservations, because settled ones are deleted."""
 
@@ -85,18 +89,13 @@ class GatewayLab:
     def __init__(
         self, directory: Path, database_url: str, model: Path, num_gateways: int, disk: Path | None = None
     ) -> None:
-        disk = disk or directory
+        self._directory, self._disk = directory, disk or directory
+        self._database_url, self._model = database_url, model
         self.database = Database(database_url)
         self.database.upgrade()
-        self._ends = directory / "ends"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), *sys.path])
-        socket = directory / "engine.sock"
-        self._engine = subprocess.Popen(
-            [sys.executable, "-m", "tests.conformance.paced_engine", str(socket), str(model), str(self._ends)],
-            stdin=subprocess.PIPE,
-            env=environment,
-        )
+        self._engine = self._start_engine(environment)
         self._maker = subprocess.Popen(
             [sys.executable, "-m", "tests.conformance.gateway_maker"],
             stdin=subprocess.PIPE,
@@ -104,33 +103,41 @@ class GatewayLab:
             text=True,
             env=environment,
         )
-        until(socket.exists)
-        self.gateways = [
-            LabGateway(
-                {
-                    "model": str(model),
-                    "engine": str(socket),
-                    "data_dir": str(disk / f"gateway-{number}"),
-                    "database_url": database_url,
-                    "served_name": "base",
-                    "port": free_port(),
-                    "admin_port": free_port(),
-                    "log": str(disk / f"gateway-{number}.log"),
-                }
-            )
-            for number in range(num_gateways)
-        ]
+        self.gateways = [LabGateway(self._settings(number)) for number in range(num_gateways)]
         for gateway in self.gateways:
             self.start(gateway)
         for gateway in self.gateways:
             self.wait_ready(gateway)
+
+    def _start_engine(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
+        """Start the engine that all gateways share."""
+        socket, ends = self._directory / "engine.sock", self._directory / "ends"
+        engine = subprocess.Popen(
+            [sys.executable, "-m", "tests.conformance.paced_engine", str(self._model), str(ends), str(socket)],
+            stdin=subprocess.PIPE,
+            env=environment,
+        )
+        until(socket.exists)
+        return engine
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        return {
+            "model": str(self._model),
+            "engine": str(self._directory / "engine.sock"),
+            "data_dir": str(self._disk / f"gateway-{number}"),
+            "database_url": self._database_url,
+            "served_name": "base",
+            "port": free_port(),
+            "admin_port": free_port(),
+            "log": str(self._disk / f"gateway-{number}.log"),
+        }
 
     def close(self) -> None:
         for gateway in self.gateways:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(gateway.pid, signal.SIGTERM)
         until(lambda: not any(Path(f"/proc/{gateway.pid}").exists() for gateway in self.gateways))
-        for process in (self._maker, self._engine):
+        for process in (self._maker, *([] if self._engine is None else [self._engine])):
             assert process.stdin is not None
             process.stdin.close()
             process.wait(20)
@@ -186,8 +193,7 @@ class GatewayLab:
     def truths(self) -> defaultdict[str, Truth]:
         """The engine's token counts for each request, or zero for requests that never reached the engine."""
         found: defaultdict[str, Truth] = defaultdict(lambda: Truth(0, 0))
-        for line in self._ends.read_text().splitlines():
-            sequence_id, num_prompt, num_completion, _ = json.loads(line)
+        for sequence_id, num_prompt, num_completion in self._ends():
             request_id = sequence_id.rpartition("-")[0]
             before = found.get(request_id, Truth(0, 0, 0))
             # A prompt is charged once, no matter how many choices continue it.
@@ -198,16 +204,29 @@ class GatewayLab:
             )
         return found
 
+    def _ends(self) -> Iterator[tuple[str, int, int]]:
+        """The prompt and completion tokens of each sequence that an engine has run."""
+        for line in (self._directory / "ends").read_text().splitlines():
+            sequence_id, num_prompt, num_completion, _ = json.loads(line)
+            yield sequence_id, num_prompt, num_completion
+
     def see_reservations(self) -> None:
-        """Make PostgreSQL record all later reservations, for `reserved_tokens`."""
+        """Make PostgreSQL record all later reservations, for `reserved_tokens` and `checkpoint_tokens`."""
         with self.database.write() as connection:
             connection.exec_driver_sql(_SEE_RESERVATIONS)
 
     def reserved_tokens(self, tenant_id: str) -> dict[str, int]:
         """The last number of tokens reserved for each of a tenant's requests, including settled requests."""
-        query = text("SELECT id, reserved_tokens FROM seen_reservations WHERE tenant_id = :tenant_id")
+        return {row.id: row.reserved_tokens for row in self._seen_reservations(tenant_id)}
+
+    def checkpoint_tokens(self, tenant_id: str) -> dict[str, int]:
+        """The tokens that the last checkpoint recorded for each of a tenant's requests."""
+        return {row.id: row.checkpoint_tokens for row in self._seen_reservations(tenant_id)}
+
+    def _seen_reservations(self, tenant_id: str) -> Sequence[Any]:
+        query = text("SELECT * FROM seen_reservations WHERE tenant_id = :tenant_id")
         with self.database.read() as connection:
-            return {row.id: row.reserved_tokens for row in connection.execute(query, {"tenant_id": tenant_id})}
+            return connection.execute(query, {"tenant_id": tenant_id}).all()
 
     def num_open(self) -> int:
         table = schema.reservations
@@ -319,6 +338,13 @@ def until(is_so: Any, why: Any = lambda: "", patience_s: float = PATIENCE_S) -> 
     while not is_so():
         assert time.monotonic() < deadline, why()
         time.sleep(0.05)
+
+
+def make_lab_base(folder: Path, demo_base: Path) -> Path:
+    model = make_tool_base(folder)
+    # The engine computes nothing with the weights, but gateways compare their digest.
+    shutil.copy(demo_base / "model.safetensors", model)
+    return model
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Forks gateway processes with everything already imported: `python -m tests.conformance.gateway_maker`.
 
 Each line on standard input contains one gateway's settings as JSON. The answer is the gateway's process ID. This
-process reaps its children, so that a killed gateway disappears completely.
+process reaps its children, so that a killed gateway disappears completely. With `ends`, it forks a whole server whose
+engine is a paced one that writes this file.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import sys
 import traceback
 from pathlib import Path
 
+import loramux.admin.assembly
 import loramux.admin.gateway_assembly
-import loramux.admin.server.http_servers  # noqa: F401
-from loramux.admin.gateway import run
+import loramux.admin.server.http_servers
+import loramux.admin.sharing  # noqa: F401
+from loramux.admin import gateway, serve
 from loramux.admin.server.settings import Settings, load_settings
 
 
@@ -23,18 +26,22 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         settings = json.loads(line)
-        log = settings.pop("log")
+        log, ends = settings.pop("log"), settings.pop("ends", None)
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            for name in ("model", "engine", "data_dir"):
+            for name in settings.keys() & {"model", "engine", "data_dir"}:
                 settings[name] = Path(settings[name])
             code = 1
             try:
-                run(load_settings(Settings, settings))
+                if ends is None:
+                    gateway.run(load_settings(Settings, settings))
+                else:
+                    command = (sys.executable, "-m", "tests.conformance.paced_engine", str(settings["model"]), ends)
+                    serve.run(load_settings(Settings, settings), command=command)
                 code = 0
             except BaseException:
                 traceback.print_exc()

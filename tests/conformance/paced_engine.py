@@ -1,7 +1,10 @@
 """An engine process without a model: the real loop, engine and scheduler on a simulated device, at a fixed pace.
 
-`python -m tests.conformance.paced_engine SOCKET MODEL_DIR ENDS` appends a line to the file ENDS when a sequence ends,
+`python -m tests.conformance.paced_engine MODEL_DIR ENDS SOCKET` appends a line to the file ENDS when a sequence ends,
 with the number of tokens that the engine committed. The ledger is checked against this file.
+
+A server starts it as its engine with one more argument, the descriptor of the step record. Since such an engine can be
+killed, it also records the arrival and each output of a sequence in the file ENDS.outputs.
 """
 
 from __future__ import annotations
@@ -11,15 +14,18 @@ import os
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
 
+import msgspec
 import zmq
 
+from loramux.engine.config import EngineConfig
 from loramux.engine.engine import Engine, Outbound
 from loramux.engine.grammars.vocabulary import load_vocabulary
-from loramux.engine.messages import EngineReady, Finished
+from loramux.engine.messages import Add, EngineReady, Finished, StepOutput
 from loramux.engine.model.model_files import model_sha256
 from loramux.engine.server.process import EngineServer
 from loramux.engine.server.step_record import StepRecord
@@ -34,14 +40,19 @@ VOCAB_SIZE, EOS = 1024, 1
 
 
 class NotedEngine:
-    """An engine that also records in a file how each sequence ended."""
+    """An engine that also records in a file how each sequence ended, and in another what it put out until then."""
 
-    def __init__(self, engine: Engine, ends: TextIO) -> None:
+    def __init__(self, engine: Engine, ends: TextIO, outputs: TextIO | None) -> None:
         self._engine = engine
         self._ends = ends
+        self._outputs = outputs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def add(self, owner: bytes, add: Add) -> None:
+        self._note_output(add.sequence_id, 0)
+        self._engine.add(owner, add)
 
     def step(self) -> bool:
         ran = self._engine.step()
@@ -52,22 +63,35 @@ class NotedEngine:
     def take_outbox(self) -> list[Outbound]:
         outbox = self._engine.take_outbox()
         for outbound in outbox:
-            end = outbound.message
-            if isinstance(end, Finished):
-                noted = [end.sequence_id, end.prompt_tokens, end.completion_tokens, end.reason]
-                self._ends.write(json.dumps(noted) + "\n")
+            match outbound.message:
+                case Finished() as end:
+                    noted = [end.sequence_id, end.prompt_tokens, end.completion_tokens, end.reason]
+                    self._ends.write(json.dumps(noted) + "\n")
+                case StepOutput(outputs=outputs):
+                    for output in outputs:
+                        self._note_output(output.sequence_id, len(output.token_ids))
         self._ends.flush()
+        if self._outputs is not None:
+            self._outputs.flush()
         return outbox
+
+    def _note_output(self, sequence_id: str, num_tokens: int) -> None:
+        if self._outputs is not None:
+            self._outputs.write(f"{time.monotonic()} {sequence_id} {num_tokens}\n")
 
 
 def main() -> None:
-    path, model, ends = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    model, ends, path = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    record_fd = int(sys.argv[4]) if len(sys.argv) > 4 else None
+    max_sequences = 256
+    if record_fd is not None:
+        max_sequences = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig).max_sequences
     wake, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     simulation = simulate_engine(
         num_pages=8192,
         max_batch_tokens=2048,
-        max_sequences=256,
+        max_sequences=max_sequences,
         max_model_len=MAX_MODEL_LEN,
         adapters={digest_of(name): 1 for name in LAB_ADAPTERS},
         eos=(EOS,),
@@ -97,11 +121,13 @@ def main() -> None:
         os.write(wake_write, b"\0")
 
     threading.Thread(target=follow_parent, daemon=True).start()
-    with open(ends, "a", encoding="utf-8") as file:
-        engine = NotedEngine(simulation.engine, file)
+    with ExitStack() as stack:
+        file = stack.enter_context(open(ends, "a", encoding="utf-8"))
+        outputs = None if record_fd is None else stack.enter_context(open(f"{ends}.outputs", "a", encoding="utf-8"))
+        engine = NotedEngine(simulation.engine, file, outputs)
         # The simulated device keeps all batches for tests. In a long-running server they would fill the memory.
         simulation.executor.batches = _Nothing()  # type: ignore[assignment]
-        record = StepRecord(StepRecord.new_file(256))
+        record = StepRecord(StepRecord.new_file(max_sequences) if record_fd is None else record_fd)
         assembled = SimpleNamespace(engine=engine, ready=ready, stager=simulation.stager)
         EngineServer(assembled, socket, wake, record, ended).serve()  # type: ignore[arg-type]
     context.destroy(linger=0)

@@ -6,23 +6,24 @@ import asyncio
 import os
 import random
 import re
-import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text, update
+from sqlalchemy import update
 
 from loramux.migrations import schema
 from loramux.platform.generation.maintenance import CHECKPOINT_INTERVAL_S
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.drawn_requests import CHAT, DrawnRequest, RequestDraw
-from tests.conformance.gateway_lab import GatewayLab, LabGateway, gateway_lab, send, usage_of
+from tests.conformance.fleet_lab import fleet_lab
+from tests.conformance.gateway_lab import GatewayLab, LabGateway, gateway_lab, make_lab_base, send, usage_of
 from tests.conformance.paced_engine import STEP_S
-from tests.platform.tool_base import make_tool_base
+from tests.postgres import create_database
 
 NUM_RACERS = int(os.environ.get("LORAMUX_GATEWAY_RACERS", "1000"))
 NUM_CUTS = int(os.environ.get("LORAMUX_GATEWAY_CUTS", "10000"))
@@ -33,27 +34,20 @@ MAX_TOKENS = 10
 campaign = pytest.mark.campaign
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["gateways", pytest.param("fleet", marks=campaign)])
 def lab(
     request: pytest.FixtureRequest, postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayLab]:
-    """A lab with four gateways in the campaign and two otherwise."""
-    num_gateways = 4 if "campaign" in (request.config.getoption("-m") or "").replace("not campaign", "") else 2
-    admin = create_engine(
-        postgres_server.replace("postgresql://", "postgresql+psycopg://", 1), isolation_level="AUTOCOMMIT"
-    )
-    with admin.connect() as connection:
-        connection.execute(text("CREATE DATABASE gateways"))
-    admin.dispose()
-    model = make_tool_base(tmp_path_factory.mktemp("base"))
-    # The engine computes nothing with the weights, but gateways compare their digest.
-    shutil.copy(demo_base / "model.safetensors", model)
-    url = postgres_server.replace("/postgres?", "/gateways?", 1)
-    with (
-        tempfile.TemporaryDirectory(prefix="loramux-lab-") as directory,
-        gateway_lab(Path(directory), url, model, num_gateways) as lab,
-    ):
-        yield lab
+    """Gateways of one engine, four in the campaign and two otherwise, or three servers that share requests."""
+    is_campaign = "campaign" in (request.config.getoption("-m") or "").replace("not campaign", "")
+    model = make_lab_base(tmp_path_factory.mktemp("base"), demo_base)
+    url = create_database(postgres_server, request.param)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-lab-")))
+        if request.param == "fleet":
+            yield stack.enter_context(fleet_lab(directory, url, model, 3))
+        else:
+            yield stack.enter_context(gateway_lab(directory, url, model, 4 if is_campaign else 2))
 
 
 @pytest.mark.parametrize("num_racers", [40, pytest.param(NUM_RACERS, marks=campaign)], ids=["few", "many"])

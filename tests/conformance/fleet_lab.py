@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.conformance.gateway_lab import GatewayLab, LabGateway, children_of, is_running, until
+from tests.ports import free_port
+
+MAX_SEQUENCES = 8
+"""Sequence slots of each engine. They are few, so that some requests are waiting at any moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """A server that was started in the place of a killed one, in seconds since its start."""
+
+    ready_s: float
+    traffic_s: float
+    """When the first sequence of another server arrived at its engine."""
+
+
+class FleetLab(GatewayLab):
+    """Whole servers that share requests, each with a paced engine of its own."""
+
+    def outputs_of(self, gateway: LabGateway) -> Path:
+        return Path(f"{gateway.settings['ends']}.outputs")
+
+    def arrivals(self, gateway: LabGateway, since_byte: int) -> list[float]:
+        """When sequences arrived at the server's engine, by `time.monotonic`."""
+        with self.outputs_of(gateway).open() as file:
+            file.seek(since_byte)
+            return [float(line.split()[0]) for line in file if line.endswith(" 0\n")]
+
+    def replace(self, gateway: LabGateway) -> Replacement:
+        """Start a killed server again, while no client calls it, and wait until others send it a sequence."""
+        since_byte = self.outputs_of(gateway).stat().st_size
+        started_s = time.monotonic()
+        self.start(gateway)
+        self.wait_serving(gateway)
+        ready_s = time.monotonic()
+        until(lambda: self.arrivals(gateway, since_byte))
+        [first_s, *_] = self.arrivals(gateway, since_byte)
+        return Replacement(ready_s=ready_s - started_s, traffic_s=first_s - started_s)
+
+    def wait_serving(self, gateway: LabGateway) -> None:
+        super().wait_ready(gateway)
+
+    def wait_ready(self, gateway: LabGateway) -> None:
+        """Wait until the server is connected to all others, too."""
+        self.wait_serving(gateway)
+        until(lambda: self.metric(gateway, 'loramux_peers{state="connected"}') == len(self.gateways) - 1)
+
+    def kill(self, gateway: LabGateway) -> None:
+        """Kill a server with all its processes at once, as the loss of its machine does."""
+        processes = [gateway.pid, *children_of(gateway.pid)]
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(is_running, processes)))
+
+    def metric(self, gateway: LabGateway, sample: str) -> float:
+        url = f"http://127.0.0.1:{gateway.settings['admin_port']}/metrics"
+        found = re.search(rf"^{re.escape(sample)} (\S+)$", httpx.get(url, trust_env=False).text, re.MULTILINE)
+        return 0.0 if found is None else float(found[1])
+
+    def num_forwarded(self, gateways: list[LabGateway], outcome: str) -> int:
+        sample = f'loramux_forwarded_sequences_total{{outcome="{outcome}"}}'
+        return int(sum(self.metric(gateway, sample) for gateway in gateways))
+
+    def _start_engine(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
+        return None
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        settings = super()._settings(number)
+        del settings["engine"]
+        return {
+            **settings,
+            "blob_url": f"file://{self._directory / 'blobs'}",
+            "peer_address": f"127.0.0.1:{free_port()}",
+            "device": "cpu",
+            "max_sequences": MAX_SEQUENCES,
+            "ends": str(self._directory / f"ends-{number}"),
+        }
+
+    def _ends(self) -> Iterator[tuple[str, int, int]]:
+        """As with one engine. A sequence whose engine was killed has 0 prompt tokens, and the tokens put out so far."""
+        for gateway in self.gateways:
+            found: dict[str, tuple[int, int]] = {}
+            for line in self.outputs_of(gateway).read_text().splitlines():
+                _, sequence_id, num_tokens = line.split()
+                found[sequence_id] = (0, found.get(sequence_id, (0, 0))[1] + int(num_tokens))
+            for line in Path(gateway.settings["ends"]).read_text().splitlines():
+                sequence_id, num_prompt, num_completion, _ = json.loads(line)
+                found[sequence_id] = (num_prompt, num_completion)
+            for sequence_id, (num_prompt, num_completion) in found.items():
+                yield sequence_id, num_prompt, num_completion
+
+
+@contextmanager
+def fleet_lab(directory: Path, database_url: str, model: Path, num_servers: int) -> Iterator[FleetLab]:
+    lab = FleetLab(directory, database_url, model, num_servers)
+    try:
+        yield lab
+    finally:
+        lab.close()
