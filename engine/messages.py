@@ -221,7 +221,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`. With `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
-    `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable` or `overloaded`.
+    `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable`, `replica_draining` or
+    `overloaded`.
     `completion_tokens` counts committed tokens, including the end-of-sequence token. `prompt_tokens` is 0 if the
     sequence was never part of a step.
     """

@@ -24,8 +24,8 @@ def engine_failure(code: str | None, message: str | None) -> ApiError:
             return DeadlineExceeded(message or "the request did not finish before its deadline")
         case "overloaded":
             return Unavailable("the engine is overloaded; try again", code=code, retry_after_s=RETRY_S)
-        case "engine_unavailable":
-            return Unavailable("the engine stopped; try again", code=code, retry_after_s=RETRY_S)
+        case "engine_unavailable" | "replica_draining":
+            return Unavailable("the engine stopped; try again", code="engine_unavailable", retry_after_s=RETRY_S)
         case "no_token_allowed":
             return InvalidRequest(message or "no token is allowed to follow", code=code)
         case "grammar_failed":

@@ -124,7 +124,7 @@ class PeerRelay:
             raise FrameRefused("it sent a message that no gateway may send") from None
         match message:
             case Add(sequence_id=sequence_id) if self._refuses_new:
-                self._send_lost(sequence_id, 0, "the server is stopping")
+                self._send_lost(sequence_id, 0, "replica_draining", "the server is stopping")
                 return
             case Add(sequence_id=sequence_id, prompt=prompt):
                 if sequence_id in self._prompt_tokens or len(self._prompt_tokens) >= MAX_SEQUENCES:
@@ -170,15 +170,15 @@ class PeerRelay:
         for sequence_id, prompt_tokens in self._prompt_tokens.items():
             has_run = sequence_id in ran
             message = f"the engine stopped while this request was {'running' if has_run else 'waiting'}"
-            self._send_lost(sequence_id, prompt_tokens if has_run else 0, message)
+            self._send_lost(sequence_id, prompt_tokens if has_run else 0, "engine_unavailable", message)
 
-    def _send_lost(self, sequence_id: str, prompt_tokens: int, message: str) -> None:
+    def _send_lost(self, sequence_id: str, prompt_tokens: int, code: str, message: str) -> None:
         end = Finished(
             sequence_id=sequence_id,
             reason="error",
             prompt_tokens=prompt_tokens,
             completion_tokens=0,
-            code="engine_unavailable",
+            code=code,
             message=message,
         )
         self.link.send(self._encoder.encode(end))

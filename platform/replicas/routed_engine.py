@@ -18,11 +18,15 @@ from loramux.platform.engine_link.engine_client import EngineClient, EngineUnava
 from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, RoutingRequest, digest_prefix
 
 MAX_MOVES = 2
-"""Maximum number of times that a sequence is submitted again because its replica was lost before its first output."""
+"""Maximum number of times that a sequence is submitted again because its replica was lost before its first output.
+Replicas that refuse it because they are draining do not count.
+"""
 PREFETCH_WAIT_S = 60.0
 """Timeout, in seconds, for loading an adapter before requests need it."""
 PREFIX_TOKENS = 64
 """Prompts that start with this many identical tokens probably share cached pages."""
+
+LOST_CODES = ("engine_unavailable", "replica_draining")
 
 log = structlog.get_logger()
 
@@ -54,12 +58,13 @@ class _Route:
         self.max_tokens = add.max_tokens
         self.has_started = False
         self.is_aborted = False
-        self.num_moves = 0
+        self.num_losses = 0
+        self.has_moved = False
         self._begin_s = now_s
 
     def add_now(self, now_s: float) -> Add:
         """The sequence with its current limits. Time spent on a lost replica counts towards the deadline."""
-        if self.num_moves == 0:
+        if not self.has_moved:
             return self.add
         timeout_s = self.add.timeout_s
         left_s = None if timeout_s is None else max(0.0, timeout_s - (now_s - self._begin_s))
@@ -69,10 +74,10 @@ class _Route:
 class RoutedEngine:
     """Runs sequences on the replicas that the router chooses. All other calls go to this server's own engine.
 
-    If a replica is lost before a sequence's first output, and the sequence is not known to have run, it is submitted
-    elsewhere under the same id. A sequence that has started ends with `engine_unavailable`. A sequence that was running
-    when its engine died is not moved, because it may have killed the engine. Only the last Finished reaches the caller,
-    so nothing is charged twice.
+    If a replica refuses a sequence because it is draining, or is lost before the sequence's first output and the
+    sequence is not known to have run, it is submitted elsewhere under the same id. A sequence that has started ends
+    with `engine_unavailable`. A sequence that was running when its engine died is not moved, because it may have
+    killed the engine. Only the last Finished reaches the caller, so nothing is charged twice.
 
     `count_forwarded` receives the outcome of each forwarded sequence: `completed`, `failed` or `lost`. It also receives
     `moved` for each move away from another server.
@@ -220,13 +225,18 @@ class RoutedEngine:
 
     def _move(self, route: _Route, end: Finished) -> Stream | None:
         """Submit the sequence elsewhere if its replica was lost before it ran. Return None if its end is final."""
-        is_lost = end.code == "engine_unavailable" and end.prompt_tokens == 0
-        if not is_lost or route.has_started or route.is_aborted or route.num_moves >= MAX_MOVES:
+        is_lost = end.code in LOST_CODES and end.prompt_tokens == 0
+        if not is_lost or route.has_started or route.is_aborted:
             return None
+        if end.code == "engine_unavailable":
+            # The sequence may be the reason. A server that drains has not looked at it.
+            route.num_losses += 1
+            if route.num_losses > MAX_MOVES:
+                return None
         lost_id = route.replica_id
         self._leave(route)
         self._leave_out(lost_id)
-        route.num_moves += 1
+        route.has_moved = True
         try:
             stream = self._place(route)
         except EngineUnavailable:
@@ -252,7 +262,7 @@ class RoutedEngine:
 
     def _note_outcome(self, route: _Route, end: Finished) -> None:
         if route.replica_id != self._local_id:
-            is_lost = end.code == "engine_unavailable"
+            is_lost = end.code in LOST_CODES
             self._count_forwarded("lost" if is_lost else "failed" if end.reason == "error" else "completed")
 
 

@@ -47,6 +47,21 @@ class DyingEngine(LosableEngine):
         return stream
 
 
+class DrainingEngine(ScriptedEngine):
+    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+        stream = SequenceStream(add)
+        stream.put(
+            Finished(
+                sequence_id=add.sequence_id,
+                reason="error",
+                prompt_tokens=0,
+                completion_tokens=0,
+                code="replica_draining",
+            )
+        )
+        return stream
+
+
 def view(name: str, *holds: int, is_draining: bool = False) -> ReplicaView:
     return ReplicaView(
         id=name,
@@ -138,6 +153,15 @@ async def test_sequence_that_replicas_keep_losing_is_given_up(fleet: Fleet) -> N
     assert (await collect(fleet.engine.submit(add("one"))))[1].code == "engine_unavailable"
     assert fleet.outcomes == {"moved": 2, "lost": 1}
     assert not fleet.local.adds
+
+
+async def test_sequence_that_draining_replicas_refuse_runs_here(fleet: Fleet) -> None:
+    fleet.router.wanted = ["first", "second", "third"]
+    engines = {name: DrainingEngine() for name in fleet.router.wanted}
+    fleet.engine.update([view("local"), *map(view, engines)], engines)
+    assert (await collect(fleet.engine.submit(add("one"))))[1].reason == "length"
+    assert fleet.outcomes == {"moved": 3}
+    assert fleet.local.adds == [add("one")]
 
 
 async def test_request_too_long_for_the_chosen_replica_runs_here(fleet: Fleet) -> None:
