@@ -29,6 +29,7 @@ from loramux.engine.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
     EngineConfig,
+    check_activations,
     resolve_device,
     resolve_dtype,
     resolve_max_model_len,
@@ -101,6 +102,7 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
             program_dir=str(DataDirectory(settings.data_dir).programs.absolute()) if device == "cuda" else None,
             device=device,
             dtype=resolve_dtype(settings.dtype, model, device),
+            activations=settings.activations,
             pool_bytes=None if settings.pool_bytes is None else int(settings.pool_bytes),
             max_model_len=settings.max_model_len,
             max_batch_tokens=settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device],
@@ -122,6 +124,8 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
             raise ConfigNotUsable(
                 f"the model's weights are already quantised ({model.quantization.name}): omit --quantization"
             )
+        if settings.activations is not None:
+            check_activations(device, settings.quantization is not None or model.quantization is not None)
     except EngineError as error:
         raise StartRefused(str(error)) from error
     return model, config

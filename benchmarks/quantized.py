@@ -33,12 +33,16 @@ from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.config import EngineConfig
 from loramux.engine.device.backend import Linear, open_backend
 from loramux.engine.messages import Add, SamplingParams, StepOutput
+from loramux.kernels.cpu.integer_blocks import HAS_VNNI
 from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.quantized_layout import BLOCKS
 from loramux.kernels.cpu.quantized_linear import make_quantized_linear
 from loramux.kernels.cpu.threads import set_num_threads
 from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
+from loramux.kernels.reference.quantized import round_to_bytes
 
 FOLDER = Path(__file__).parent
+LARGEST_BLOCK = BLOCKS[0]
 PROMPT = 16
 CHECKED_TOKENS = 4
 
@@ -55,11 +59,19 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of the linears' weights; `group` None means one scale per output."""
+    """A format of the linears' weights, and the bits of their rounded inputs.
+
+    `group` None means one scale per output.
+    """
 
     name: str
     bits: int = 16
     group: int | None = None
+    x_bits: int = 16
+
+    def round(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` as the products see it. 16 bits are not rounded, because `TOLERANCE` covers that."""
+        return round_to_bytes(x, min(self.group or LARGEST_BLOCK, LARGEST_BLOCK)).float() if self.x_bits == 8 else x
 
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
         """Round to the nearest value; the largest weight of a group becomes the largest integer."""
@@ -77,10 +89,21 @@ class Format:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         if self.bits == 16:
             return PackedLinear(weight, bias)
-        linear = make_quantized_linear(self.quantize(weight), bias)
+        linear = make_quantized_linear(self.quantize(weight), bias, self.x_bits)
         if linear is None:
             raise SystemExit("this CPU has no kernels for quantised weights")
         return linear
+
+
+class RoundingLinear:
+    """A linear of a format's dequantised weights, whose inputs are rounded as in the format's products."""
+
+    def __init__(self, form: Format, linear: Linear) -> None:
+        self._form = form
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(self._form.round(x))
 
 
 FORMATS = {
@@ -91,7 +114,11 @@ FORMATS = {
         Format("int8-g32", 8, 32),
         Format("int4", 4, 128),
         Format("int4-g32", 4, 32),
+        Format("int8-a8", 8, x_bits=8),
+        Format("int4-a8", 4, 128, x_bits=8),
+        Format("int4-g32-a8", 4, 32, x_bits=8),
     )
+    if each.x_bits == 16 or HAS_VNNI
 }
 
 
@@ -126,7 +153,7 @@ def multiply_all(linears: list[Linear], x: torch.Tensor) -> None:
 
 def check_product(form: Format, weight: torch.Tensor, linear: Linear, x: torch.Tensor) -> float:
     """The largest error relative to the largest output."""
-    expected = x @ torch.from_numpy(form.quantize(weight).dequantize()).T
+    expected = form.round(x) @ torch.from_numpy(form.quantize(weight).dequantize()).T
     error = float((linear(x) - expected).abs().max() / expected.abs().max())
     if not error <= TOLERANCE:
         raise CheckError(f"an output of {form.name} is wrong by {error:.1e} of the largest")
@@ -199,7 +226,8 @@ def make_linears(form: Format, head: Format, vocab_size: int, is_dequantized: bo
         own = head if len(weight) == vocab_size else form
         if not is_dequantized:
             return own.linear(weight, bias)
-        return PackedLinear(torch.from_numpy(own.quantize(weight).dequantize()) if own.bits < 16 else weight, bias)
+        values = torch.from_numpy(own.quantize(weight).dequantize()) if own.bits < 16 else weight
+        return RoundingLinear(own, PackedLinear(values, bias))
 
     return make_linear
 

@@ -29,6 +29,7 @@ from loramux.engine.cache_groups import CacheLayout
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.backend import Backend, CompileAhead, open_backend
+from loramux.engine.device.code_count import CodeCount
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, PoolTooSmall
@@ -126,13 +127,19 @@ def assemble_engine(
     each step, it passes the ids of the running sequences to `note_running`. `spans` receives the spans of traced
     sequences. Tests and benchmarks can supply their own stager, weights and device.
     """
-    backend = backend or open_backend(config.device, config.pdl)
+    backend = backend or open_backend(config.device, config.pdl, 16 if config.activations is None else 8)
     backend.set_num_threads(config.num_threads)
     model = ModelConfig.load(Path(config.model_dir))
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)
     target = pack_target(model, dtype)
-    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, backend)
+    codes = CodeCount()
+    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, codes.counted(backend))
+    if config.activations is not None and not codes.num_kept:
+        raise ConfigNotUsable(
+            "this CPU multiplies none of the base's weights in int8 (docs/quantization.md lists the formats): "
+            "omit --activations"
+        )
     tables = SlotTables(target, config.max_resident_adapters, backend.accelerator, decoder.outer_factors)
     page_tokens, cache = target.geometry.page_tokens, decoder.cache_layout
     allocate = partial(
@@ -215,12 +222,13 @@ def assemble_engine(
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
     """The format of the weights, by the name that operators know, such as `int4` for weights quantised at the
-    start.
+    start. Rounded activations follow it, because answers depend on both.
     """
+    name = None if model.quantization is None else model.quantization.name
     if config.quantized_dir is not None:
         made = read_format(Path(config.quantized_dir))
-        return None if made is None else made.name.removeprefix("compressed-tensors ")
-    return None if model.quantization is None else model.quantization.name
+        name = None if made is None else made.name.removeprefix("compressed-tensors ")
+    return name if config.activations is None else f"{name}, activations in {config.activations}"
 
 
 def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:

@@ -42,6 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set. None means Triton's default directory."""
     device: str = "cpu"
     dtype: str = "bfloat16"
+    activations: Literal["int8"] | None = None
+    """`int8` rounds the inputs of quantised linears to 8 bits instead of 16, on a CPU."""
     pool_bytes: int | None = None
     """Size of the page pool. None means 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
     max_model_len: int | None = None
@@ -110,6 +112,19 @@ def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
     if dtype not in ITEMSIZE:
         raise ModelNotSupported(f"the dtype {requested!r} is not supported: use auto, float32 or bfloat16")
     return dtype
+
+
+def check_activations(device: str, is_quantized: bool) -> None:
+    """Raise an EngineError if activations cannot be rounded to 8 bits with this device and base."""
+    if device != "cpu":
+        raise DeviceNotUsable("activations in int8 are for a CPU, and this engine uses a GPU: omit --activations")
+    if not is_quantized:
+        raise ConfigNotUsable("activations in int8 need quantised weights: add --quantization, or omit --activations")
+    # Imported here because a GPU does not need llvmlite.
+    from loramux.kernels.cpu.capability import byte_products, host_features
+
+    if not byte_products(host_features()):
+        raise DeviceNotUsable("activations in int8 need a CPU with AVX512_VNNI or AVX_VNNI: omit --activations")
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

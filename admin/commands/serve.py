@@ -69,6 +69,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help="int8: round activations of a quantised base to 8 bits, on a CPU with VNNI (default: 16 bits).",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
     database_url: DatabaseUrl = None,
     blob_url: Annotated[

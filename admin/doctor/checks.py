@@ -20,7 +20,7 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.validation.sandbox import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.doctor.findings import Finding, Grade
-from loramux.kernels.cpu.capability import bfloat16_products, integer_products
+from loramux.kernels.cpu.capability import bfloat16_products, byte_products, integer_products
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
 
@@ -74,7 +74,8 @@ def check_cpu(features: Collection[str]) -> Finding:
     if integers is None:
         codes = "8-bit and 4-bit weights are dequantised when they are loaded"
     else:
-        codes = f"8-bit and 4-bit weights with {integers}, 16-bit activations"
+        option = " (8-bit with --activations int8)" if byte_products(features) else ""
+        codes = f"8-bit and 4-bit weights with {integers}, 16-bit activations{option}"
     return Finding(check="cpu", grade=Grade.OK, message=f"bfloat16 weights with {floats}; {codes}")
 
 

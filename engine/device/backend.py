@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -129,8 +130,10 @@ class Backend:
         return self.sample_tokens is not None
 
 
-def open_backend(device: str, pdl: bool = False) -> Backend:
+def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> Backend:
     """The backend for `cpu` or `cuda`. Raises DeviceNotUsable if the device cannot be used.
+
+    On a CPU, the inputs of linears that keep their codes are rounded to `activation_bits`, 16 or 8.
 
     `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later. Other GPUs ignore it.
     """
@@ -149,9 +152,9 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
             make_kernels=lambda pool, shapes: select_kernels(torch.device("cpu"), pool, shapes),
             make_linear=PackedLinear,
             activation_dtype=torch.float32,
-            make_quantized_linear=make_quantized_linear,
+            make_quantized_linear=partial(make_quantized_linear, x_bits=activation_bits),
             make_experts=lambda num_experts, weights, bias: PackedExperts(weights, bias),
-            make_quantized_experts=make_coded_experts,
+            make_quantized_experts=partial(make_coded_experts, x_bits=activation_bits),
             set_num_threads=set_num_threads,
         )
     missing = missing_for_cuda()

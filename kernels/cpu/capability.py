@@ -12,6 +12,11 @@ def host_features() -> frozenset[str]:
     return frozenset(name for name, is_there in binding.get_host_cpu_features().items() if is_there)
 
 
+def byte_products(features: Collection[str]) -> bool:
+    """True if this CPU multiplies bytes in one instruction, for activations of 8 bits."""
+    return ("avx512vnni" if "avx512f" in features else "avxvnni") in features and integer_products(features) is not None
+
+
 def bfloat16_products(features: Collection[str]) -> str | None:
     """The instructions for products by bfloat16 weights, or None if they are computed in float32."""
     if "amx-bf16" in features:

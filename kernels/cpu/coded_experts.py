@@ -15,16 +15,16 @@ from torch.nn import functional
 from loramux.kernels.cpu.arrays import rows_of
 from loramux.kernels.cpu.compiled import kernel
 from loramux.kernels.cpu.expert_panels import ROWS_TO_SPREAD, place_task, scatter
-from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED, OUTPUTS
-from loramux.kernels.cpu.quantized_layout import CodePanels, pack_codes
-from loramux.kernels.cpu.quantized_linear import ROW_PAD, multiply_panel
-from loramux.kernels.cpu.rounded_rows import round_row
+from loramux.kernels.cpu.integer_blocks import OUTPUTS
+from loramux.kernels.cpu.quantized_layout import CodePanels
+from loramux.kernels.cpu.quantized_linear import LARGEST_BYTE, ROW_PAD, multiply_panel, pack_for
+from loramux.kernels.cpu.rounded_rows import bytes_of, round_row
 from loramux.kernels.quantized import QuantizedWeight
 from loramux.kernels.routing import Routing
 
 
 def make_coded_experts(
-    num_experts: int, weights: Iterable[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None
+    num_experts: int, weights: Iterable[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None, x_bits: int = 16
 ) -> CodedExperts | None:
     """Lay out one weight for each expert, or return None if this CPU cannot multiply by the codes of all of them.
 
@@ -34,7 +34,7 @@ def make_coded_experts(
     panels = np.empty((0, 0), np.uint8)
     out_features = 0
     for expert, weight in enumerate(weights):
-        packed = pack_codes(weight) if IS_SUPPORTED and isinstance(weight, QuantizedWeight) else None
+        packed = pack_for(weight, x_bits) if isinstance(weight, QuantizedWeight) else None
         if packed is None:
             return None
         if first is None:
@@ -45,7 +45,7 @@ def make_coded_experts(
             return None
         panels[expert] = packed.panels
     assert first is not None
-    return CodedExperts(replace(first, panels=panels.reshape(-1)), num_experts, out_features, bias)
+    return CodedExperts(replace(first, panels=panels.reshape(-1)), num_experts, out_features, bias, x_bits)
 
 
 def _traits(packed: CodePanels) -> tuple[Any, ...]:
@@ -60,9 +60,13 @@ class CodedExperts:
     every CPU.
     """
 
-    def __init__(self, packed: CodePanels, num_experts: int, out_features: int, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, packed: CodePanels, num_experts: int, out_features: int, bias: torch.Tensor | None, x_bits: int
+    ) -> None:
         """`packed.panels` contains the panels of all experts in order; its other fields describe one expert."""
         self._packed = packed
+        self._kind: type[np.signedinteger[Any]] = np.int8 if x_bits == 8 else np.int16
+        self._limit = LARGEST_BYTE if x_bits == 8 else np.float32(packed.limit)
         self._out_features = out_features
         self._bias = torch.zeros(num_experts, packed.num_panels * OUTPUTS)
         if bias is not None:
@@ -76,13 +80,13 @@ class CodedExperts:
         if x.shape[1] < size:
             x = functional.pad(x, (0, size - x.shape[1]))
         num_pairs = routing.num_pairs
-        rounded = torch.empty(num_pairs, size + ROW_PAD, dtype=torch.int16)
+        rounded = np.empty((num_pairs, size + ROW_PAD), self._kind)
         factors = torch.empty(num_pairs, size // packed.block, 2)
         sums = torch.empty(num_pairs, self._bias.shape[1] + ROW_PAD)
         y = torch.empty(num_pairs, self._out_features)
         multiply_expert_codes(
             *rows_of(x), routing.pairs_per_row(x), routing.pairs.numpy(), starts, np.flatnonzero(np.diff(starts)),
-            np.float32(packed.limit), rounded.data_ptr(), rounded.shape[1], factors.data_ptr(), packed.panels,
+            self._limit, rounded.ctypes.data, rounded.shape[1], self._kind, factors.data_ptr(), packed.panels,
             packed.num_panels, packed.num_groups, packed.group, packed.block, packed.has_zeros, packed.table,
             self._bias.data_ptr(), *rows_of(sums), y.data_ptr(), self._out_features,
         )  # fmt: skip
@@ -100,6 +104,7 @@ def multiply_expert_codes(
     limit: Any,
     rounded: int,
     rounded_stride: int,
+    kind: Any,
     factors: int,
     panels: npt.NDArray[np.uint8],
     num_panels: int,
@@ -121,10 +126,10 @@ def multiply_expert_codes(
     in `quantized_linear.multiply_codes`.
     """
     num_blocks = num_groups * group // block
-    x_step, factor_step, sums_step = 2 * rounded_stride, 8 * num_blocks, 4 * sums_stride
+    x_step, factor_step, sums_step = bytes_of(kind) * rounded_stride, 8 * num_blocks, 4 * sums_stride
     for i in prange(len(pairs)):
         x_row = x + 4 * x_stride * (pairs[i] // pairs_per_row)
-        round_row(x_row, num_blocks, block, limit, rounded + i * x_step, factors + i * factor_step)
+        round_row(x_row, num_blocks, block, limit, rounded + i * x_step, kind, factors + i * factor_step)
     is_spread = len(pairs) > ROWS_TO_SPREAD * len(chosen)
     for task in prange(len(chosen) * num_panels):
         expert, panel = place_task(task, num_panels, chosen, is_spread)
@@ -132,8 +137,8 @@ def multiply_expert_codes(
         # The panels of all experts are consecutive, but each expert's sums begin at the first column.
         shift = expert * num_panels
         multiply_panel(
-            shift + panel, rounded + begin * x_step, x_step, factors + begin * factor_step, factor_step, end - begin,
-            panels, num_groups, group, block, has_zeros, table, bias,
+            shift + panel, rounded + begin * x_step, x_step, kind, factors + begin * factor_step, factor_step,
+            end - begin, panels, num_groups, group, block, has_zeros, table, bias,
             sums + begin * sums_step - 4 * OUTPUTS * shift, sums_step,
         )  # fmt: skip
         first = panel * OUTPUTS

@@ -1,6 +1,6 @@
 """LLVM code for the innermost loop of products by quantised weights: a block of rows times a block of one panel.
 
-Up to 128 inputs are multiplied in integers: `x`, rounded to 16 bits, times the integers that the weight's codes
+Up to 128 inputs are multiplied in integers: `x`, rounded to 16 or 8 bits, times the integers that the weight's codes
 represent. Sums of integers are exact, so every CPU and every number of rows produces the same bits. Only the sum of a
 block is scaled and added to `y`, in float32.
 
@@ -8,6 +8,9 @@ Two adjacent inputs of a row are one 32-bit word, which is broadcast to all outp
 inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, else `vpmaddwd` with an addition (Intel,
 "Intrinsics Guide"). Codes of 8 bits are the integers themselves. Codes of 4 bits select from a table of 16 integers
 that stays in a register.
+
+With `x` in 8 bits, a word holds four adjacent inputs, and `vpdpbusd` of either VNNI multiplies them by unsigned bytes.
+The weight's bytes are therefore its integers plus 128, and each sum starts at -128 times the sum of the row's `x`.
 """
 
 from __future__ import annotations
@@ -43,45 +46,52 @@ IS_SUPPORTED = integer_products(cpu_features()) is not None
 
 HAS_VNNI = ("avx512vnni" if WIDTH == 16 else "avxvnni") in cpu_features()
 
+UNSIGNED = 128
+"""Added to the weight's integers, as the unsigned bytes of `vpdpbusd`."""
+
 _BYTE, _HALF, _INT, _LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
 _WORDS = ir.VectorType(_INT, WIDTH)
 _PAIRS = ir.VectorType(_HALF, 2 * WIDTH)
 _FLOATS = ir.VectorType(_FLOAT, WIDTH)
+_QUADS = ir.VectorType(_BYTE, 4 * WIDTH)
 _PACKED = ir.VectorType(_BYTE, OUTPUTS)
 _CONTRACT = ("contract",)
 
 
 @intrinsic
 def add_codes(
-    typing_context: Any, num_rows: Any, x: Any, x_step: Any, factors: Any, factor_step: Any, panels: Any, scales: Any,
-    zeros: Any, codes: Any, table: Any, num_pairs: Any, y: Any, y_step: Any,
+    typing_context: Any, num_rows: Any, x: Any, x_step: Any, x_type: Any, factors: Any, factor_step: Any, panels: Any,
+    scales: Any, zeros: Any, codes: Any, table: Any, num_pairs: Any, y: Any, y_step: Any,
 ) -> Any:  # fmt: skip
     """`y[r][o] += factor[r] * scale[o] * sum over k of x[r][k] * (integer[k][o] - zero[o])`, for 1 to MAX_ROWS rows.
 
     `x`, `factors` and `y` are addresses, with steps in bytes. A row of `factors` is a float32 factor and the int32
     sum of the row's `x`. `scales`, `zeros` and `codes` are places in the bytes of `panels`; `zeros` -1 means none.
-    `num_pairs` >= 1 is the number of pairs of `k`. `table` None means that codes are int8.
+    `num_pairs` >= 1 is the number of pairs of `k`. `table` None means that codes are int8. `x_type` is np.int16, or
+    np.int8 for an even number of pairs of integers that fit into 8 bits, on a CPU with VNNI.
     """
+    is_bytes = x_type.dtype == types.int8
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        num_rows, x, x_step, factors, factor_step, array, *places, table_array, num_pairs, y, y_step = args
+        num_rows, x, x_step, _, factors, factor_step, array, *places, table_array, num_pairs, y, y_step = args
         data = make_array(panels)(context, builder, array).data
         scale_place, zero_place, code_place = (builder.gep(data, [place]) for place in places)
         has_zeros = builder.icmp_signed(">=", places[1], _LONG(0))
-        lookup = table_of(context, builder, table, table_array)
+        lookup = table_of(context, builder, table, table_array, is_bytes)
 
         def emit(x_rows: list[Any], y_rows: list[Any]) -> None:
             factor_rows = [builder.add(factors, builder.mul(factor_step, _LONG(r))) for r in range(len(x_rows))]
-            starts = emit_starts(builder, factor_rows, zero_place, has_zeros)
-            sums = _emit_sums(builder, x_rows, code_place, lookup, num_pairs, starts)
+            starts = emit_starts(builder, factor_rows, zero_place, has_zeros, UNSIGNED if is_bytes else 0)
+            num_words = builder.lshr(num_pairs, _LONG(1)) if is_bytes else num_pairs
+            sums = _emit_sums(builder, x_rows, code_place, lookup, num_words, starts, is_bytes)
             emit_outputs(builder, sums, factor_rows, scale_place, y_rows)
 
         emit_rows(builder, MAX_ROWS, num_rows, x, x_step, y, y_step, emit)
         return context.get_dummy_value()
 
     long = types.int64
-    return types.none(long, long, long, long, long, panels, long, long, long, table, long, long, long), generate
+    return types.none(long, long, long, x_type, long, long, panels, long, long, long, table, long, long, long), generate
 
 
 class _Table:
@@ -123,11 +133,31 @@ class _Table:
         return integers
 
 
-def table_of(context: Any, builder: Any, table: Any, array: Any) -> _Table | None:
-    """The table of 4-bit codes, or None if `table` has the type of None."""
+class _ByteTable:
+    """The 16 integers of 4-bit codes plus 128, as bytes in a register that holds them repeatedly."""
+
+    def __init__(self, builder: Any, data: Any, dtype: Any) -> None:
+        element = _BYTE if dtype == types.int8 else _HALF
+        values = builder.load(builder.bitcast(data, ir.VectorType(element, 16).as_pointer()), align=1)
+        signed = values if element == _BYTE else builder.trunc(values, ir.VectorType(_BYTE, 16))
+        repeated = ir.Constant(ir.VectorType(_INT, 4 * WIDTH), list(range(16)) * (WIDTH // 4))
+        self._table = _plus_128(builder, builder.shuffle_vector(signed, signed, repeated))
+
+    def select(self, builder: Any, codes: list[Any]) -> list[Any]:
+        """The integers of four inputs for all outputs, whose codes are the lower halves, then the upper halves."""
+        name = "llvm.x86.avx512.pshuf.b.512" if WIDTH == 16 else "llvm.x86.avx2.pshuf.b"
+        choose = _function(builder, name, _QUADS, [_QUADS, _QUADS])
+        lower = [builder.and_(each, ir.Constant(_QUADS, [15] * _QUADS.count)) for each in codes]
+        upper = [_shifted(builder, each, 4) for each in codes]
+        return [builder.call(choose, [self._table, index]) for index in (*lower, *upper)]
+
+
+def table_of(context: Any, builder: Any, table: Any, array: Any, is_bytes: bool = False) -> Any:
+    """The table of 4-bit codes, for `x` in bytes or in 16 bits, or None if `table` has the type of None."""
     if not isinstance(table, types.Array):
         return None
-    return _Table(builder, make_array(table)(context, builder, array).data, table.dtype)
+    make = _ByteTable if is_bytes else _Table
+    return make(builder, make_array(table)(context, builder, array).data, table.dtype)
 
 
 def emit_weights(builder: Any, codes: Any, k: Any, lookup: _Table | None) -> list[Any]:
@@ -142,6 +172,27 @@ def emit_weights(builder: Any, codes: Any, k: Any, lookup: _Table | None) -> lis
     return [builder.sext(lanes, _PAIRS) for lanes in _loads(builder, place, ir.VectorType(_BYTE, 2 * WIDTH), 1)]
 
 
+def _emit_quads(builder: Any, codes: Any, k: Any, lookup: _ByteTable | None) -> list[Any]:
+    """The integers plus 128 of inputs `[4 * k, 4 * k + 4)` for all outputs, as bytes. Also prefetches later codes."""
+    pair_bytes = 2 * OUTPUTS if lookup is None else OUTPUTS
+    pairs = ir.VectorType(_HALF, pair_bytes // 2)
+    first = builder.gep(codes, [builder.mul(k, _LONG(2 * pair_bytes))])
+    loaded = []
+    for place in (first, builder.gep(first, [_LONG(pair_bytes)])):
+        emit_prefetch(builder, builder.gep(place, [_LONG(AHEAD_BYTES)]), FIRST_CACHE)
+        loaded.append(builder.load(builder.bitcast(place, pairs.as_pointer()), align=1))
+    quads = []
+    for begin in range(0, pairs.count, WIDTH):
+        mixed = [at for o in range(begin, begin + WIDTH) for at in (o, pairs.count + o)]
+        both = builder.shuffle_vector(*loaded, ir.Constant(ir.VectorType(_INT, 2 * WIDTH), mixed))
+        quads.append(builder.bitcast(both, _QUADS))
+    return [_plus_128(builder, each) for each in quads] if lookup is None else lookup.select(builder, quads)
+
+
+def _plus_128(builder: Any, signed: Any) -> Any:
+    return builder.xor(signed, ir.Constant(signed.type, [UNSIGNED] * signed.type.count))
+
+
 def _shifted(builder: Any, values: Any, bits: int) -> Any:
     return builder.lshr(values, ir.Constant(values.type, [bits] * values.type.count))
 
@@ -151,25 +202,27 @@ def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def emit_starts(builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any) -> list[Any]:
-    """`-zero[o] * sum of x[r]` for all rows and outputs, or 0 without zero points."""
+def emit_starts(builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any, offset: int = 0) -> list[Any]:
+    """`-(zero[o] + offset) * sum of x[r]` for all rows and outputs, with 0 for missing zero points."""
+    negatives = []
+    for row in factor_rows:
+        total = builder.load(builder.inttoptr(builder.add(row, _LONG(4)), _INT.as_pointer()))
+        negatives.append(_splat(builder, builder.neg(total)))
+    offsets = ir.Constant(_WORDS, [offset] * WIDTH)
+    plain = [builder.mul(offsets, negative) for negative in negatives for _ in range(_REGISTERS)]
     entry = builder.block
     given, done = builder.append_basic_block("zeros"), builder.append_basic_block("started")
     builder.cbranch(has_zeros, given, done)
     builder.position_at_end(given)
     zeros = [builder.sext(lanes, _WORDS) for lanes in _loads(builder, zero_place, ir.VectorType(_HALF, WIDTH), 2)]
-    values = []
-    for row in factor_rows:
-        total = builder.load(builder.inttoptr(builder.add(row, _LONG(4)), _INT.as_pointer()))
-        negative = _splat(builder, builder.neg(total))
-        values += [builder.mul(zero, negative) for zero in zeros]
+    values = [builder.mul(builder.add(zero, offsets), negative) for negative in negatives for zero in zeros]
     builder.branch(done)
     end = builder.block
     builder.position_at_end(done)
     starts = []
-    for value in values:
+    for without, value in zip(plain, values, strict=True):
         start = builder.phi(_WORDS)
-        start.add_incoming(ir.Constant(_WORDS, [0] * WIDTH), entry)
+        start.add_incoming(without, entry)
         start.add_incoming(value, end)
         starts.append(start)
     return starts
@@ -187,29 +240,30 @@ def _splat(builder: Any, scalar: Any) -> Any:
 
 
 def _emit_sums(
-    builder: Any, x: list[Any], codes: Any, lookup: _Table | None, num_pairs: Any, starts: list[Any]
+    builder: Any, x: list[Any], codes: Any, lookup: Any, num_words: Any, starts: list[Any], is_bytes: bool
 ) -> list[Any]:
-    """`starts` plus the products of all pairs, in integers that stay in registers."""
+    """`starts` plus the products of all words of `x`, in integers that stay in registers."""
     x_rows = [builder.inttoptr(row, _INT.as_pointer()) for row in x]
     entry = builder.block
-    body, after = builder.append_basic_block("pairs"), builder.append_basic_block("summed")
+    body, after = builder.append_basic_block("words"), builder.append_basic_block("summed")
     builder.branch(body)
     builder.position_at_end(body)
     k = builder.phi(_LONG)
     sums = [builder.phi(_WORDS) for _ in starts]
-    weights = emit_weights(builder, codes, k, lookup)
+    emit, dot = (_emit_quads, _emit_byte_dot) if is_bytes else (emit_weights, _emit_dot)
+    weights = emit(builder, codes, k, lookup)
     totals = []
     for row, x_row in enumerate(x_rows):
-        pair = _splat(builder, builder.load(builder.gep(x_row, [k]), align=4))
+        word = _splat(builder, builder.load(builder.gep(x_row, [k]), align=4))
         for part, weight in enumerate(weights):
-            totals.append(_emit_dot(builder, sums[_REGISTERS * row + part], pair, weight))
+            totals.append(dot(builder, sums[_REGISTERS * row + part], word, weight))
     following = builder.add(k, _LONG(1))
     k.add_incoming(_LONG(0), entry)
     k.add_incoming(following, body)
     for value, start, total in zip(sums, starts, totals, strict=True):
         value.add_incoming(start, entry)
         value.add_incoming(total, body)
-    builder.cbranch(builder.icmp_signed("<", following, num_pairs), body, after)
+    builder.cbranch(builder.icmp_signed("<", following, num_words), body, after)
     builder.position_at_end(after)
     return totals
 
@@ -223,6 +277,12 @@ def _emit_dot(builder: Any, total: Any, pair: Any, weight: Any) -> Any:
     name = "llvm.x86.avx512.pmaddw.d.512" if WIDTH == 16 else "llvm.x86.avx2.pmadd.wd"
     dot = _function(builder, name, _WORDS, [_PAIRS, _PAIRS])
     return builder.add(total, builder.call(dot, [builder.bitcast(pair, _PAIRS), weight]))
+
+
+def _emit_byte_dot(builder: Any, total: Any, word: Any, weight: Any) -> Any:
+    """`total` plus the products of the four signed bytes of `word` and the unsigned bytes of `weight` in each lane."""
+    dot = _function(builder, f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}", _WORDS, [_WORDS] * 3)
+    return builder.call(dot, [total, builder.bitcast(weight, _WORDS), word])
 
 
 def emit_outputs(builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any]) -> None:

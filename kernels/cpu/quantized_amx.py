@@ -264,7 +264,7 @@ def multiply_code_tiles(
     """
     num_blocks = num_groups * group // block
     x_step, factor_step, y_step = 2 * rounded_stride, 8 * num_blocks, 4 * y_stride
-    round_blocks(x, 4 * x_stride, num_rows, num_blocks, block, limit, rounded, x_step, factors, factor_step)
+    round_blocks(x, 4 * x_stride, num_rows, num_blocks, block, limit, rounded, x_step, np.int16, factors, factor_step)
     size = num_blocks * block
     if num_rows * size < SERIAL_SPLITTING:
         for t in range(num_rows):

@@ -51,7 +51,7 @@ class CodePanels:
     has_zeros: bool
     limit: int
     fits_tiles: bool
-    """True if all integers fit into 8 bits, as AMX needs."""
+    """True if all integers fit into 8 bits, as AMX needs, and `x` in 8 bits."""
 
 
 def pack_codes(weight: QuantizedWeight) -> CodePanels | None:

@@ -14,10 +14,10 @@ from loramux.kernels.cpu.amx import TILE
 from loramux.kernels.cpu.arrays import rows_of
 from loramux.kernels.cpu.blocks import begin_outputs
 from loramux.kernels.cpu.compiled import helper, kernel
-from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED, MAX_ROWS, OUTPUTS, add_codes
+from loramux.kernels.cpu.integer_blocks import HAS_VNNI, IS_SUPPORTED, MAX_ROWS, OUTPUTS, add_codes
 from loramux.kernels.cpu.quantized_amx import SUMS_BYTES, TILES_BYTES, has_integer_tiles, multiply_code_tiles
 from loramux.kernels.cpu.quantized_layout import CodePanels, pack_codes
-from loramux.kernels.cpu.rounded_rows import round_blocks
+from loramux.kernels.cpu.rounded_rows import bytes_of, round_blocks
 from loramux.kernels.quantized import QuantizedWeight
 
 ROW_PAD = 32
@@ -29,22 +29,39 @@ MANY_ROWS = 64
 SERIAL_WORK = 500_000
 """With fewer multiplications, waking other threads costs more than it saves."""
 
+LARGEST_BYTE = np.float32(127)
+"""Largest integer of `x` in 8 bits."""
 
-def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedLinear | None:
-    """The linear of a quantised weight, or None if this CPU cannot multiply by its codes (see `pack_codes`)."""
+
+def pack_for(weight: QuantizedWeight, x_bits: int) -> CodePanels | None:
+    """Lay out a weight, or return None if this CPU cannot multiply its codes by `x` in 16 or 8 bits.
+
+    `x` in 8 bits needs VNNI and integers that fit into 8 bits.
+    """
     packed = pack_codes(weight) if IS_SUPPORTED else None
-    return None if packed is None else QuantizedLinear(packed, weight.out_features, bias)
+    if packed is None or x_bits == 16:
+        return packed
+    return packed if HAS_VNNI and packed.fits_tiles else None
+
+
+def make_quantized_linear(
+    weight: QuantizedWeight, bias: torch.Tensor | None, x_bits: int = 16
+) -> QuantizedLinear | None:
+    """The linear of a quantised weight, or None if this CPU cannot multiply by its codes (see `pack_for`)."""
+    packed = pack_for(weight, x_bits)
+    return None if packed is None else QuantizedLinear(packed, weight.out_features, bias, x_bits)
 
 
 class QuantizedLinear:
     """`y = x @ weightᵀ + bias` for a quantised weight `[out_features, in_features]`, laid out by `pack_codes`.
 
-    `x` is rounded to 16 bits, relative to the largest input of its block. A row's result is bitwise independent of the
-    other rows, and the same on every CPU.
+    `x` is rounded to 16 or 8 bits, relative to the largest input of its block. A row's result is bitwise independent
+    of the other rows, and the same on every CPU.
     """
 
-    def __init__(self, packed: CodePanels, out_features: int, bias: torch.Tensor | None) -> None:
+    def __init__(self, packed: CodePanels, out_features: int, bias: torch.Tensor | None, x_bits: int) -> None:
         self._packed = packed
+        self._has_byte_inputs = x_bits == 8
         self._out_features = out_features
         self._bias = torch.zeros(packed.num_panels * OUTPUTS)
         if bias is not None:
@@ -55,15 +72,21 @@ class QuantizedLinear:
         num_rows, size = x.shape[0], packed.num_groups * packed.group
         if x.shape[1] < size:
             x = functional.pad(x, (0, size - x.shape[1]))
-        rounded = torch.empty(num_rows, size + ROW_PAD, dtype=torch.int16)
+        uses_tiles = num_rows > MAX_ROWS and packed.fits_tiles and has_integer_tiles()
+        kind: type[np.signedinteger[Any]] = np.int16
+        limit = np.float32(packed.limit)
+        if self._has_byte_inputs:
+            # Tiles take `x` in 16 bits, which contain the same integers.
+            kind, limit = np.int16 if uses_tiles else np.int8, LARGEST_BYTE
+        rounded = np.empty((num_rows, size + ROW_PAD), kind)
         factors = torch.empty(num_rows, size // packed.block, 2)
         y = torch.empty(num_rows, len(self._bias) + (ROW_PAD if num_rows >= MANY_ROWS else 0))
-        inputs = (*rows_of(x), num_rows, np.float32(packed.limit), rounded.data_ptr(), rounded.shape[1])
+        inputs = (*rows_of(x), num_rows, limit, rounded.ctypes.data, rounded.shape[1])
         weight = (
             packed.panels, packed.num_panels, packed.num_groups, packed.group, packed.block, packed.has_zeros,
             packed.table, self._bias.data_ptr(),
         )  # fmt: skip
-        if num_rows > MAX_ROWS and packed.fits_tiles and has_integer_tiles():
+        if uses_tiles:
             num_threads = torch.get_num_threads()
             halves = torch.empty(2, num_rows + -num_rows % TILE, size + ROW_PAD, dtype=torch.uint8)
             scratch = torch.empty(num_threads, TILES_BYTES + SUMS_BYTES, dtype=torch.uint8)
@@ -72,14 +95,14 @@ class QuantizedLinear:
                 *weight, scratch.data_ptr(), *rows_of(y),
             )  # fmt: skip
         else:
-            multiply_codes(*inputs, factors.data_ptr(), *weight, *rows_of(y))
+            multiply_codes(*inputs, kind, factors.data_ptr(), *weight, *rows_of(y))
         return y[:, : self._out_features]
 
 
 @helper
 def multiply_panel(
-    panel: int, x: int, x_step: int, factors: int, factor_step: int, num_rows: int, panels: Any, num_groups: int,
-    group: int, block: int, has_zeros: bool, table: Any, bias: int, y: int, y_step: int,
+    panel: int, x: int, x_step: int, kind: Any, factors: int, factor_step: int, num_rows: int, panels: Any,
+    num_groups: int, group: int, block: int, has_zeros: bool, table: Any, bias: int, y: int, y_step: int,
 ) -> None:  # fmt: skip
     """Compute the 32 outputs of one panel for all rows."""
     y_panel = y + 4 * OUTPUTS * panel
@@ -96,7 +119,7 @@ def multiply_panel(
                 # Make blocks nearly equal in size, because a small block would unpack each code for only a few rows.
                 begin, end = num_rows * part // num_row_blocks, num_rows * (part + 1) // num_row_blocks
                 add_codes(
-                    end - begin, x + begin * x_step + 2 * k, x_step,
+                    end - begin, x + begin * x_step + bytes_of(kind) * k, x_step, kind,
                     factors + begin * factor_step + 8 * (k // block), factor_step,
                     panels, scales, zeros, codes, table, block // 2, y_panel + begin * y_step, y_step,
                 )  # fmt: skip
@@ -110,6 +133,7 @@ def multiply_codes(
     limit: Any,
     rounded: int,
     rounded_stride: int,
+    kind: Any,
     factors: int,
     panels: npt.NDArray[np.uint8],
     num_panels: int,
@@ -126,20 +150,21 @@ def multiply_codes(
 
     The weight is described in `CodePanels`. `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart.
     Rows of `x` cover whole blocks, and rows of `y`, like `bias`, whole panels. `rounded` and `factors` are scratch for
-    the same number of rows: int16, `rounded_stride` elements apart, and two 32-bit words per block.
+    the same number of rows: `kind` (np.int16 or np.int8), `rounded_stride` elements apart, and two 32-bit words
+    per block.
     """
     num_blocks = num_groups * group // block
-    x_step, factor_step, y_step = 2 * rounded_stride, 8 * num_blocks, 4 * y_stride
-    round_blocks(x, 4 * x_stride, num_rows, num_blocks, block, limit, rounded, x_step, factors, factor_step)
+    x_step, factor_step, y_step = bytes_of(kind) * rounded_stride, 8 * num_blocks, 4 * y_stride
+    round_blocks(x, 4 * x_stride, num_rows, num_blocks, block, limit, rounded, x_step, kind, factors, factor_step)
     if num_rows * num_blocks * block * num_panels * OUTPUTS < SERIAL_WORK:
         for panel in range(num_panels):
             multiply_panel(
-                panel, rounded, x_step, factors, factor_step, num_rows, panels, num_groups, group, block, has_zeros,
-                table, bias, y, y_step,
+                panel, rounded, x_step, kind, factors, factor_step, num_rows, panels, num_groups, group, block,
+                has_zeros, table, bias, y, y_step,
             )  # fmt: skip
     else:
         for panel in prange(num_panels):
             multiply_panel(
-                panel, rounded, x_step, factors, factor_step, num_rows, panels, num_groups, group, block, has_zeros,
-                table, bias, y, y_step,
+                panel, rounded, x_step, kind, factors, factor_step, num_rows, panels, num_groups, group, block,
+                has_zeros, table, bias, y, y_step,
             )  # fmt: skip

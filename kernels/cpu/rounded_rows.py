@@ -1,8 +1,9 @@
-"""Activations rounded to 16 bits, for products by quantised weights.
+"""Activations rounded to 16 or 8 bits, for products by quantised weights.
 
 The inputs of a row are divided into blocks. Each block has its own factor, so that its largest input becomes the
 largest integer. The error of an input is therefore at most `1 / (2 * limit)` of the largest input in its block; with
-the usual limit of 32767, that is less than rounding to bfloat16 does to the largest input.
+the usual limit of 32767, that is less than rounding to bfloat16 does to the largest input. With 8 bits, the limit is
+127.
 """
 
 from __future__ import annotations
@@ -28,12 +29,22 @@ from loramux.kernels.cpu.vectors import (
 SERIAL_ROUNDING = 100_000
 """With fewer elements to round, waking other threads costs more than it saves."""
 
-_FLOAT, _HALF, _INT, _LONG = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_FLOATS, _WORDS, _HALVES = (ir.VectorType(kind, PANEL) for kind in (_FLOAT, _INT, _HALF))
+_FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_FLOATS, _WORDS = (ir.VectorType(kind, PANEL) for kind in (_FLOAT, _INT))
 INFINITY_BITS = 0x7F800000
 
 _ROUNDING = 12582912.0
 """Adding 1.5 * 2**23 rounds to an integer and leaves its 16 bits in the low half."""
+
+
+@intrinsic
+def bytes_of(typing_context: Any, kind: Any) -> Any:
+    """The bytes of an element of `kind`, np.int16 or np.int8."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _LONG(kind.dtype.bitwidth // 8)
+
+    return types.int64(kind), generate
 
 
 @intrinsic
@@ -58,30 +69,32 @@ def _largest_bits(typing_context: Any, x: Any, size: Any) -> Any:
 
 
 @intrinsic
-def _round(typing_context: Any, x: Any, size: Any, factor: Any, out: Any) -> Any:
-    """`out[k] = round(x[k] * factor)` as int16, ties to even; returns the sum. `size` is a multiple of 16."""
+def _round(typing_context: Any, x: Any, size: Any, factor: Any, out: Any, kind: Any) -> Any:
+    """`out[k] = round(x[k] * factor)` as `kind`, ties to even; returns the sum. `size` is a multiple of 16."""
+    element = ir.IntType(kind.dtype.bitwidth)
+    elements = ir.VectorType(element, PANEL)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, size, factor, out = args
-        inputs, outputs = builder.inttoptr(x, _FLOAT.as_pointer()), builder.inttoptr(out, _HALF.as_pointer())
+        x, size, factor, out, _ = args
+        inputs, outputs = builder.inttoptr(x, _FLOAT.as_pointer()), builder.inttoptr(out, element.as_pointer())
         factors = emit_splat(builder, factor, PANEL)
         rounding = ir.Constant(_FLOATS, [_ROUNDING] * PANEL)
 
         def step(k: Any, values: list[Any]) -> list[Any]:
             lanes = builder.load(builder.bitcast(builder.gep(inputs, [k]), _FLOATS.as_pointer()), align=4)
             bits = builder.bitcast(emit_multiply_add(builder, lanes, factors, rounding), _WORDS)
-            halves = builder.trunc(bits, _HALVES)
-            builder.store(halves, builder.bitcast(builder.gep(outputs, [k]), _HALVES.as_pointer()), align=2)
-            return [builder.add(values[0], builder.sext(halves, _WORDS))]
+            integers = builder.trunc(bits, elements)
+            builder.store(integers, builder.bitcast(builder.gep(outputs, [k]), elements.as_pointer()), align=1)
+            return [builder.add(values[0], builder.sext(integers, _WORDS))]
 
         found = emit_loop(builder, size, PANEL, [ir.Constant(_WORDS, [0] * PANEL)], step)
         return emit_halving(builder, found[0], builder.add)
 
-    return types.int32(types.int64, types.int64, types.float32, types.int64), generate
+    return types.int32(types.int64, types.int64, types.float32, types.int64, kind), generate
 
 
 @helper
-def round_row(x: int, num_blocks: int, block: int, limit: Any, rounded: int, factors: int) -> None:
+def round_row(x: int, num_blocks: int, block: int, limit: Any, rounded: int, kind: Any, factors: int) -> None:
     scales, sums = floats_at(factors), integers_at(factors)
     for b in range(num_blocks):
         inputs = x + 4 * block * b
@@ -94,23 +107,27 @@ def round_row(x: int, num_blocks: int, block: int, limit: Any, rounded: int, fac
         if bits >= INFINITY_BITS:
             # The block contains infinity or NaN, so all outputs of the row become NaN.
             scale, factor = np.float32(np.nan), np.float32(0)
-        sums[2 * b + 1] = _round(inputs, block, factor, rounded + 2 * block * b)
+        sums[2 * b + 1] = _round(inputs, block, factor, rounded + bytes_of(kind) * block * b, kind)
         scales[2 * b] = scale
 
 
 @kernel
 def round_blocks(
     x: int, x_step: int, num_rows: int, num_blocks: int, block: int, limit: Any, rounded: int, rounded_step: int,
-    factors: int, factor_step: int,
+    kind: Any, factors: int, factor_step: int,
 ) -> None:  # fmt: skip
-    """Round rows to int16, in blocks of `block` inputs, a multiple of 16. The largest input of a block becomes `limit`.
+    """Round rows to `kind`, np.int16 or np.int8, in blocks of `block` inputs, a multiple of 16.
+
+    The largest input of a block becomes `limit`.
 
     `factors[t, b]` is a pair: the float32 factor that turns the integers back into inputs, and the int32 sum of the
     integers. Arguments are addresses and steps in bytes, but `limit` is a float32.
     """
     if num_rows * num_blocks * block < SERIAL_ROUNDING:
         for t in range(num_rows):
-            round_row(x + t * x_step, num_blocks, block, limit, rounded + t * rounded_step, factors + t * factor_step)
+            rounded_row = rounded + t * rounded_step
+            round_row(x + t * x_step, num_blocks, block, limit, rounded_row, kind, factors + t * factor_step)
     else:
         for t in prange(num_rows):
-            round_row(x + t * x_step, num_blocks, block, limit, rounded + t * rounded_step, factors + t * factor_step)
+            rounded_row = rounded + t * rounded_step
+            round_row(x + t * x_step, num_blocks, block, limit, rounded_row, kind, factors + t * factor_step)

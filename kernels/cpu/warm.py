@@ -75,14 +75,15 @@ def warm(dtype: torch.dtype) -> None:
     for codebook in (INT8, INT4, 1000 * INT4):
         codes = np.zeros((width, width if codebook is INT8 else width // 2), np.uint8)
         weight = QuantizedWeight(codes=codes, codebook=codebook, scales=np.ones((width, 1), np.float32))
-        linear = make_quantized_linear(weight, None)
-        if linear is not None:
-            linear(x)
-            # A batch of many rows uses AMX.
-            linear(torch.zeros(64, width))
-        experts = make_coded_experts(4, [weight] * 4, None)
-        if experts is not None:
-            kernels.multiply_experts(x, experts, routing)
+        for x_bits in (16, 8):
+            linear = make_quantized_linear(weight, None, x_bits)
+            if linear is not None:
+                linear(x)
+                # A batch of many rows uses AMX.
+                linear(torch.zeros(64, width))
+            experts = make_coded_experts(4, [weight] * 4, None, x_bits)
+            if experts is not None:
+                kernels.multiply_experts(x, experts, routing)
     y = kernels.multiply_experts(x, PackedExperts(torch.zeros(4, width, width, dtype=dtype)), routing)
     kernels.sum_experts(y, routing, x, x[:, :1])
     warm_delta(kernels, geometry, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from loramux.kernels.quantized import QuantizedWeight
 
@@ -11,3 +12,16 @@ def multiply_codes(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor 
     """`y = x @ weightᵀ + bias` in float64, with the values of `QuantizedWeight.dequantize`. `x` `[T, in_features]`."""
     y = x.double() @ torch.from_numpy(weight.dequantize()).double().T
     return y if bias is None else y + bias.double()
+
+
+def round_to_bytes(x: torch.Tensor, block: int) -> torch.Tensor:
+    """`x` `[T, in_features]` with integers of 8 bits times the scale of their block, in float64.
+
+    A block is `block` inputs. Its largest input becomes 127 or -127.
+    """
+    padded = functional.pad(x, (0, -x.shape[1] % block))
+    blocks = padded.view(len(x), padded.shape[1] // block, block)
+    largest = blocks.abs().amax(2, keepdim=True)
+    # In float64, the product is exact, so that it is rounded only once.
+    integers = (blocks.double() * (127 / largest.clamp_min(1e-30)).double()).round()
+    return (integers * (largest / 127).double()).flatten(1)[:, : x.shape[1]]

@@ -12,9 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.engine.config import pack_target
 from loramux.engine.device.backend import Backend, Linear, open_backend
+from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.model.model_config import ModelConfig
-from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED
+from loramux.kernels.cpu.integer_blocks import HAS_VNNI, IS_SUPPORTED
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, add_adapters, pack_peft_directory
 from tests.engine.device.gpu_backend import gpu_backend
@@ -32,6 +33,11 @@ FREQUENT_ON_GPU = ("gptq-act-order",)
 
 CODES_TOLERANCE = 1e-3
 """Kernels that multiply by codes round `x` to 13 bits for NF4, and otherwise to 16 bits."""
+
+BYTES_TOLERANCE = 0.1
+"""With activations of 8 bits."""
+
+needs_vnni = pytest.mark.skipif(not HAS_VNNI, reason="this CPU has no VNNI")
 
 
 def make_quantized(directory: Path, layout: str, plans: Sequence[AdapterPlan], keep: str = "lm_head") -> Subject:
@@ -51,6 +57,28 @@ def make_quantized(directory: Path, layout: str, plans: Sequence[AdapterPlan], k
         {one.digest: one for one in packed.values()},
         {name: one.num_pages for name, one in packed.items()},
     )
+
+
+@needs_vnni
+def test_activations_of_8_bits_are_near_the_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = make_quantized(tmp_path, "gptq-act-order", PLANS[:1])
+    backend = open_backend("cpu", activation_bits=8)
+    check_engine(subject, [None, "r8"], backend, BYTES_TOLERANCE, monkeypatch)
+
+
+@needs_vnni
+def test_an_engine_names_activations_of_8_bits(tmp_path: Path) -> None:
+    subject = make_quantized(tmp_path, "gptq-act-order", PLANS[:1])
+    assembled = subject.assemble(activations="int8", pool_bytes=8 << 20)
+    assert assembled.ready.quantization == "gptq int4, activations in int8"
+    assembled.adapters.close()
+
+
+@pytest.mark.parametrize("layout", ["fp8-blocks", "nf4"])
+def test_activations_of_8_bits_need_integers_of_8_bits(layout: str, tmp_path: Path) -> None:
+    subject = make_quantized(tmp_path, layout, PLANS[:1])
+    with pytest.raises(ConfigNotUsable, match=r"none of the base's weights in int8 .*: omit --activations"):
+        subject.assemble(activations="int8", pool_bytes=8 << 20)
 
 
 class CountedLinears:

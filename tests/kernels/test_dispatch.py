@@ -290,10 +290,11 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], qkv[:, 5:6])
     for codebook in (INT8, UINT4, NF4):
         weight = random_weight(codebook, codebook is UINT4, 70, 64, 32)
-        linear = make_quantized_linear(weight, None)
-        assert linear is None or len(linear(x)) + len(linear(torch.zeros(40, 64))) == 43
-        experts = make_coded_experts(5, [weight] * 5, None)
-        assert experts is None or len(kernels.multiply_experts(x, experts, routing)) == 9
+        for x_bits in (16, 8):
+            linear = make_quantized_linear(weight, None, x_bits)
+            assert linear is None or len(linear(x)) + len(linear(torch.zeros(40, 64))) == 43
+            experts = make_coded_experts(5, [weight] * 5, None, x_bits)
+            assert experts is None or len(kernels.multiply_experts(x, experts, routing)) == 9
     spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=2, k_dim=12, v_dim=8, conv_len=3)
     mixed = kernels.convolve(qkv[:, : spec.channels], torch.zeros(3, spec.channels), 0, batch, spec)
     kernels.delta_rule(mixed, qkv[:, :4], torch.zeros(2, 2), 0, batch, spec)

@@ -274,7 +274,8 @@ def test_database_clock_is_compared_with_the_hosts_clock(postgres_url: str) -> N
     [
         (
             {"avx2", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-bf16", "amx-int8"},
-            "bfloat16 weights with AMX; 8-bit and 4-bit weights with AMX and AVX512_VNNI, 16-bit activations",
+            "bfloat16 weights with AMX; 8-bit and 4-bit weights with AMX and AVX512_VNNI, "
+            "16-bit activations (8-bit with --activations int8)",
         ),
         (
             {"avx2", "avx512f", "avx512bw", "avx512bf16"},
@@ -282,7 +283,8 @@ def test_database_clock_is_compared_with_the_hosts_clock(postgres_url: str) -> N
         ),
         (
             {"avx2", "avxvnni"},
-            "bfloat16 weights with float32 arithmetic; 8-bit and 4-bit weights with AVX_VNNI, 16-bit activations",
+            "bfloat16 weights with float32 arithmetic; 8-bit and 4-bit weights with AVX_VNNI, "
+            "16-bit activations (8-bit with --activations int8)",
         ),
         (
             {"neon", "bf16"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from loramux.admin.serve import read_model
 from loramux.admin.server import quantized_base
 from loramux.admin.server.quantized_base import MAX_PROMPTS, quantize_base
 from loramux.admin.server.settings import Settings
-from loramux.engine.config import EngineConfig
+from loramux.engine.config import EngineConfig, check_activations
+from loramux.engine.errors import DeviceNotUsable
+from loramux.kernels.cpu import capability
 from tests.conformance.tiny_models import SMALL_SHAPE
 from tests.quantized_layouts import LAYOUTS, quantize_directory
 
@@ -52,6 +55,31 @@ def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
     quantize_directory(model, tmp_path / "base", LAYOUTS["gptq-sym"])
     with pytest.raises(StartRefused, match=r"already quantised \(gptq int4\): omit --quantization"):
         read_model(Settings(model=tmp_path / "base", data_dir=tmp_path, quantization="int8"))
+
+
+def test_activations_are_rounded_only_where_that_helps(demo_base: Path, tmp_path: Path) -> None:
+    with pytest.raises(StartRefused, match="int8 need quantised weights: add --quantization, or omit --activations"):
+        read_model(Settings(model=demo_base, data_dir=tmp_path, device="cpu", activations="int8"))
+    with pytest.raises(DeviceNotUsable, match="are for a CPU, and this engine uses a GPU: omit --activations"):
+        check_activations("cuda", is_quantized=True)
+
+
+@pytest.mark.parametrize(
+    ("features", "has_bytes"),
+    [
+        ({"avx2", "avxvnni"}, True),
+        ({"avx512f", "avx512bw", "avx512vnni"}, True),
+        ({"avx512f", "avx512bw", "avxvnni"}, False),
+        ({"avx2"}, False),
+        ({"neon"}, False),
+    ],
+    ids=["avx-vnni", "avx512-vnni", "avx512", "avx2", "arm"],
+)
+def test_activations_of_8_bits_need_vnni(monkeypatch: pytest.MonkeyPatch, features: set[str], has_bytes: bool) -> None:
+    monkeypatch.setattr(capability, "host_features", lambda: features)
+    expected = nullcontext() if has_bytes else pytest.raises(DeviceNotUsable, match="AVX512_VNNI or AVX_VNNI: omit")
+    with expected:
+        check_activations("cpu", is_quantized=True)
 
 
 def test_the_sample_texts_are_always_the_same() -> None:

@@ -61,14 +61,19 @@ def compare() -> None:
     for case in CASES:
         weight, x = random_weight(*case), torch.randn(70, case[3])
         x[5, 3] = torch.nan
-        linear = quantized_linear.make_quantized_linear(weight, torch.randn(case[2]))
-        assert linear is not None
-        for num_rows in (13, 16, 33, 70):
-            results = []
-            for has_tiles in (False, True):
-                quantized_linear.has_integer_tiles = lambda has_tiles=has_tiles: has_tiles
-                results.append(linear(x[:num_rows]).view(torch.int32))
-            assert torch.equal(*results), case[1:]
+        bias = torch.randn(case[2])
+        for x_bits in (16, 8):
+            linear = quantized_linear.make_quantized_linear(weight, bias, x_bits)
+            if linear is None:
+                # The integers of NF4 do not fit into the bytes of 8-bit products.
+                assert (case[0], x_bits) == (NF4, 8)
+                continue
+            for num_rows in (13, 16, 33, 70):
+                results = []
+                for has_tiles in (False, True):
+                    quantized_linear.has_integer_tiles = lambda has_tiles=has_tiles: has_tiles
+                    results.append(linear(x[:num_rows]).view(torch.int32))
+                assert torch.equal(*results), (*case[1:], x_bits)
 
 
 def compile_kernels() -> None:

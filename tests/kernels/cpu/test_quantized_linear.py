@@ -16,11 +16,12 @@ from numba.core.codegen import get_host_cpu_features
 from torch.nn import functional
 
 from loramux.kernels.cpu import quantized_linear
-from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED, MAX_ROWS
+from loramux.kernels.cpu.integer_blocks import HAS_VNNI, IS_SUPPORTED, MAX_ROWS
 from loramux.kernels.cpu.quantized_layout import pack_codes
 from loramux.kernels.cpu.quantized_linear import QuantizedLinear, make_quantized_linear
 from loramux.kernels.cpu.vectors import WIDTH
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
+from loramux.kernels.reference.quantized import multiply_codes, round_to_bytes
 from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, random_weight
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this CPU has no kernels for quantised weights")
@@ -34,6 +35,10 @@ CODEBOOKS = {
     "nf4": (NF4, False),
     "mxfp4": (MXFP4, False),
 }
+BYTE_CODEBOOKS = [name for name in CODEBOOKS if name != "nf4"]
+"""The codebooks of integers that fit into 8 bits."""
+
+needs_vnni = pytest.mark.skipif(not HAS_VNNI, reason="this CPU has no VNNI")
 SHAPES = [(64, 128, 32), (100, 256, 256), (33, 640, 64), (96, 512, 128), (70, 130, 130), (40, 96, 48), (1, 2, 2)]
 """Outputs, inputs and inputs per group. Some do not fill whole panels or blocks."""
 
@@ -96,6 +101,50 @@ def test_row_is_bitwise_independent_of_its_neighbours(name: str, out_features: i
     for begin in range(len(x)):
         for end in {begin + 1, min(len(x), begin + MAX_ROWS), len(x)}:
             assert torch.equal(product(x[begin:end]), y[begin:end])
+
+
+@needs_vnni
+@pytest.mark.parametrize(("out_features", "in_features", "group"), SHAPES)
+@pytest.mark.parametrize("name", BYTE_CODEBOOKS)
+def test_activations_of_8_bits_are_exact_integers(name: str, out_features: int, in_features: int, group: int) -> None:
+    weight = random_weight(*CODEBOOKS[name], out_features, in_features, group)
+    bias = torch.randn(out_features)
+    product, packed = make_quantized_linear(weight, bias, x_bits=8), pack_codes(weight)
+    assert product is not None
+    assert packed is not None
+    dequantized = torch.from_numpy(weight.dequantize()).double()
+    for num_rows in (0, 1, MAX_ROWS, MAX_ROWS + 1, 40):
+        x = torch.randn(num_rows, in_features)
+        expected = multiply_codes(round_to_bytes(x, packed.block), weight, bias)
+        magnitude = x.double().abs() @ dequantized.abs().T + bias.abs()
+        assert ((product(x) - expected).abs() <= 6e-6 * magnitude).all()
+
+
+@needs_vnni
+@pytest.mark.parametrize("name", BYTE_CODEBOOKS)
+def test_activations_of_8_bits_keep_rows_apart(name: str) -> None:
+    product = make_quantized_linear(random_weight(*CODEBOOKS[name], 70, 256, 64), None, x_bits=8)
+    assert product is not None
+    x = torch.randn(2 * MAX_ROWS + 3, 256)
+    x[1] = -1e30
+    x[2] = 0
+    x[4, 7], x[6, 201], x[8, 3] = torch.nan, torch.inf, -torch.inf
+    y = product(x)
+    for row in range(len(x)):
+        assert torch.equal(product(x[row : row + 1])[0].view(torch.int32), y[row].view(torch.int32))
+    assert y[[4, 6, 8]].isnan().all()
+    assert not y[2].any()
+
+
+def test_codes_of_more_than_8_bits_need_activations_of_16() -> None:
+    assert make_quantized_linear(random_weight(NF4, False, 64, 384, 64), None, x_bits=8) is None
+
+
+def test_a_cpu_without_vnni_rounds_activations_to_16_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_linear, "HAS_VNNI", False)
+    weight = random_weight(INT8, False, 70, 128, 32)
+    assert isinstance(make_quantized_linear(weight, None), QuantizedLinear)
+    assert make_quantized_linear(weight, None, x_bits=8) is None
 
 
 def test_non_finite_values_stay_in_their_row() -> None:
@@ -184,14 +233,18 @@ print(digest_of_products())
 """
 
 
-def digest_of_products() -> str:
+def digest_of_products(*bits: int) -> str:
+    """Digest of products with activations of 16 bits, or of each of `bits`."""
     hashed = hashlib.sha256()
     torch.manual_seed(0)
     for codebook, has_zeros in CODEBOOKS.values():
         for shape in SHAPES:
-            product = multiply(random_weight(codebook, has_zeros, *shape), torch.randn(shape[0]))
+            weight, bias = random_weight(codebook, has_zeros, *shape), torch.randn(shape[0])
+            products = [make_quantized_linear(weight, bias, x_bits) for x_bits in (bits or (16,))]
             for num_rows in (1, 3, 30):
-                hashed.update(product(torch.randn(num_rows, shape[1])).contiguous().numpy().tobytes())
+                x = torch.randn(num_rows, shape[1])
+                for product in filter(None, products):
+                    hashed.update(product(x).contiguous().numpy().tobytes())
     return hashed.hexdigest()
 
 
@@ -209,6 +262,14 @@ def run_python(*arguments: str, features: str = "", **environment: str) -> str:
     everything = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment}
     done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=everything, check=True)
     return done.stdout
+
+
+@needs_vnni
+@pytest.mark.campaign
+def test_both_kinds_of_vnni_compute_the_same_bits() -> None:
+    printing = PRINT_DIGEST.replace("()", "(16, 8)")
+    vnni = [features for features in other_cpus() if not features or "+avxvnni" in features]
+    assert len({run_python("-c", printing, features=features) for features in vnni}) == 1
 
 
 @pytest.mark.campaign

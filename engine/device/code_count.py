@@ -1,0 +1,35 @@
+"""Counts the linears of a base that keep the codes of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from loramux.engine.device.backend import Backend
+
+
+class CodeCount:
+    """The number of linears, and of layers of experts, that a backend multiplies by their codes."""
+
+    def __init__(self) -> None:
+        self.num_kept = 0
+
+    def counted(self, backend: Backend) -> Backend:
+        """The backend, whose linears are counted when they are made."""
+        return replace(
+            backend,
+            make_quantized_linear=self._counted(backend.make_quantized_linear),
+            make_quantized_experts=self._counted(backend.make_quantized_experts),
+        )
+
+    def _counted(self, make: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if make is None:
+            return None
+
+        def count(*arguments: Any) -> Any:
+            made = make(*arguments)
+            self.num_kept += made is not None
+            return made
+
+        return count
