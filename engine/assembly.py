@@ -222,7 +222,7 @@ def assemble_engine(
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
     """The format of the weights, by the name that operators know, such as `int4` for weights quantised at the
-    start. Rounded activations follow it, because answers depend on both.
+    start. If activations are rounded too, their format is appended, because answers depend on both.
     """
     name = None if model.quantization is None else model.quantization.name
     if config.quantized_dir is not None:

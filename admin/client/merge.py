@@ -97,4 +97,4 @@ def _check_tenant(named: NamedAdapter, tenant: str) -> None:
     """An operator can read every tenant's adapters, but a merge must not carry weights from one tenant to another."""
     if tenant not in (named.document["tenant"], named.document["tenant_id"]):
         model = named.document["model"]
-        raise MergeRefused("merge_across_tenants", f"{model} belongs to another tenant than {tenant}", model)
+        raise MergeRefused("merge_across_tenants", f"{model} does not belong to the tenant {tenant}", model)

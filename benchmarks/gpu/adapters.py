@@ -1,4 +1,4 @@
-"""Random adapters in the shuffled pages of a pool, the same adapters as dense matrices, and batches that use them."""
+"""Random adapters in shuffled pages of a pool, the same adapters as dense matrices, and batches that use them."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ ASSUMPTIONS = (
     f"work on the card takes {OVER_FLOOR:g} times its floor",
     f"{COMPILE_S:g} s to compile a program in one of {MAX_WARMERS} processes, which take {WARM_START_S:g} s to start",
     f"{HOST_OP_S * 1e6:g} us to submit an operator outside a graph, {CAPTURE_S:g} s to capture a graph",
-    f"{CHECK_OPS} operators to check an adapter in a module or a sequence; {HOST_STEP_S * 1e3:g} ms to schedule a step",
+    f"{CHECK_OPS} operators to check one sequence, or one adapter in one module; "
+    f"{HOST_STEP_S * 1e3:g} ms to schedule a step",
     f"`s_lora` captures {NUM_SHAPES} shapes, and each of its steps has all sequences at their mean full length",
     f"{ENGINE_S:g} s to start an engine and {CHECK_S:g} s to check its answers once",
     f"random numbers are written at {RANDOM_SHARE:g} of the bandwidth",

@@ -26,7 +26,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 @dataclass(frozen=True, slots=True)
 class BranchNorms:
-    """Norms of a layer in which the experts and a block that all tokens use read the residual separately."""
+    """Norms of a layer in which the experts and the shared block each read the residual on their own."""
 
     after_block: str
     before_experts: str

@@ -43,7 +43,7 @@ class Evictable(Protocol):
         ...
 
     def evict(self) -> None:
-        """Free the pages and forget the content."""
+        """Free the item's pages and discard its content."""
         ...
 
 

@@ -223,7 +223,9 @@ class Tenants:
 
 def _check_display_name(text: str) -> None:
     if not 1 <= len(text) <= MAX_DISPLAY_NAME or not text.isprintable():
-        raise InvalidRequest(f"a display name has 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name")
+        raise InvalidRequest(
+            f"a display name must have 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name"
+        )
 
 
 def _check_timezone(timezone: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks `chat_template_kwargs`, the additional variables that a request passes to its chat template."""
+"""Checks `chat_template_kwargs`, the additional variables that a request passes to the chat template."""
 
 from __future__ import annotations
 
