@@ -56,8 +56,8 @@ class LoraKernels(Protocol):
     def replace_rows(self, tokens: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t] = row of tokens[t]` where the adapter replaces the embedding's row; `y` has the dtype of the pool.
 
-        `call.tables` is `AdapterTables.trained_rows`; `y` is contiguous. Adapters can also have rows of tokens
-        beyond the embedding's own.
+        `call.tables` is `AdapterTables.trained_rows`; `y` is contiguous. An adapter can also have rows for token ids
+        beyond the end of the embedding.
         """
         ...
 

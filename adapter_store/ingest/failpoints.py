@@ -1,4 +1,4 @@
-"""Points in ingestion where tests kill a process."""
+"""Points in ingestion at which tests can kill the process."""
 
 from __future__ import annotations
 

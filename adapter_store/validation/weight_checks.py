@@ -62,8 +62,8 @@ class WeightChecks:
         if not change <= MAX_MEAN_CHANGE:
             raise AdapterRejected(
                 "norm_too_large",
-                f"the module changes the base's weights by up to {change:.3g} on average, "
-                f"more than the allowed {MAX_MEAN_CHANGE:g}",
+                f"the module could change the base's weights by {change:.3g} (a bound on the root mean square); "
+                f"at most {MAX_MEAN_CHANGE:g} is allowed",
                 module.name,
             )
         effect = module.scale * ((self._probe(module.shape.in_features) @ A.T) @ B.T)

@@ -28,7 +28,7 @@ def merge(
         str, typer.Option(help="linear, cat, ties, dare_linear or dare_ties: how the weights are combined.")
     ] = "linear",
     density: Annotated[
-        float, typer.Option(help="Share of its values that each matrix keeps, for ties and the dare methods.")
+        float, typer.Option(help="Share of each matrix's values to keep, for ties and the dare methods.")
     ] = 1.0,
     sign_rule: Annotated[
         str, typer.Option(help="total or frequency: how ties and dare_ties find the majority sign.")

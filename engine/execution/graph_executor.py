@@ -55,11 +55,12 @@ class GraphForward:
 class GraphExecutor:
     """Submits steps to an asynchronous device in order, and reads their results later.
 
-    A step consists of one copy of its metadata, the decoder up to the sample rows, the logits, and sampling. For up to
-    MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs, because the first run, which is
-    not captured, compiles and loads the kernels that the shape needs. Beyond `max_graphs`, the least recently replayed
-    graph is dropped. A shape whose capture fails always runs uncaptured. Batches with adapters that modify the
-    embedding or the head have separate shapes, so that other batches do not launch the extra kernels.
+    A step copies its metadata to the device in one transfer, runs the decoder for the sample rows, computes their
+    logits, and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs,
+    because the first run, which is not captured, compiles and loads the kernels that the shape needs. Beyond
+    `max_graphs`, the least recently replayed graph is dropped. A shape whose capture fails always runs uncaptured.
+    Batches with adapters that modify the embedding or the head have separate shapes, so that other batches do not
+    launch the extra kernels.
 
     Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a shape uses only
     kernels of the shape with all groups, so once that shape has run, it is captured when it first occurs. Once there

@@ -130,7 +130,9 @@ class KvPages:
         sequence.next_offer = 0
 
     def max_tokens(self, num_other_pages: int) -> int:
-        """Number of tokens of one sequence that fit into the pool if `num_other_pages` pages have other uses."""
+        """Number of tokens of one sequence that fit into the pool if `num_other_pages` pages are taken by something
+        else.
+        """
         return self._layout.max_tokens(self._pages.num_pages - num_other_pages, self._max_step_tokens)
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:

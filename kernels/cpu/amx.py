@@ -76,7 +76,8 @@ class AmxPanels:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, in_features = x.shape
-        # Pad large batches to whole tiles, so that the tiles are configured only once. The padding rows are never read.
+        # Pad large batches to whole tiles, so that the tiles are configured only once. The padding rows are
+        # uninitialised, and their results are discarded.
         room = num_rows if num_rows <= MAX_ROWS else num_rows + -num_rows % TILE
         rounded = torch.empty(room, self._num_steps * TILE_INPUTS + ROW_PAD, dtype=torch.bfloat16)
         y = torch.empty(room, self._num_panels * OUTPUTS + ROW_PAD)

@@ -285,7 +285,7 @@ def find_threshold(
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> tl.tensor:
-    """The smallest key that covers `top_k` tokens or the share `top_p` of all weights.
+    """The smallest key that covers `top_k` tokens or a share `top_p` of the total weight.
 
     Three steps narrow the half-open range `(low, high]` that contains the answer: bounds from the group maxima, passes
     over the row that halve the range until it contains only a few tokens, and a search among those tokens.

@@ -58,7 +58,7 @@ async def _prepare(services: GatewayServices, target: Target, received: Received
 
 
 def _read_as(prompt: ChatPrompt, ids: tuple[int, ...], tokenizer: ModelTokenizer) -> Prepared:
-    """Decide how the answer is read. Channels need the model's special tokens, so without them nothing is parsed."""
+    """Decide how to parse the answer. Channels need the model's special tokens, so without them nothing is parsed."""
     reasoning, tool_format = prompt.reasoning, prompt.tool_format
     has_reasoning, has_calls = reasoning is not None and reasoning.markers is HARMONY, tool_format == harmony.NAME
     if not has_reasoning and not has_calls:

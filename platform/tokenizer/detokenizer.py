@@ -108,7 +108,7 @@ class StopStrings:
         self.is_found = False
 
     def feed(self, text: str) -> str:
-        """Return the text that can be shown now.
+        """Add `text` and return what can be shown now.
 
         If it completes a stop string, set `is_found` and stop before the string, or after it if `is_shown`.
         """
