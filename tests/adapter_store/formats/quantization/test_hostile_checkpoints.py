@@ -52,7 +52,7 @@ CASES: list[tuple[str, Change, str]] = [
     ("fp8-blocks", fill(".weight_scale_inv", INF), "weight_scale_inv contains a value that is not finite"),
     ("fp8-blocks", drop(".weight_scale_inv"), "no tensor model.layers.0.self_attn.q_proj.weight_scale_inv"),
     ("fp8-blocks", fill(".weight", NAN), "weight contains NaN"),
-    ("fp8-blocks", put(".weight_scale", torch.ones(1)), "two tensors of scales"),
+    ("fp8-blocks", put(".weight_scale", torch.ones(1)), "two scale tensors"),
     ("fbgemm-fp8", put(".weight_scale", torch.ones(200, 3)), "does not divide"),
     ("ct-w8a8", fill(".weight_scale", NAN), "not finite"),
     ("ct-w8a8", put(".weight_scale", torch.ones(200, 2)), "has 2 groups"),
@@ -96,7 +96,7 @@ CASES: list[tuple[str, Change, str]] = [
     ("nf4-double", cut(".weight.nested_absmax"), "does not fit 800 scales"),
     ("bnb-int8", cut(".SCB"), "has shape [199] for 200 outputs"),
     ("bnb-int8", fill(".SCB", NAN), "not finite"),
-    ("bnb-int8", put(".weight_format", torch.tensor(1, dtype=torch.uint8)), "other than rows"),
+    ("bnb-int8", put(".weight_format", torch.tensor(1, dtype=torch.uint8)), "other than row-major"),
 ]
 
 
