@@ -1,4 +1,4 @@
-"""The files of an adapter: the two that PEFT writes, and four optional ones, two of which transformers writes."""
+"""The names of an adapter's files: two from PEFT, two optional ones from transformers and two of loramux itself."""
 
 from __future__ import annotations
 

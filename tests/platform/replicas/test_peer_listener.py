@@ -128,7 +128,7 @@ async def test_only_a_valid_certificate_in_the_table_is_accepted(who: str, tmp_p
         if who == "plain text":
             reader, writer = await asyncio.open_connection("127.0.0.1", side.port)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
-            # Depending on what has been read, the connection is closed or reset.
+            # The server closes or resets the connection, depending on how much it has read.
             with suppress(ConnectionError):
                 await reader.read()
             writer.close()
