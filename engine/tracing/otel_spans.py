@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -19,7 +20,7 @@ from opentelemetry.trace import Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from loramux.engine.errors import ConfigNotUsable
-from loramux.engine.tracing.spans import SpanRecord, TraceConfig
+from loramux.engine.tracing.spans import Scope, SpanRecord, TraceConfig
 
 MAX_WAITING = 4096
 """Maximum number of spans waiting for export. Further spans are dropped."""
@@ -66,6 +67,8 @@ class OtelSpanSink:
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
+        # The SDK changes the process's warning filters here, which is not safe on the sink's thread.
+        self._tracers = {scope: provider.get_tracer(scope) for scope in get_args(Scope)}
         self._waiting: queue.Queue[tuple[str, SpanRecord] | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
@@ -93,8 +96,9 @@ class OtelSpanSink:
             self._emit(span, propagator.extract({"traceparent": traceparent}))
 
     def _emit(self, record: SpanRecord, parent: Context) -> None:
-        tracer = self._provider.get_tracer(record.scope)
-        span = tracer.start_span(record.name, parent, attributes=record.attributes, start_time=record.started_ns)
+        span = self._tracers[record.scope].start_span(
+            record.name, parent, attributes=record.attributes, start_time=record.started_ns
+        )
         if record.failure is not None:
             span.set_status(Status(StatusCode.ERROR, record.failure))
         for child in record.children:
