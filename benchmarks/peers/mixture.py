@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rank": arguments.rank,
             "vllm": vllm.missing or vllm.version,
             "failures": measurement.failures,
+            "seconds": seconds_of(measurement),
             "figures": rows,
             "targets": {"base over vLLM": OVER_VLLM, "overhead": OVERHEAD},
         }
@@ -141,6 +142,14 @@ def figures(measurement: Measurement, loads: Sequence[Load], num_requests: int) 
             row["overhead"] = own[0] / own[1] - 1
         rows.append({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
     return rows
+
+
+def seconds_of(measurement: Measurement) -> dict[str, list[float]]:
+    """The seconds of every turn, by system, load and kind."""
+    cells = measurement.samples | measurement.own_samples
+    return {
+        f"{cell.system.name}, {cell.load}, {cell.kind}": [round(s, 3) for s in each] for cell, each in cells.items()
+    }
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
