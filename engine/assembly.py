@@ -64,8 +64,8 @@ from loramux.kernels.tables import PoolViews
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPARE_BYTES = 512 << 20
-"""Bytes of shared memory beyond the host tier, for loads in flight and fragmentation. They take memory only when
-written.
+"""Bytes of shared memory in addition to the host tier's, for loads in flight and fragmentation. They take up memory
+only once they are written.
 """
 
 
@@ -221,8 +221,9 @@ def assemble_engine(
 
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
-    """The format of the weights, by the name that operators know, such as `int4` for weights quantised at the
-    start. If activations are rounded too, their format is appended, because answers depend on both.
+    """The format of the weights, by the name that operators know, such as `int4` for weights quantised at startup.
+
+    If activations are rounded too, their format is appended, because answers depend on both.
     """
     name = None if model.quantization is None else model.quantization.name
     if config.quantized_dir is not None:
@@ -251,7 +252,7 @@ def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: Co
 def warm_up(executor: Executor, config: EngineConfig, cache: CacheLayout, compiles: bool) -> None:
     """Run each kind of step once, so that no request waits for kernels to load.
 
-    Writes K and V, or a state, to page 0, which has no owner yet. Raises ConfigNotUsable if a GPU lacks memory for a
+    Writes K, V and any state to page 0, which has no owner yet. Raises ConfigNotUsable if a GPU lacks memory for a
     step.
     """
     try:
@@ -285,7 +286,7 @@ def load_decoder(
             return Decoder(model, weights, dtype, max_model_len, backend)
         quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
         with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
-            # A quantised head is a weight of its own, even if the float model's head is tied to the embedding.
+            # A quantised head is a separate weight, even if the float model's head is tied to the embedding.
             is_tied = model.tied_embeddings and not opened.has_quantized_head
             own = replace(model, tied_embeddings=is_tied)
             return Decoder(own, opened, dtype, max_model_len, backend)

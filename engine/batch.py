@@ -51,7 +51,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 class ScoredRows(msgspec.Struct, frozen=True, gc=False):
     """Adjacent rows of one sequence's prompt. The logits of row `begin + i` score `token_ids[i]`, the token after it.
 
-    `count` is the number of most likely tokens to report. There are no rows if this step recomputes scored rows.
+    `count` is the number of most likely tokens to report. `token_ids` is empty if the step only recomputes rows that
+    were scored before a preemption.
     """
 
     begin: int
@@ -64,15 +65,16 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     prompt before its adapter's activation belong to the base.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. In group
-    `g` of the layers, the K and V of position `p` are stored in `blocks[block_starts[g, i] + p // block_tokens]`, if a
-    row sees them; `kv_slots` int64 `[num_groups, num_tokens]` contains `block * block_tokens + p % block_tokens` for
-    each row. `state_starts` `[num_sequences]` says where in `blocks` the pages of a sequence's state begin; it is empty
-    unless the decoder is a hybrid. All other arrays are int32.
+    `g` of the layers, the K and V of a position `p` that a row sees are stored in block
+    `blocks[block_starts[g, i] + p // block_tokens]`; `kv_slots` int64 `[num_groups, num_tokens]` contains
+    `block * block_tokens + p % block_tokens` for each row. `state_starts` `[num_sequences]` contains the index in
+    `blocks` at which the pages of each sequence's state begin; it is empty unless the decoder is a hybrid. All other
+    arrays are int32.
 
-    `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the previous step, which
-    may so far exist only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot,
-    -1 for the base. After each of `sample_rows` `[num_samples]`, a token is sampled according to `samples`. `scores`
-    has an entry for each sequence whose prompt is not completely scored yet.
+    `tokens` `[num_tokens]`: an entry `-1 - k` stands for token `k` chosen by the previous step, which may so far exist
+    only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot, -1 for the base.
+    After each of `sample_rows` `[num_samples]`, a token is sampled according to `samples`. `scores` has an entry for
+    each sequence whose prompt is not completely scored yet.
     """
 
     tokens: npt.NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""Groups the layers of a decoder by how long they need the K and V of a token."""
+"""Groups the layers of a decoder by the size of their K and V, and by how long they need the K and V of a token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCK_TOKENS = 16
 """Number of tokens in a block. Attention reads the K and V of a block through one entry of a sequence's table."""
 
 MAX_BLOCKS = 16
-"""Maximum number of blocks in a page, which limits the granularity of cached prefixes."""
+"""Maximum number of blocks in a page. Cached prefixes consist of whole pages, so larger pages make them coarser."""
 
 UNLIMITED = 1 << 62
 """A number of tokens larger than any other limit."""
@@ -43,10 +43,10 @@ class CacheGroup:
 class CacheLayout:
     """How K and V of all `num_layers` layers are stored in pages.
 
-    With one group, a page contains one block of all layers. With two, each page contains blocks of one group only, so
-    that sequences can free the pages of windowed layers and keep the other pages. In a hybrid decoder, the layers with
-    attention form the only group, and each sequence also has `num_state_pages` pages for the state of the other layers.
-    Layers that read the K and V of another layer are in no group.
+    If one group has all layers, a page contains one block. With two groups, a page contains blocks of one group only,
+    so that sequences can free the pages of windowed layers and keep the other pages. In a hybrid decoder, the layers
+    with attention form the only group, and each sequence also has `num_state_pages` pages for the state of the other
+    layers. Layers that read the K and V of another layer are in no group.
     """
 
     num_layers: int
@@ -59,7 +59,7 @@ class CacheLayout:
 
     @property
     def has_pages_of_blocks(self) -> bool:
-        """True if each block is a run of the pool's layers, and not a whole page."""
+        """True if a block is a range of the pool's layers, not a whole page."""
         return any(group.page_step > 1 for group in self.groups)
 
     @property
@@ -103,7 +103,7 @@ class CacheLayout:
         longest = max(0, num_pages) * max(group.page_tokens for group in self.groups)
         if self.max_pages(longest + 1, step_tokens) <= num_pages:
             return UNLIMITED
-        # The number of pages never falls as a sequence grows, so find the largest number of blocks that fits.
+        # The number of pages never falls as a sequence grows, so search for the largest number of blocks that fits.
         low, high = 0, longest // self.block_tokens
         while low < high:
             middle = (low + high + 1) // 2
@@ -120,7 +120,7 @@ def narrow_windows(windows: Sequence[int | None], max_len: int) -> tuple[int | N
 
 
 def cache_layout(windows: Sequence[int | None], max_len: int, block_tokens: int = BLOCK_TOKENS) -> CacheLayout:
-    """The layout for layers with these windows, all of one size, and contexts of up to `max_len` tokens.
+    """The layout for layers with these windows and K and V of one size, for contexts of up to `max_len` tokens.
 
     Windowed layers form a separate group if the longest sequence then holds fewer pages.
     """
@@ -149,7 +149,7 @@ def hybrid_layout(num_layers: int, attention_layers: tuple[int, ...], num_state_
 
 
 def uneven_layout(windows: Sequence[int | None], widths: Sequence[int], sources: Sequence[int]) -> CacheLayout:
-    """The layout for layers with K and V of different sizes, or that read the K and V of another layer.
+    """The layout for layers whose K and V differ in size, or that read the K and V of another layer.
 
     `windows` contains None for windows that cover every context. `widths` contains the number of elements of a token's
     K in each layer. The widest is a multiple of all of them, and at most two combinations of width and window occur. A

@@ -21,7 +21,7 @@ DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 MOST_PINNED_SHARE = 0.9
-"""Upper limit of `max_pinned_share`, because unpinned adapters and the KV cache need room as well."""
+"""Upper limit on `max_pinned_share`, because unpinned adapters and the KV cache need room as well."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     blob_url: str
     """URL of the blob store from which adapters are loaded: `file://DIR` or `s3://BUCKET/PREFIX`."""
     cache_dir: str
-    """The disk tier's directory, which engines of the same user on one host can share."""
+    """The disk tier's directory. Engines of the same user on one host can share it."""
     program_dir: str | None = None
     """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set. None means Triton's default directory."""
     device: str = "cpu"
@@ -59,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_s: float = 300.0
     """Seconds that a request can wait for its first step before it is refused as `overloaded`."""
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
-    """Order in which adapters and cached prefixes are evicted: see `eviction.py`."""
+    """Policy that orders the eviction of adapters and cached prefixes: see `eviction.py`."""
     max_resident_adapters: int = 256
     """Number of slots in the adapter tables."""
     max_pinned_share: float = 0.5
@@ -105,7 +105,10 @@ def resolve_device(requested: str) -> str:
 
 
 def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
-    """Resolve `auto` to the model's dtype. On a CPU, float16 becomes float32, because there are no float16 kernels."""
+    """Resolve `auto` to the model's dtype.
+
+    float16 becomes float32 on a CPU and bfloat16 on a GPU, because there are no float16 kernels.
+    """
     dtype = model.dtype if requested == "auto" else requested
     if dtype == "float16":
         dtype = "float32" if device == "cpu" else "bfloat16"
@@ -120,7 +123,7 @@ def check_activations(device: str, is_quantized: bool) -> None:
         raise DeviceNotUsable("activations in int8 are for a CPU, and this engine uses a GPU: omit --activations")
     if not is_quantized:
         raise ConfigNotUsable("activations in int8 need quantised weights: add --quantization, or omit --activations")
-    # Imported here because a GPU does not need llvmlite.
+    # Imported here because an engine on a GPU does not need llvmlite.
     from loramux.kernels.cpu.capability import byte_products, host_features
 
     if not byte_products(host_features()):

@@ -204,7 +204,7 @@ class Engine:
         self._calls.pin(owner, pin)
 
     def step(self) -> bool:
-        """Run one step. Returns False if nothing could run because no sequence is live or adapters are loading."""
+        """Run one step. Returns False if no sequence could run, for example because adapters are still loading."""
         started_s = self._clock()
         self._timers.fire()
         self._end_overdue()
@@ -232,7 +232,7 @@ class Engine:
         """Submit the step and choose its tokens.
 
         A mask depends on the previous token. If that token is in flight, its step is committed while the device
-        computes the logits of this one, so that the device does not wait.
+        computes the logits of the new step, so that the device does not wait.
         """
         forward, sampling, scoring = self._submit(scheduled)
         in_flight = self._in_flight
@@ -346,7 +346,7 @@ class Engine:
                 self._end(sequence, reason)
 
     def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
-        """Add the step's prompt log-probabilities to `outputs`. Return the sequences with non-finite ones."""
+        """Add the step's prompt log-probabilities to `outputs`. Return the sequences with a NaN among them."""
         broken: set[Sequence] = set()
         for sequence, scored in zip(step.scoring, step.result.prompt_logprobs(), strict=True):
             if sequence.state is SequenceState.FINISHED or not scored:
@@ -484,7 +484,7 @@ class Engine:
         return self._stats.snapshot(request.call_id, request.with_tiers)
 
     def check_integrity(self) -> None:
-        """Assert that no sequences are live and that every page is free or owned by an adapter or the prefix cache."""
+        """Assert that no page is lost: without live sequences, only adapters and the prefix cache may own pages."""
         self._pages.check_integrity()
         if not self._live:
             assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle

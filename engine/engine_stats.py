@@ -19,7 +19,7 @@ STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 
 class EngineStats:
-    """Counts steps, and reads all other statistics from the engine's parts on request. `Stats` documents them."""
+    """Counts steps and tokens, and reads all other statistics from the engine's parts on request. See `Stats`."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ class ModelNotSupported(EngineError):
 
 
 class ConfigNotUsable(EngineError):
-    """Settings contradict each other or are out of range."""
+    """Settings contradict each other, are out of range, or need more memory than the device has."""
 
 
 class PoolTooSmall(EngineError):

@@ -26,7 +26,7 @@ class LayerGroups(IntFlag):
     def holding(modules: npt.NDArray[np.bool_], module_groups: Sequence[npt.NDArray[np.intp]]) -> LayerGroups:
         """The groups with at least one module set in `modules`, bool `[num_modules]`.
 
-        Groups without modules are included, so that an adapter of all modules has all groups.
+        Groups without modules are included, so that an adapter that targets all modules has all groups.
         """
         groups = NO_GROUPS
         for group, members in zip(LayerGroups, module_groups, strict=True):

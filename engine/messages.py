@@ -30,7 +30,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for choosing a sequence's next token. Names and defaults are as in the OpenAI API and vLLM."""
+    """Settings for choosing a sequence's next token. Defaults are as in the OpenAI API and vLLM."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Added to the logits of these tokens before any other change. Each token occurs at most once."""
     seed: int | None = None
     num_logprobs: int | None = None
-    """Number of most likely tokens whose log-probabilities are returned, in addition to the chosen token's. If None, no
+    """Number of most likely tokens whose log-probabilities are returned in addition to the chosen token's. If None, no
     log-probabilities are returned."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -57,11 +57,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Number of most likely tokens whose log-probabilities are returned for each prompt token, in addition to the
     prompt token's own. If None, the prompt is not scored."""
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that can be generated. If empty, all tokens can. The end of sequence must be among them too."""
+    """The only tokens that can be generated, including end-of-sequence tokens. If empty, all tokens are allowed."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that are never generated: the last token is forbidden once the others have been generated."""
+    """Token sequences that are never generated: the last token is forbidden after the tokens before it."""
     thinking: ThinkingBudget | None = None
-    """None if the thinking is not limited."""
+    """None if thinking is not limited."""
 
     @property
     def has_penalties(self) -> bool:
@@ -70,7 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run one sequence. `max_tokens` is the quota's grant, and `digest` names the adapter (None means the base).
+    """Run one sequence. `max_tokens` is the number of new tokens that the quota grants. `digest` names the adapter
+    (None for the base).
 
     `sequence_id` is unique within one gateway. Another gateway may use the same id. Durations must be finite and not
     negative, or the sequence ends with `invalid_request`.
@@ -88,7 +89,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     share_key: str = ""
     weight: int = 1
     host_floor_bytes: int = 0
-    """Bytes of host memory that the share's adapters keep under pressure from other shares. 0 guarantees nothing."""
+    """Bytes of host memory that the share's adapters keep under pressure from other shares. 0 means no guarantee."""
     grammar: str = ""
     """A grammar for the new tokens, in llguidance's JSON or Lark form. If empty, all tokens are allowed."""
     isolation_key: bytes = b""
@@ -139,10 +140,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Free an adapter's pages and cached prefixes once no sequence needs the adapter. The answer is an AdapterState.
 
-    Until the answer, the adapter drains. Earlier sequences continue. Those still live after `deadline_s` end with
-    `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages are always freed
-    eventually. After the answer, the next sequence loads the adapter again. An unload ends the adapter's pin, and
-    answers waiting loads and pins with `superseded`.
+    Until the answer, the adapter drains. Earlier sequences continue, but sequences that are still live after
+    `deadline_s` seconds end with `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the
+    pages are always freed eventually. After the answer, the next sequence loads the adapter again. An unload ends the
+    adapter's pin, and answers waiting loads and pins with `superseded`.
     """
 
     call_id: str
@@ -154,9 +155,9 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Load an adapter and keep it resident until a Pin with `is_pinned = False` or an Unload.
 
     A pin outlives the gateway that requested it. An adapter that is evicted because its values were not finite is
-    loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats. The answer is
-    `pin_limit` for a pin that exceeds the allowed share of pages or slots, or that would leave too few pages for a
-    request that was already accepted.
+    loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats. A pin fails with
+    `pin_limit` if it exceeds the allowed share of pages or slots, or if it would leave too few pages for a request that
+    was already accepted.
     """
 
     call_id: str
@@ -239,9 +240,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reports a message that had no effect, because it could not be decoded or it added an ID that is in use.
+    """Reports a message that had no effect: it could not be decoded, or it was an Add with an ID that is in use.
 
-    The answer to an Add with such an ID is not Finished, which would end the stream of the running sequence.
+    Such an Add is not answered with Finished, which would end the stream of the running sequence with the same ID.
     """
 
     message: str

@@ -44,10 +44,10 @@ class PageTable:
 class Sequence:
     """A prompt, the tokens generated so far, and the pages that hold their K and V.
 
-    `tokens` are the prompt and the committed tokens. Steps in flight have chosen `num_in_flight` more tokens, and
-    `num_tokens` counts all of them. The K and V of positions `[0, num_computed)` are in `tables`, or will be once the
-    steps in flight finish. Windowed layers keep only positions that later positions see. A token's K and V are computed
-    one step after the token is chosen. A preemption resets `num_computed` to 0, so that all K and V are computed again.
+    `tokens` are the prompt and the committed tokens. Steps in flight choose `num_in_flight` more tokens, which
+    `num_tokens` includes. The K and V of positions `[0, num_computed)` are in `tables`, or will be once the steps in
+    flight finish. Windowed layers keep only positions that later positions see. A token's K and V are computed one step
+    after the token is chosen. A preemption resets `num_computed` to 0, so that all K and V are computed again.
     """
 
     add: Add
@@ -91,9 +91,9 @@ class Sequence:
     num_adapter_pages: int = 0
     """The adapter's page count, set when the sequence first runs and kept after the adapter is evicted."""
     num_wanted: int = 0
-    """Limit requested before the adapter's size was known. It is applied when the sequence first runs."""
+    """Limit requested before the adapter's size was known, applied when the sequence first runs. 0 if there is none."""
     is_tainted: bool = False
-    """True if the sequence's K and V may be broken. If so, they must not enter the prefix cache."""
+    """True if the sequence's K and V may be non-finite. They must then not enter the prefix cache."""
     is_paused: bool = False
     """True if the sequence has reached its limit and is waiting for a higher limit."""
     row_place: tuple[int, int] = (-1, 0)
@@ -107,7 +107,7 @@ class Sequence:
     # Stored rather than computed, because each step reads these values several times per sequence.
     num_prompt: int = field(init=False)
     activation: int = field(init=False)
-    """Position from which the adapter modifies the tokens: see `Add.activation`."""
+    """Position of the first token that the adapter modifies: see `Add.activation`."""
     num_reserved: int = field(init=False)
     """Limit in tokens, including the prompt. It comes from `Add.max_tokens`, and `TokenGrants` can raise it."""
     num_unscored: int = field(init=False)

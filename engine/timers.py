@@ -13,7 +13,7 @@ Action = Callable[[Sequence], None]
 
 
 class Timers:
-    """Calls each action with its sequence when it is due.
+    """Calls each action with its sequence when the action is due.
 
     A timer does nothing if its sequence has ended, and does not keep the sequence in memory. Timers cannot be
     cancelled, so each action must check whether it is still needed.

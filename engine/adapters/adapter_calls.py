@@ -44,7 +44,7 @@ class PendingUnload:
 
 
 class AdapterCalls:
-    """Waiting calls and granted pins.
+    """Answers calls, and keeps waiting calls and granted pins.
 
     An adapter with a pending unload drains: its sequences run until they end or until the unload's deadline, new
     sequences are refused, and later loads and pins wait until the adapter is unloaded. Every unload therefore completes
@@ -159,8 +159,9 @@ class AdapterCalls:
         self._waiting = [one for one in self._waiting if not self._is_done(one)]
 
     def _settle(self, adapter: AdapterLoad) -> None:
-        """Answer the calls waiting for this adapter. A Load succeeds even if the
-        adapter has been evicted since then.
+        """Answer the calls waiting for an adapter that has just become resident or failed.
+
+        A Load succeeds even if the adapter has been evicted in the meantime.
         """
         if self.is_draining(adapter.digest):
             return

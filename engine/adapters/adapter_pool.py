@@ -20,7 +20,7 @@ NOT_SHORT = AFTER_ALL
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Demand of the sequences on the pool before a step.
+    """What the sequences need from the pool before a step.
 
     A queue position is a sequence's index among the waiting sequences, starting at 0.
     """
@@ -30,7 +30,7 @@ class Demand:
     short_position: int = NOT_SHORT
     """Position of the first sequence that is short of pages. Sequences after it get no pages."""
     num_free_sequence_slots: int = AFTER_ALL
-    """Sequences that could start in this step. Only their adapters may evict adapters that other sequences need."""
+    """Number of sequences that could start in this step. Only their adapters may evict adapters needed by others."""
     num_growing: int = 0
     """Pages that running sequences may soon need. Adapters loaded ahead of their turn leave these pages free."""
 
@@ -120,7 +120,7 @@ class AdapterPool:
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
-        """True if this adapter has the fewest users and its slot is needed by an adapter before `position`."""
+        """True if this adapter has the fewest users and a sequence before `position` needs a slot for its adapter."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
@@ -213,9 +213,7 @@ class AdapterPool:
         return sum(load.num_pages for load, _ in self._idle_and_wanted(before=position))
 
     def last_after(self, position: int) -> Evictable | None:
-        """Return the idle adapter that will be needed last. Return None if that adapter is needed at `position` or
-        earlier.
-        """
+        """Return the idle adapter that will be needed last, or None if it is needed at `position` or earlier."""
         last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
         return last[0] if last is not None and last[1] > position else None
 
@@ -293,7 +291,7 @@ class AdapterPool:
                 yield load, position
 
     def _rest(self, load: AdapterLoad) -> None:
-        """Evict an adapter without users if this was requested. Otherwise, make it evictable."""
+        """Evict an adapter without users if its eviction was requested. Otherwise, make it evictable."""
         load.used_s = self._clock()
         if load.evict_when_idle:
             self.forget(load)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 MAX_STRIKES = 3
-"""An adapter is refused after this many steps with non-finite rows."""
+"""An adapter is refused after this many steps with non-finite rows within MEMORY_S."""
 
 MEMORY_S = 3600.0
 """Lifetime of a strike, in seconds: three strikes in a month do not quarantine an adapter."""

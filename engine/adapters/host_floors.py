@@ -10,7 +10,7 @@ MAX_MEMBERS = 4096
 """Maximum number of adapters that one share's floor protects. The most recently requested adapters are kept."""
 
 Protect = Callable[[str, Collection[str], int], None]
-"""Sets a group's adapters and floor in bytes, like `HostTier.protect`. Raises ValueError if the floor does not fit."""
+"""Sets a share's adapters and floor in bytes, like `HostTier.protect`. Raises ValueError if the floor does not fit."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class _Floor:
 class HostFloors:
     """Protects each share's recently requested adapters in the host tier, up to the share's floor.
 
-    If a floor does not fit next to earlier floors, it takes effect only after those are lowered.
+    A floor that does not fit next to earlier floors takes effect with a later request, once those have been lowered.
     """
 
     def __init__(self, protect: Protect) -> None:
@@ -31,7 +31,7 @@ class HostFloors:
         self._floors: dict[str, _Floor] = {}
 
     def note(self, share_key: str, digest: str, floor_bytes: int) -> None:
-        """Record that a request of the share named this adapter, and set the share's floor to `floor_bytes`."""
+        """Record that a request of the share needs this adapter, and set the share's floor to `floor_bytes`."""
         floor = self._floors.get(share_key)
         if not floor_bytes:
             if floor is not None:

@@ -33,7 +33,7 @@ class Copier(Protocol):
 
 
 class PageCopier:
-    """Copies adapters in parallel with steps. A copy starts only after all steps submitted before its request.
+    """Copies adapters, usually in parallel with steps. A copy starts only after all steps submitted before its request.
 
     `pages` is the pool, one page per row. `wake` is called after each copy, usually from the copying thread, so that an
     idle engine polls.

@@ -23,7 +23,7 @@ class TableWriter(Protocol):
 
 
 class SlotTables:
-    """Tables for `num_slots` adapters, each wide enough for the highest rank on every module.
+    """Tables for `num_slots` adapters. Each slot has room for the highest rank on every module.
 
     `outer_factors` are the factors that the base applies to the outputs of the outer modules. `device` contains the
     tables that kernels read. On a GPU, each slot is staged in host memory and copied in step order. A slot's staging

@@ -16,7 +16,7 @@ class CodeCount:
         self.num_kept = 0
 
     def counted(self, backend: Backend) -> Backend:
-        """The backend, whose linears are counted when they are made."""
+        """A copy of `backend` that counts its linears when they are made."""
         return replace(
             backend,
             make_quantized_linear=self._counted(backend.make_quantized_linear),

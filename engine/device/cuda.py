@@ -15,7 +15,7 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""Maximum adapter bytes queued at a time. This bounds how long the copy of a step's metadata waits in the queue."""
+"""Number of queued adapter bytes at which an upload waits. It bounds how long a step's metadata waits behind them."""
 
 
 class CudaFence:

@@ -40,9 +40,9 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubmittedStep:
-    """A step whose tokens are not committed yet: `sampling[i]` receives token `i` of the result.
+    """A step whose tokens are not committed yet.
 
-    `scoring[i]` receives the prompt log-probabilities `i` of the result.
+    `sampling[i]` receives item `i` of `result.tokens()`, and `scoring[i]` item `i` of `result.prompt_logprobs()`.
     """
 
     sampling: list[Sequence]

@@ -34,7 +34,7 @@ MAX_GRAPHS = 192
 """Maximum number of captured graphs. Decodes of up to 256 sequences, with and without adapters, need 76."""
 
 HEAD_SEGMENTS = (1, 4, 16, 64, 256)
-"""Segment counts that the head's kernels are compiled for. Padding is costly: the grids span the vocabulary."""
+"""Segment counts that the head's kernels are compiled for. Padding is costly, because the grids span the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +56,8 @@ class GraphExecutor:
     """Submits steps to an asynchronous device in order, and reads their results later.
 
     A step copies its metadata to the device in one transfer, runs the decoder for the sample rows, computes their
-    logits, and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs,
-    because the first run, which is not captured, compiles and loads the kernels that the shape needs. Beyond
+    logits, and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs.
+    The first run is not captured, because it compiles and loads the kernels that the shape needs. Beyond
     `max_graphs`, the least recently replayed graph is dropped. A shape whose capture fails always runs uncaptured.
     Batches with adapters that modify the embedding or the head have separate shapes, so that other batches do not
     launch the extra kernels.

@@ -20,10 +20,11 @@ LogitsOf = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredPrompts:
-    """The scores of a step's prompt rows, on their way to the host. The rows of all `scores` follow each other.
+    """The scores of a step's prompt rows, on their way to the host.
 
-    They are divided into tensors of up to SCORED_AT_ONCE rows: `logprobs` float32 `[num_rows]`, `ranks` int64
-    `[num_rows]`, `values` float32 and `ids` int64 `[num_rows, count]`.
+    The rows of all `scores` are concatenated and then split into tensors of up to SCORED_AT_ONCE rows: `logprobs`
+    float32 `[num_rows]`, `ranks` int64 `[num_rows]`, `values` float32 and `ids` int64 `[num_rows, count]`. `count` is
+    the largest count in `scores`.
     """
 
     scores: tuple[ScoredRows, ...]
@@ -33,7 +34,7 @@ class ScoredPrompts:
     ids: list[torch.Tensor]
 
     def by_sequence(self) -> list[tuple[PromptLogprob, ...]]:
-        """The log-probabilities of each of `scores`. A row with non-finite logits has NaN."""
+        """The log-probabilities for each of `scores`. They are NaN in a row with NaN or infinite logits."""
         columns = (self.logprobs, self.ranks, self.ids, self.values)
         rows = zip(*([row for part in parts for row in part.tolist()] for parts in columns), strict=True)
         return [

@@ -20,7 +20,7 @@ NUM_LIKELIEST = 1024
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20
-"""Clamping bounds, beyond which float32 arithmetic overflows or underflows. The kernel uses the same lower bound."""
+"""Temperatures are clamped to these bounds, because float32 arithmetic would overflow or underflow beyond them."""
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIASES = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
@@ -215,7 +215,7 @@ def philox(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> np
 
 
 def uniforms(seeds: Iterable[int], counters: Iterable[int]) -> npt.NDArray[np.float32]:
-    """Random numbers in [0, 1) with 24 bits, as in a float32: one for each pair of stream seed and counter.
+    """Random multiples of 2**-24 in [0, 1): one for each pair of seed and counter.
 
     A number depends only on its seed (below 2**64) and its counter, not on preemptions or other sequences in the batch.
     """

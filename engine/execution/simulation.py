@@ -46,9 +46,9 @@ class SimulatedExecutor:
 
     Each position stores a state in place of K and V: `(state of the previous position) * 31 + token + position + salt`,
     modulo a prime, where the salt depends on the row's adapter. The next token is the sum of the states that windowed
-    layers see, or else the last state, plus its salt, modulo the size of the adapter's vocabulary. A wrong page, a
-    wrongly shared page, a stale position or a wrong adapter changes the output. In a hybrid decoder, each sequence also
-    keeps the state of its last position in its own pages.
+    layers see (the last state if no layer has a window) plus the salt, modulo the size of the adapter's vocabulary. A
+    wrong page, a wrongly shared page, a stale position or a wrong adapter changes the output. In a hybrid decoder, each
+    sequence also keeps the state of its last position in its own pages.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class SimulatedExecutor:
                 assert tokens[row] < sizes[slots[row]], "a token that the row's adapter lacks"
                 before = 0
                 if position:
-                    # Written out, because this is most of a simulated step's work.
+                    # `_state_at`, inlined, because a simulated step spends most of its time here.
                     block = blocks[block_start + (position - 1) // block_tokens]
                     before = stored[block * block_tokens + (position - 1) % block_tokens]
                     assert before != UNWRITTEN, f"position {position - 1} was never written"
@@ -213,7 +213,7 @@ def _salt(digest: str | None) -> int:
 def simulated_adapters(
     num_pages: Mapping[str, int], vocab_sizes: Mapping[str, int] | None = None
 ) -> dict[str, PackedAdapter]:
-    """Empty adapters with the given numbers of pages, and of tokens if they differ from the base's, by digest."""
+    """Empty adapters by digest, with these numbers of pages and, if different from the base's, vocabulary sizes."""
     ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
     offsets, sizes = np.zeros((0, 0, 3), np.int32), vocab_sizes or {}
     layouts = {

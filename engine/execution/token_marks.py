@@ -30,10 +30,11 @@ class DeviceTokenMarks:
     A step has more columns than usual if one of its adapters has tokens of its own. The marks are widened when such a
     step first occurs.
 
-    The host builds a sequence's marks once. Each step then marks the tokens that it chooses, which may not have reached
-    the host when it submits the next step. Marks are kept as long as every step includes the sequence. When a sequence
-    returns after missing a step, all its tokens have been committed, so its marks are rebuilt. The number of slots in
-    use therefore never exceeds a step's number of samples, and a step without penalties frees all memory.
+    The host builds the marks of a sequence that has none. Each step then marks the tokens that it chooses, which may
+    not have reached the host when it submits the next step. Marks are kept as long as every step includes the sequence.
+    When a sequence returns after missing a step, all its tokens have been committed, so the host can build its marks
+    again. The number of slots in use therefore never exceeds a step's number of samples. A step without penalties frees
+    all memory.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -16,7 +16,7 @@ class VocabularyNotUsable(Exception):
 
 
 NUM_ADDED_TOKENS = 256
-"""Number of tokens that an adapter can add."""
+"""Maximum number of tokens that an adapter can add."""
 
 
 def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -42,7 +42,7 @@ def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[in
 
 
 def _with_added_tokens(text: str) -> tuple[str, int]:
-    """A `tokenizer.json` with the further tokens, and the number of all its tokens."""
+    """A `tokenizer.json` with NUM_ADDED_TOKENS more tokens, and its total number of tokens."""
     document = json.loads(text)
     vocabulary, added = document["model"]["vocab"], document.get("added_tokens") or []
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))

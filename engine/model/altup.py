@@ -1,7 +1,7 @@
 """Alternating updates (Baykal et al., 2023) and learned residuals, as in Gemma 3n.
 
-Each token has several residuals, called streams. A layer predicts its streams from the previous layer's, computes the
-active stream, and corrects all predictions by the difference between this result and the active stream's prediction.
+Each token has several residuals, called streams. A layer predicts its streams from the previous layer's streams,
+computes the active stream, and corrects all predictions in proportion to the error of the active stream's prediction.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ class AttentionStep:
     """Inputs of a step's attention in all layers.
 
     `angles` are the cosines and sines of each row for each of the decoder's rotary embeddings. `query_scale` multiplies
-    q, or is None. `batches` has an entry for each of `CacheLayout.groups`. `outputs` are buffers `[num_tokens,
-    num_heads, head_dim]` by `head_dim`. Attention skips padding rows, which belong to no sequence, so their rows of the
-    buffers are zeros.
+    q, or is None. `batches` has an entry for each of `CacheLayout.groups`. `outputs` maps each `head_dim` to a zeroed
+    buffer `[num_tokens, num_heads, head_dim]`. Attention skips padding rows, which belong to no sequence, so they stay
+    zero.
     """
 
     angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -37,8 +37,8 @@ class AttentionStep:
 class Attention:
     """The attention of one layer.
 
-    `norms` contains the norms of q and k with their numbers of channels, or is empty. `rotary` is the index of the
-    decoder's rotary embedding for q and k. With `interleaves`, neighbouring channels are rotated together. Without
+    `norms` contains the norms of q and k with their numbers of channels, or is empty. `rotary` is an index into
+    `AttentionStep.angles`. With `interleaves`, neighbouring channels are rotated together. Without
     `stores_kv`, the layer reads the K and V of another layer. `cache_group` and `cache_layer` are the
     `CacheLayout.place` of the layer whose K and V are read. Without `has_v`, the projection of K, before its norm, is
     also V. Without `scales_query`, the step's query scale does not apply. `clip` limits the magnitude of the

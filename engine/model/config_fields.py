@@ -1,7 +1,7 @@
-"""The fields of a `config.json` that change the computation, and the refusal of unsupported ones by name.
+"""The fields of a `config.json` that change the computation.
 
-`transformers` is the reference for the meaning and the default of each field. A field that changes the model's
-computation is either supported or refused by name, so that no model is served with slightly wrong results.
+`transformers` is the reference for the meaning and the default of each field. Each of these fields is either supported
+or refused by name, so that no model is served with slightly wrong results.
 """
 
 from __future__ import annotations
@@ -83,12 +83,13 @@ DECISIVE: dict[str, tuple[Any, ...]] = {
         _NONE,
     ),
 }
-"""Fields that change the computation, with the values that do not. An architecture supports other values of the fields
-in its `Family.reads`."""
+"""Fields that change the computation, each with its neutral values. Other values are refused unless the architecture's
+`Family.reads` names the field.
+"""
 
 
 def refuse_what_is_not_computed(raw: Mapping[str, Any], architecture: str, reads: Collection[str]) -> None:
-    """Raise ModelNotSupported for the first field outside `reads` that the decoder does not support."""
+    """Raise ModelNotSupported for the first field outside `reads` whose value is not neutral."""
     for name, neutral in DECISIVE.items():
         if name not in reads and raw.get(name) not in neutral:
             refuse_field(name, raw[name], architecture)

@@ -83,7 +83,7 @@ class HeadAdapters:
     """Inputs for the head's adapters: `segments` cover the rows of `hidden` whose adapters modify the head.
 
     None of these adapters replaces more than `max_rows` rows of the head. `vocabularies` is None if all of them have
-    the base's tokens.
+    the base's vocabulary.
     """
 
     kernels: Kernels
@@ -96,7 +96,7 @@ class HeadAdapters:
 class Decoder:
     """A decoder-only model on one device. Its output depends only on its inputs, the pool and the tables.
 
-    Activations are float32 on a CPU and have the weights' dtype on a GPU. `hidden` can be captured as a graph.
+    Activations are float32 on a CPU and have the weights' dtype on a GPU. `hidden` can be captured as a CUDA graph.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Decoder:
 
     @property
     def module_groups(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """The indices of each group of `LayerGroups` on the axis of modules. Empty groups are in no layer."""
+        """The indices of each group of `LayerGroups` on the axis of modules. A group that no layer has is empty."""
         return self._module_groups
 
     @property
@@ -223,7 +223,7 @@ class Decoder:
         if self._layer_inputs is not None:
             layer_inputs = self._layer_inputs(inputs.tokens, residual, kernels)
 
-        # The groups that adapters of this step modify.
+        # The module groups that this step's adapters modify.
         adapted = inputs.groups if inputs.segments.num_segments else NO_GROUPS
 
         def feed_forward(x: torch.Tensor, layer: DecoderLayer, adapters: LayerAdapters) -> torch.Tensor:
@@ -349,7 +349,7 @@ def _sparsity(config: ModelConfig, layer: int) -> float | None:
 
 
 def _kind(layer: DecoderLayer) -> tuple[object, ...]:
-    """Everything that determines which kernels a layer launches."""
+    """Layers of the same kind launch the same kernels."""
     attention = None if layer.attention is None else (layer.attention.spec, layer.attention.stores_kv)
     return attention, layer.feed_forward is None, layer.mixture is None
 

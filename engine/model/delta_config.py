@@ -14,7 +14,7 @@ from loramux.kernels.layout import LinearShape
 
 MAX_HEADS = 1024
 MAX_DIM = 256
-"""Largest number of elements of a key or a value."""
+"""Maximum number of elements in a head's key or value."""
 
 MAX_CONV_LEN = 16
 """Longest convolution, in positions."""
@@ -29,7 +29,7 @@ class DeltaConfig:
     spec: DeltaSpec
 
     def linears(self, hidden_size: int) -> tuple[LinearShape, ...]:
-        """The projections of the layer's input in the order of its fused linear, then the projection of its output."""
+        """The input projections in the order in which they are fused, then the output projection."""
         spec = self.spec
         outputs = {
             "in_proj_qkv": spec.channels,

@@ -12,7 +12,7 @@ from loramux.kernels.tables import AttentionBatch
 
 
 class DeltaNet:
-    """`layer` is an index among the layers with a gated delta rule. The state of each sequence is in the pool."""
+    """`layer` is an index among the layers with a gated delta rule. Each sequence's state is in pages of the pool."""
 
     def __init__(self, config: DeltaConfig, eps: float, place: Placement, prefix: str, layer: int) -> None:
         self._spec = config.spec

@@ -35,7 +35,7 @@ def by_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """All layers after the first `first_k_dense_replace`."""
+    """All layers after the first `first_k_dense_replace` layers."""
     num_dense = not_negative(raw, "first_k_dense_replace")
     return [layer >= num_dense for layer in range(num_layers)]
 
@@ -53,7 +53,7 @@ def listed_or_after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]
 
 
 def listed_or_every_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """The layers in `moe_layers`; without this field, every `interleave_moe_layer_step`-th."""
+    """The layers in `moe_layers`; without this field, every `interleave_moe_layer_step`-th layer."""
     listed = raw.get("moe_layers")
     if listed is None:
         step = positive(raw, "interleave_moe_layer_step")
@@ -66,7 +66,7 @@ def listed_or_every_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def by_interval(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Every `moe_layer_interval`-th layer, from `moe_layer_start_index` to `moe_layer_end_index` (-1: the last)."""
+    """Every `moe_layer_interval`-th layer in [`moe_layer_start_index`, `moe_layer_end_index`] (-1: the last layer)."""
     interval, start = positive(raw, "moe_layer_interval"), not_negative(raw, "moe_layer_start_index")
     end = num_layers - 1 if raw["moe_layer_end_index"] == -1 else not_negative(raw, "moe_layer_end_index")
     return [start <= layer <= end and (layer + 1) % interval == 0 for layer in range(num_layers)]

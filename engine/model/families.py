@@ -51,21 +51,21 @@ class Family:
 
     `assumed` contains the defaults in transformers that differ from other architectures' defaults. `reads` names the
     fields of `config_fields.DECISIVE` that this architecture supports. `layer_kinds` applies if `config.json` has no
-    `layer_types`. With `has_layer_types`, the two may disagree. q and k are normed if the field `qk_norm_field` says
-    so, or always if there is none. A bias is present if the named field says so, or always, or never. With
-    `window_theta_field`, windowed layers have their own rotary embedding without scaling, with its theta in that field.
-    With `interleaved_rotary`, neighbouring channels are rotated together instead of channels from the two halves of a
-    head. With `parallel_blocks`, attention and feed-forward read the same normed residual. With `gates_attention`, the
-    query projection also yields a gate for each output of attention. With `has_delta_layers`, `layer_types` may name
-    layers with a gated delta rule. With `has_layer_heads`, layers without windows have heads of K and V of their own,
-    and with `has_value_norm`, V is normed. With `has_l2_norms`, q and k of rotated layers have norms without weights.
-    With `has_chunks`, `layer_types` may name layers that see only tokens of their own chunk, and contexts end with the
-    first chunk. With `scales_unrotated`, layers without rotation scale q by a factor that grows with its position.
-    `dense_size_field` names the field with the inner size of a feed-forward without experts. With `layer_theta_field`,
-    that field has each layer's theta, or 0 for no rotation. With `has_altup`, a layer has several residuals. `o_name`
-    is the projection of attention's output, and `final_norm` the norm after the last layer. With `has_layer_scalars`, a
-    tensor scales each layer's output. Names of tensors that predict further tokens begin with one of `draft_tensors`;
-    the decoder does not read them.
+    `layer_types`. With `has_layer_types`, the two may disagree. The field `qk_norm_field` turns the norms of q and k on
+    or off; without it, they are always on. `qkv_bias`, `o_bias` and `mlp_bias` are True, False, or the name of the
+    field that decides. With `window_theta_field`, windowed layers have their own rotary embedding, whose default theta
+    is in that field. With `interleaved_rotary`, neighbouring channels are rotated together instead of channels from the
+    two halves of a head. With `parallel_blocks`, attention and feed-forward read the same normed residual. With
+    `gates_attention`, the query projection also yields a gate for each output of attention. With `has_delta_layers`,
+    `layer_types` may name layers with a gated delta rule. With `has_layer_heads`, layers without windows can have other
+    heads of K and V than windowed layers. With `has_value_norm`, V is normed without a weight. With `has_l2_norms`, so
+    are q and k of rotated layers. With `has_chunks`, `layer_types` may name layers that see only tokens of their own
+    chunk, and contexts end with the first chunk. With `scales_unrotated`, layers without rotation scale q by a factor
+    that grows with the position. `dense_size_field` names the field with the inner size of a feed-forward without
+    experts. The field `layer_theta_field`, if any, lists each layer's theta, or 0 for no rotation. With `has_altup`, a
+    layer has several residuals. `o_name` is the projection of attention's output, and `final_norm` the norm after the
+    last layer. With `has_layer_scalars`, a tensor scales each layer's output. Tensors whose names begin with one of
+    `draft_tensors` predict further tokens, and the decoder does not read them.
     """
 
     layer_kinds: LayerKinds
@@ -224,7 +224,7 @@ FAMILIES: dict[str, Family] = {
         layer_kinds=without_windows,
         reads=("attention_bias", "mlp_bias", *MULTIPLIERS),
         norms=NormNames("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
-        # Unlike Granite, this architecture multiplies by the field.
+        # Unlike Granite, this architecture multiplies the logits by the field.
         logit_scale_field="logits_scaling",
     ),
     "SmolLM3ForCausalLM": Family(
@@ -505,4 +505,4 @@ FAMILIES: dict[str, Family] = {
         feed_forward=WITHOUT_GATE,
     ),
 }
-"""The supported architectures without experts. `mixture_families.py` has the others."""
+"""The supported architectures without experts, except Gemma 3n and Gemma 4, which are in `gemma4_families.py`."""

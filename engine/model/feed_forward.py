@@ -33,9 +33,10 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The feed-forward block that all tokens use beside the experts that a router chooses.
+    """The feed-forward block that all tokens use in addition to the experts that a router chooses.
 
-    `gate` is the name of a linear whose sigmoid weighs the block's output for each token, or None.
+    `size` is its inner size. `gate` is the name of a linear whose sigmoid scales the block's output for each token, or
+    None.
     """
 
     block: FeedForward

@@ -36,14 +36,14 @@ class LayerAdapters:
         group: ModuleGroup,
         pairs: Segments | None = None,
     ) -> torch.Tensor:
-        """Add the adapters' outputs for `x` to `y`, the base's output. For a group of experts, `pairs` is given."""
+        """Add the adapters' outputs for `x` to `y`, the base's output. A group of experts also needs `pairs`."""
         if flag in self.groups:
             segments = self.segments if pairs is None else pairs
             self.kernels.lora_add(x, LoraCall(self.layer, group, self.tables, segments), y)
         return y
 
     def pairs(self, routing: Routing) -> Segments | None:
-        """The routing's pairs grouped by adapter and expert, or None if no adapter changes experts."""
+        """The pairs of token and expert, grouped by adapter and expert. None if no adapter changes experts."""
         if self.groups & _EXPERTS == NO_GROUPS:
             return None
         return self.kernels.adapter_pairs(routing, self.slots, self.segments)

@@ -29,7 +29,7 @@ class LayerHeads:
 
 
 def usual_heads(raw: Mapping[str, Any], num_heads: int) -> LayerHeads:
-    """The heads of all layers that `config.json` describes at its top level. Raises ModelNotSupported."""
+    """The heads that the top level of `config.json` describes for all layers. Raises ModelNotSupported."""
     head_dim = positive(raw, "hidden_size") // num_heads if raw.get("head_dim") is None else positive(raw, "head_dim")
     has_kv_heads = raw.get("num_key_value_heads") is not None
     return _checked(
@@ -40,7 +40,7 @@ def usual_heads(raw: Mapping[str, Any], num_heads: int) -> LayerHeads:
 def heads_by_layer(
     raw: Mapping[str, Any], architecture: str, kinds: Sequence[str], num_heads: int
 ) -> tuple[LayerHeads, ...]:
-    """The heads of each layer of an architecture whose layers without windows have heads of their own.
+    """The heads of each layer, for an architecture whose layers without windows can have different heads.
 
     transformers saves the heads in `per_layer_config`. Published files have `global_head_dim` and
     `num_global_key_value_heads` instead; the latter is used only if V equals K. Raises ModelNotSupported.
@@ -81,8 +81,8 @@ def heads_by_layer(
 def kv_sources(raw: Mapping[str, Any], kinds: Sequence[str]) -> tuple[int, ...]:
     """For each layer, the layer whose K and V it reads, usually itself.
 
-    The last `num_kv_shared_layers` layers have no K and V. They read those of the last layer of the same kind that has
-    them. Raises ModelNotSupported.
+    The last `num_kv_shared_layers` layers have no K and V of their own. Each reads the K and V of the last layer of its
+    kind that has them. Raises ModelNotSupported.
     """
     num_shared = not_negative(raw, "num_kv_shared_layers") if raw.get("num_kv_shared_layers") else 0
     num_own = len(kinds) - num_shared

@@ -25,7 +25,7 @@ from loramux.kernels.tables import ModuleGroup
 
 
 class LayerInputs:
-    """The inputs of all layers: an embedding of each token, and a projection of the decoder's own embedding."""
+    """Computes the inputs of all layers from an embedding of each token and a projection of the decoder's embedding."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         shapes = input_shapes(config)
@@ -51,7 +51,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInput:
-    """Adds one layer's own input embedding to the layer's output, gated by that output."""
+    """Gates one layer's own input embedding with the layer's output, and projects it to the residual."""
 
     gate: Linear
     gate_group: ModuleGroup

@@ -1,4 +1,4 @@
-"""Kinds of decoder layers: with or without attention or a sliding window, and with or without a rotation of q and k."""
+"""Kinds of decoder layers: with attention or a delta rule, with or without a window, and with or without rotation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def windowed_from(raw: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def windowed_above(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """`windowed_from`, if windows are in use."""
+    """`windowed_from` if `use_sliding_window` is set, otherwise no windows."""
     return windowed_from(raw, num_layers) if raw["use_sliding_window"] else [FULL] * num_layers
 
 
@@ -42,7 +42,7 @@ def all_windowed_if_used(raw: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def windowed_in_turn(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Windows in every second layer below layer `max_window_layers`, if they are in use."""
+    """Windows in even layers below layer `max_window_layers` if `use_sliding_window` is set, otherwise no windows."""
     last = int(raw["max_window_layers"]) if raw["use_sliding_window"] else 0
     return [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(num_layers)]
 
@@ -58,14 +58,14 @@ def full_every_sixth_and_last(raw: Mapping[str, Any], num_layers: int) -> list[s
 
 
 def full_by_pattern(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """`full_every(sliding_window_pattern)`, or no windows if they are not in use."""
+    """`full_every(sliding_window_pattern)`, or no windows if `sliding_window` is null."""
     if raw.get("sliding_window") is None:
         return [FULL] * num_layers
     return full_every(positive(raw, "sliding_window_pattern"))(raw, num_layers)
 
 
 def linear_in_between(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Attention in every `full_attention_interval`-th layer."""
+    """Attention in every `full_attention_interval`-th layer, and a gated delta rule in the others."""
     interval = positive(raw, "full_attention_interval")
     return [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
 
@@ -85,7 +85,7 @@ def all_rotated(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[b
 
 
 def rotated_if_windowed(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[bool]:
-    """Windowed layers only, or all layers if windows are not in use."""
+    """Rotates windowed layers only, or all layers if `sliding_window` is null."""
     return [window is not None or raw["sliding_window"] is None for window in windows]
 
 
@@ -94,8 +94,9 @@ def rotated_if_listed(raw: Mapping[str, Any], windows: Sequence[int | None]) -> 
 
 
 def _listed(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """`no_rope_layers` has a 0 for each layer without rotation. By default, every `no_rope_layer_interval`-th layer has
-    none.
+    """Whether each layer rotates, as listed in `no_rope_layers` (1: rotation, 0: no rotation).
+
+    By default, every `no_rope_layer_interval`-th layer has no rotation.
     """
     listed = raw.get("no_rope_layers")
     if not listed:

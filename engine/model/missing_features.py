@@ -1,4 +1,4 @@
-"""The feature that the decoder lacks, for each unsupported architecture of transformers."""
+"""A feature that the decoder lacks, for each architecture that transformers supports and loramux does not."""
 
 from __future__ import annotations
 
@@ -51,13 +51,12 @@ _BY_FEATURE: dict[str, str] = {
         RoCBertForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM XGLMForCausalLM XLMRobertaForCausalLM
         XLMRobertaXLForCausalLM XLMWithLMHeadModel XmodForCausalLM
     """,
-    "position biases of attention": "BloomForCausalLM CpmAntForCausalLM MptForCausalLM XLNetLMHeadModel",
+    "position biases in attention": "BloomForCausalLM CpmAntForCausalLM MptForCausalLM XLNetLMHeadModel",
     "norms after the residual": "RoFormerForCausalLM",
-    "q, k and v that are grouped by head in one linear": """
+    "a linear that interleaves q, k and v by head": """
         FalconForCausalLM FuyuForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM PersimmonForCausalLM
     """,
-    "a bias of the head": "CodeGenForCausalLM GPTJForCausalLM",
-    "norms without weights": "NanoChatForCausalLM",
+    "GPT-J's names of tensors and configuration fields": "CodeGenForCausalLM GPTJForCausalLM",
     "layer norms of q and k": "ChameleonForConditionalGeneration",
     "norms of q and k after the rotation": "HunYuanDenseV1ForCausalLM HunYuanVLForConditionalGeneration",
     "K and V that another model computes": "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM",
@@ -65,25 +64,25 @@ _BY_FEATURE: dict[str, str] = {
     "differential attention": "DiffLlamaForCausalLM",
     "dynamic attention masks": "DogeForCausalLM",
     "layers that run several times": "HrmTextForCausalLM",
-    "an exact gelu as a gate": "ModernBertDecoderForCausalLM",
+    "a gate with the exact GELU": "ModernBertDecoderForCausalLM",
     "ternary weights": "BitNetForCausalLM",
-    "patches of bytes": "BltForCausalLM",
+    "byte patches": "BltForCausalLM",
     "a decoder of audio codes": "MoshiForCausalLM",
     "a decoder of robot actions": "PI0ForConditionalGeneration",
     "adapters that the model applies to images itself": "Phi4MultimodalForCausalLM",
-    "a normed embedding": "MuseGlimmerForConditionalGeneration",
+    "a norm of the embeddings": "MuseGlimmerForConditionalGeneration NanoChatForCausalLM",
     "bidirectional attention over the prompt": "PaliGemmaForConditionalGeneration",
-    "rotary settings for each kind of layer of a Cohere 2 decoder": """
+    "separate rotary settings for each kind of layer in a Cohere 2 decoder": """
         CohereCompassForCausalLM CohereCompassForConditionalGeneration
     """,
     "an embedding in two tensors": "Molmo2ForConditionalGeneration",
-    "tensors of a text decoder without a common prefix": """
+    "text decoder tensors without a common prefix": """
         Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration PaddleOCRVLForConditionalGeneration
     """,
     "a second vision tower": "DeepseekVLHybridForConditionalGeneration",
     "a decoder of image tokens": "Emu3ForCausalLM Emu3ForConditionalGeneration JanusForConditionalGeneration",
     "a layer that predicts several tokens": "GlmOcrForConditionalGeneration",
-    "image features that enter several layers": """
+    "image features that are added in several layers": """
         Granite4VisionForConditionalGeneration GraniteDoclingForConditionalGeneration
     """,
     "an audio tower": """
@@ -96,4 +95,4 @@ _BY_FEATURE: dict[str, str] = {
 MISSING_FEATURES: dict[str, str] = {
     architecture: feature for feature, names in _BY_FEATURE.items() for architecture in names.split()
 }
-"""The first feature that the decoder lacks, by architecture."""
+"""A feature that the decoder lacks, by architecture. There may be more."""

@@ -23,7 +23,7 @@ from loramux.kernels.tables import ModuleGroup
 
 @dataclass(frozen=True, slots=True)
 class MixtureGroups:
-    """The modules of a mixture, grouped by their input: first the routers' modules, then each expert's."""
+    """The modules of a mixture, grouped by their input. The groups of experts list the modules of expert 0."""
 
     router: ModuleGroup
     gate_up: ModuleGroup
@@ -35,7 +35,7 @@ class MixtureGroups:
 
 
 class Mixture:
-    """The mixture of one layer, without the shared expert's linears, which belong to the layer's dense part."""
+    """The mixture of one layer, without the shared expert's linears, which are in `DecoderLayer.feed_forward`."""
 
     def __init__(
         self, config: MixtureConfig, groups: MixtureGroups, hidden_size: int, place: Placement, prefix: str
@@ -80,8 +80,9 @@ class Mixture:
         gate_and_mul: Callable[[torch.Tensor], torch.Tensor],
         adapters: LayerAdapters,
     ) -> torch.Tensor:
-        """The layer's output for `x` `[num_tokens, hidden_size]`, the normed `residual`; `shared` is the output of the
-        shared expert.
+        """The mixture's output, including `shared`, the output of the shared expert.
+
+        `x` `[num_tokens, hidden_size]` is the normed `residual`.
         """
         if self._branch_norms is None:
             return self._experts(x, x, shared, kernels, gate_and_mul, adapters)
@@ -121,7 +122,7 @@ class Mixture:
 
 
 def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup, first_expert: int) -> MixtureGroups:
-    """The groups of a mixture. The modules of expert 0 are on the axis of modules from `first_expert` on."""
+    """The groups of a mixture. `first_expert` is the index of expert 0's first module on the axis of modules."""
     *gate_up, down = config.expert_linears(hidden_size)
     stride, size = len(gate_up) + 1, config.expert_size
     return MixtureGroups(

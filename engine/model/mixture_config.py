@@ -17,16 +17,19 @@ MAX_EXPERTS = 1024
 """Maximum number of experts in a layer."""
 
 MAX_CHOSEN = 64
-"""Maximum number of experts, or of their groups, that are chosen for a token. A GPU's kernel has code for each choice.
+"""Maximum number of experts, and of expert groups, chosen per token. GPU kernels unroll their loops over the choices.
 """
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the field with the number of experts. transformers 5 renames the field when it saves some architectures."""
+"""Possible names of the field with the number of experts. transformers 5 renames it in some architectures' files."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchNorms:
-    """Norms of a layer in which the experts and the shared block each read the residual on their own."""
+    """Names of the norms in a layer whose experts and shared block run in parallel, each with norms of its own.
+
+    The norm before the shared block is `NormNames.before_feed_forward`.
+    """
 
     after_block: str
     before_experts: str
@@ -37,22 +40,21 @@ class BranchNorms:
 class ExpertNames:
     """Names of a mixture's tensors, without the layer's prefix.
 
-    Experts have a tensor each, `{experts}.{number}.{gate}.weight` and so on. If `up` is None, the tensors of all
-    experts are stacked, with gate and up in one: `{gate}.weight` and `{down}.weight`. `stacked_router` and `stack` are
-    the router and the stacked experts in transformers 5, and in the files of adapters that were trained with it.
+    Each expert has its own tensors, such as `{experts}.{number}.{gate}.weight`. If `up` is None, each tensor stacks all
+    experts instead, and gate and up are fused: `{experts}.{gate}{stack_suffix}` and `{experts}.{down}{stack_suffix}`,
+    `[num_experts, out_features, in_features]` or, with `is_transposed`, `[num_experts, in_features, out_features]`.
+
+    With `has_biases`, the router and the experts have biases. The stacked tensors are then always transposed, their
+    names have no suffix, and the output features of gate and up alternate.
+
+    `stacked_router` and `stack` are the names of the router and of the stacked experts in transformers 5, and in
+    adapters that were trained with it. Without `takes_adapters`, adapters cannot target the experts.
 
     `choice_bias` is the bias that a router adds to its scores when it chooses experts. With `choice_bias_in_row`, it is
     stored as a matrix of one row.
 
-    With `has_biases`, the router and the experts have biases, and the stacked tensors `{gate}` and `{down}` have the
-    axes `[experts, in_features, out_features]`. The features of gate and up alternate.
-
-    Names of stacked tensors end with `stack_suffix`. With `is_transposed`, they have the axes `[experts, in_features,
-    out_features]`. Without `takes_adapters`, adapters cannot target the experts.
-
-    If there is a tensor `router_scale`, the router reads the residual, normed and scaled by this tensor.
-    `expert_scales` then multiply the weights of each expert, and `branch_norms` are the norms of the experts and of the
-    block that all tokens use.
+    With a `router_scale`, the router reads the normed residual, scaled by this tensor. `expert_scales` is a tensor with
+    a factor for the weight of each expert.
     """
 
     router: str
@@ -77,8 +79,8 @@ class ExpertNames:
 class SharedTraits:
     """The shared expert of an architecture.
 
-    Its inner size is in `size_field`, multiplied by the number of shared experts in `count_field`, because one block
-    computes all of them. `gate` is the linear whose sigmoid weighs the block's output, or None.
+    One block computes all shared experts. Its inner size is the field `size_field`, times the field `count_field` if
+    there is one. `gate` is the linear whose sigmoid scales the block's output, or None.
     """
 
     block: FeedForward
@@ -138,7 +140,7 @@ class MixtureConfig:
         return linears
 
     def expert_linears(self, hidden_size: int) -> tuple[ExpertLinear, ...]:
-        """The linears of each expert: gate and up fused, gate and up if they have separate tensors, and down."""
+        """The linears of each expert: gate and up fused, then gate and up if they have separate tensors, then down."""
         names, size = self.names, self.expert_size
 
         def linear(name: str | None, stack: str | None, in_features: int, out_features: int) -> ExpertLinear:
@@ -235,11 +237,11 @@ def _parse_routing(raw: Mapping[str, Any], traits: MixtureTraits, num_experts: i
 
 
 def _parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple[int, int]:
-    """The number of groups, and how many of them experts are chosen from. Returns one group if all groups are used."""
+    """The number of expert groups, and the number of groups to choose from: (1, 1) if all groups are used."""
     raw = {"n_group": 1, "topk_group": 1, **raw}
     num_groups, top_groups = positive(raw, "n_group"), positive(raw, "topk_group")
     size, rest = divmod(num_experts, num_groups)
-    # A group's place depends on its two best experts.
+    # Groups are ranked by their two best experts.
     if rest or (size < 2 and num_groups > 1):
         raise ModelNotSupported(
             f"{num_experts} experts cannot form n_group = {num_groups} groups of two or more experts"

@@ -1,4 +1,4 @@
-"""The supported architectures with mixtures of experts."""
+"""The supported architectures with mixtures of experts, except Gemma 4."""
 
 from __future__ import annotations
 
@@ -451,4 +451,4 @@ INNER_FAMILIES: dict[str, Family] = {
         ),
     ),
 }
-"""The text decoders that only multimodal architectures have."""
+"""Text decoders that exist only inside multimodal architectures."""

@@ -43,7 +43,7 @@ _QKV, _O, _GATE_UP, _DOWN, _ROUTER, _INPUT_GATE, _INPUT_PROJECTION = range(7)
 """The groups of a layer's modules."""
 
 MAX_LAYERS = 1024
-"""Largest number of layers: over three times as many as in any known model. It keeps lists of layers short."""
+"""Maximum number of layers, which bounds the lists with an entry per layer. Published models have far fewer."""
 
 SILU, GELU_TANH, RELU_SQUARED, XIELU = "silu", "gelu_tanh", "relu_squared", "xielu"
 SINKS = "sinks"
@@ -74,22 +74,23 @@ class ModelConfig:
     """Configuration of one decoder.
 
     By default, contexts have up to `max_model_len` tokens. The operator can allow up to `stretched_model_len`.
-    `layer_heads` contains each layer's heads of K and V; `num_kv_heads` and `head_dim` are the largest. A layer reads
-    the K and V of the layer in `kv_sources`, and has none of its own unless that is the layer itself. In
-    `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V has a norm without a weight. With
-    `has_l2_norms`, q and k of rotated layers have such norms. `query_scaling` scales q in layers without rotation, or
-    is None. `altup` describes parallel residuals, or is None. `layer_intermediate_sizes` contains the inner size of
-    each layer's feed-forward. With `layer_input_size`, an embedding of this size enters each layer, and with
+    `layer_heads` contains each layer's heads of K and V; `num_kv_heads` and `head_dim` are the heads of the layer with
+    the widest K. Layer `i` reads the K and V of layer `kv_sources[i]`, which is `i` itself unless layer `i` computes no
+    K and V. In `layers_without_v`, the projection of K also yields V. With `has_value_norm`, V is normed without a
+    weight. With `has_l2_norms`, so are q and k of rotated layers. `query_scaling` scales q in layers without rotation,
+    or is None. `altup` describes parallel residuals, or is None. `layer_intermediate_sizes` contains the inner size of
+    each layer's feed-forward. If `layer_input_size` is not 0, an embedding of this size enters each layer. With
     `has_layer_scalars`, a number multiplies each layer's output. `layer_windows` contains each layer's sliding window
     in tokens, or None for the whole context. `layer_ropes` contains each layer's rotary embedding. `norm_offset` is
-    added to every norm's weight. `qk_norm` is None if q and k are not normed. `clip_qkv` limits q, k and v, or is None.
-    `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form a single linear.
-    Adapters see the same linears. A soft cap of None means no cap. With `has_sinks`, each head's softmax has a further
-    key without a value. `mixture` describes the layers with experts instead of a feed-forward of `intermediate_size`,
-    or is None. `delta` describes the layers with a gated delta rule instead of attention, or is None. With
-    `gates_attention`, the query projection yields q, then a gate, for each head. `quantization` is the format of the
-    stored weights, or None if they are floats. Tensors whose names begin with one of `draft_tensors` belong to layers
-    that predict further tokens, or that read the K and V of another layer. They are not needed.
+    added to every norm's weight. `qk_norm` is None if q and k have no norms with weights. `clip_qkv` limits the
+    magnitude of q, k and v, or is None. `residual_scale` multiplies the outputs of attention and feed-forward. With
+    `fused_qkv`, q, k and v are one linear, for the base and for adapters. A soft cap of None means no cap. With
+    `has_sinks`, each head's softmax has an additional score without a value. `mixture` describes the layers with
+    experts instead of a feed-forward of `intermediate_size`, or is None. `delta` describes the layers with a gated
+    delta rule instead of attention, or is None. With `gates_attention`, the query projection yields q, then a gate, for
+    each head. `quantization` is the format of the stored weights, or None if they are floats. Tensors whose names begin
+    with one of `draft_tensors` are not read: they predict further tokens, or belong to the unused K and V of layers
+    that read another layer's.
     """
 
     architecture: str
@@ -154,15 +155,15 @@ class ModelConfig:
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """The linears of a layer that adapters can target, with PEFT's names, in the pool's fixed order.
+        """The linears inside the layers that adapters can target, with PEFT's names, in the pool's fixed order.
 
-        A name occurs several times if the size of the linear differs between layers.
+        A name occurs several times if the size of the linear differs between layers. `experts` has the other linears.
         """
         return tuple(linear for _, linear in self._grouped_modules)
 
     @property
     def _grouped_modules(self) -> list[tuple[int, LinearShape]]:
-        """`modules`, each with the index of its group: first modules of `module_groups`, then of `input_groups`."""
+        """Each of `modules`, after the index of its group."""
         hidden = self.hidden_size
         attending = [self.has_attention(layer) for layer in range(self.num_layers)]
         q_out = [self.num_heads * one.head_dim * has for one, has in zip(self.layer_heads, attending, strict=True)]
@@ -211,7 +212,7 @@ class ModelConfig:
 
     @property
     def experts(self) -> ExpertModules | None:
-        """The linears of experts that adapters can target, or None."""
+        """The linears of the experts, or None if no layer has experts."""
         if self.mixture is None:
             return None
         linears = self.mixture.expert_linears(self.hidden_size)
@@ -226,7 +227,7 @@ class ModelConfig:
 
     @property
     def _feed_forwards(self) -> list[tuple[FeedForward, list[int]]]:
-        """The feed-forward blocks that all tokens of a layer use, with the inner size in each layer (0: no block)."""
+        """The feed-forward blocks that all tokens use, each with its inner size in each layer (0: no block)."""
         layers = range(self.num_layers)
         mixture = self.mixture
         if mixture is None:
@@ -273,7 +274,7 @@ class ModelConfig:
         return tuple(tuple(m for m in group if modules[m].is_in(layer)) for group in self.module_groups)
 
     def qk_norm_sizes(self, layer: int) -> tuple[tuple[str, int], ...]:
-        """The norms of a layer's q and k, with their numbers of channels; empty if q and k are not normed."""
+        """Names and numbers of channels of the weighted norms of q and k. A layer without K has no `k_norm`."""
         if self.qk_norm is None:
             return ()
         heads = self.layer_heads[layer]
@@ -297,10 +298,7 @@ class ModelConfig:
         )
 
     def num_state_pages(self, geometry: PageGeometry) -> int:
-        """Number of pages of one sequence's state, which does not depend on its length.
-
-        0 if all layers have attention.
-        """
+        """Number of pages for the state of one sequence of any length; 0 if all layers have attention."""
         return 0 if self.delta is None else self.delta.spec.num_pages(geometry)
 
     @staticmethod
@@ -384,7 +382,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     ropes = parse_ropes(raw, architecture, family, windows, heads.head_dim)
     max_model_len, stretched_model_len = longest_contexts(raw, ropes)
     if CHUNKED in kinds:
-        # Within the first chunk, such a layer sees the whole context.
+        # Within the first chunk, a chunked layer sees the whole context.
         chunk = positive(raw, "attention_chunk_size")
         max_model_len, stretched_model_len = min(max_model_len, chunk), min(stretched_model_len, chunk)
     vocab_size = positive(raw, "vocab_size")
@@ -473,7 +471,7 @@ def _query_scaling(raw: Mapping[str, Any]) -> QueryScaling | None:
 
 
 def _shared_tensors(sources: Sequence[int]) -> list[str]:
-    """Unused tensors in published files: those of K and V in layers that read the K and V of another layer."""
+    """Prefixes of unused tensors in published files: K and V of layers that read the K and V of another layer."""
     parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     shared = [layer for layer, source in enumerate(sources) if layer != source]
     return [f"model.layers.{layer}.self_attn.{part}" for layer in shared for part in parts]
@@ -502,7 +500,7 @@ def _layer_input_size(raw: Mapping[str, Any], family: Family) -> int:
         return 0
     size = positive(raw, "hidden_size_per_layer_input")
     own, usual = positive(raw, "vocab_size_per_layer_input"), positive(raw, "vocab_size")
-    # With AltUp, this vocabulary can be smaller. Tokens beyond it get the input of token 0.
+    # With AltUp, the vocabulary of the layer inputs can be smaller. Tokens beyond it get the input of token 0.
     if own != usual and not (family.has_altup and own < usual):
         raise ModelNotSupported(
             f"vocab_size_per_layer_input = {raw['vocab_size_per_layer_input']} in config.json differs from vocab_size"
@@ -547,7 +545,7 @@ def _parse_clamped_gate(raw: Mapping[str, Any]) -> ClampedGate:
 
 
 def _parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_layers: int) -> list[str]:
-    """Each layer's kind. If the family has no `layer_types`, the field must agree with the other fields."""
+    """Each layer's kind. Unless the family supports `layer_types`, this field must agree with the other fields."""
     usual = family.layer_kinds(raw, num_layers)
     kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
     if len(kinds) != num_layers:
@@ -557,7 +555,7 @@ def _parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_
         if kind not in known:
             raise ModelNotSupported(f"layer_types names {kind!r}; {' and '.join(known)} are supported")
     if family.has_layer_heads and kinds[-1] != FULL:
-        # transformers would replace this kind.
+        # transformers would silently replace the kind of the last layer.
         refuse_field("layer_types[-1]", kinds[-1], architecture)
     if kinds != usual and not family.has_layer_types:
         refuse_field("layer_types", kinds, architecture)

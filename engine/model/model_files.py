@@ -9,7 +9,7 @@ IDENTIFYING_FILES = ("config.json", "tokenizer.json")
 
 
 def model_sha256(model_dir: Path) -> str:
-    """SHA-256 of the files that must be identical on gateway and engine. A missing file counts as empty."""
+    """SHA-256 over the files that must be identical on the gateway and the engine. A missing file counts as empty."""
     total = hashlib.sha256()
     for name in IDENTIFYING_FILES:
         path = model_dir / name

@@ -28,10 +28,10 @@ _SHARED = (
 class Wrapper:
     """A multimodal architecture.
 
-    `decoders` maps the `model_type` of a text decoder to the architecture that computes it; the first is the default.
-    `assumed` contains the defaults that differ from that architecture's, and `fixed` the fields that the whole model
-    ignores. With `has_mrope`, positions have a part for time, one for height and one for width. For text, all three are
-    equal, so the rotation is the usual one.
+    `decoders` maps the `model_type` of a text decoder to its architecture; the first is the default. `assumed` contains
+    the defaults that differ from that architecture's. `fixed` contains values of fields that the whole model ignores in
+    `config.json`. With `has_mrope`, positions have a part for time, one for height and one for width. For text, all
+    three are equal, so the rotation is the usual one.
     """
 
     decoders: Mapping[str, str]
@@ -81,7 +81,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
     },
 }
-"""Defaults of transformers for text decoders whose `text_config` often has only the fields that differ."""
+"""Defaults of transformers for text decoders whose `text_config` often omits fields with default values."""
 
 WRAPPERS: dict[str, Wrapper] = {
     "Gemma3ForConditionalGeneration": Wrapper(
@@ -147,7 +147,7 @@ SUPPORTED = frozenset((*_TEXT_FAMILIES, *WRAPPERS))
 def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]] | None:
     """The family and the fields of the text decoder, or None if the architecture is not supported.
 
-    Raises ModelNotSupported if the architecture is served with other text decoders only.
+    Raises ModelNotSupported if the architecture is supported, but not with this text decoder.
     """
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None:

@@ -12,7 +12,7 @@ from loramux.kernels.dispatch import Kernels
 
 
 class Norm(Protocol):
-    """Normalises the input of a block, which is the residual, or the output of a block."""
+    """Normalises a block's input (the residual) or its output."""
 
     def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor: ...
 

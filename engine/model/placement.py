@@ -55,7 +55,7 @@ class Placement:
         """
         stored = self.weights.tensor(name, shape)
         placed = self._placed(stored, dtype or self.dtype)
-        # A tensor that shares the mapping of its file would keep the pages of the whole file in memory.
+        # A tensor that shares the memory mapping of its file would keep the whole file mapped.
         return placed.clone() if placed is stored else placed
 
     def norm(self, name: str, size: int) -> Norm:
@@ -98,7 +98,7 @@ class Placement:
     def experts(
         self, num_experts: int, weights: Callable[[], Iterator[ExpertWeight]], bias: torch.Tensor | None
     ) -> ExpertWeights:
-        """Lay out one linear of all experts, as codes if possible. Each call of `weights` yields them in order."""
+        """Lay out one linear of all experts, as codes if possible. `weights` is called again if it is not possible."""
         make = self.backend.make_quantized_experts
         found = None if make is None else make(num_experts, weights(), bias)
         if found is not None:
@@ -115,7 +115,7 @@ class Placement:
     def _linear_of_codes(
         self, stored: list[torch.Tensor | CodedWeight], bias: torch.Tensor | None, make: MakeQuantizedLinear
     ) -> Linear | None:
-        """The linear that keeps the codes of all weights, or None if they are not all quantised in the same way."""
+        """A linear that keeps the codes of all weights, or None if their formats differ or the device has no kernel."""
         reordered = [part for part in stored if isinstance(part, ReorderedWeight)]
         if reordered and any(not np.array_equal(part.inputs, reordered[0].inputs) for part in reordered):
             return None

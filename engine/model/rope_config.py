@@ -38,7 +38,7 @@ _ROPE_FIELDS = {
 }
 
 MAX_CONTEXT = 1 << 26
-"""Longest context of a model, in tokens. The rotary tables of a context this long take gigabytes."""
+"""Longest supported context of a model, in tokens. The rotary tables of a context this long take gigabytes."""
 
 QUERY_GROWTH = "llama_4_scaling_beta"
 _TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -48,13 +48,21 @@ _TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
-    `kind` is `none` (q and k are not rotated), `default`, `linear` (scaled by `factor`), `proportional` (likewise),
-    `dynamic` (with a `theta` that grows with contexts beyond `original_max_len`, depending on `factor`), `llama3`
-    (scaled by `factor` beyond `original_max_len`, with the two frequency factors), `yarn` (scaled by `factor` where a
-    frequency makes fewer than `slow_turns` within `original_max_len`, and unscaled above `fast_turns`) or `longrope`
-    (one factor for each frequency). `attention_factor` multiplies cosine and sine. Only the first `rotary_fraction` of
-    a head's channels are rotated or, with `proportional`, the first `rotary_fraction` of each half of the head.
-    `query_growth` scales q in positions beyond `original_max_len`.
+    `kind` is one of:
+
+    - `none`: q and k are not rotated.
+    - `default`: frequencies are not scaled.
+    - `linear` and `proportional`: all frequencies are divided by `factor`.
+    - `dynamic`: `theta` grows, depending on `factor`, if contexts are longer than `original_max_len`.
+    - `llama3`: low frequencies are divided by `factor`. The two frequency factors bound the transition, in turns within
+      `original_max_len`.
+    - `yarn`: frequencies that make fewer than `slow_turns` turns within `original_max_len` are divided by `factor`, and
+      frequencies that make more than `fast_turns` turns are not scaled.
+    - `longrope`: each frequency has a factor of its own.
+
+    `attention_factor` multiplies cosine and sine. Only the first `rotary_fraction` of a head's channels are rotated or,
+    with `proportional`, the first `rotary_fraction` of each half of the head. `query_growth` scales q at positions from
+    `original_max_len` on.
     """
 
     theta: float
@@ -88,7 +96,7 @@ NO_ROPE = RopeConfig(theta=1.0, kind="none")
 def parse_ropes(
     raw: Mapping[str, Any], architecture: str, family: Family, windows: Sequence[int | None], head_dim: int
 ) -> tuple[RopeConfig, ...]:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older versions)."""
+    """Each layer's rotary embedding, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
 
     def parse(given: Mapping[str, Any]) -> RopeConfig:
         return _parse_rope(given, raw, architecture, family, head_dim)
@@ -171,7 +179,7 @@ def _parse_rope(
 
 
 def _parse_yarn(given: Mapping[str, Any], raw: Mapping[str, Any], theta: float, fraction: float) -> RopeConfig:
-    """YaRN (Peng et al., 2023). As in transformers, the original context is by default the whole context."""
+    """YaRN (Peng et al., 2023). As in transformers, the original length defaults to `max_position_embeddings`."""
     original = _original_max_len({"original_max_position_embeddings": raw["max_position_embeddings"], **given}, raw)
     if theta <= 1:
         raise ValueError(f"rope_theta is {theta}, which YaRN cannot scale")
@@ -220,7 +228,7 @@ def _original_max_len(given: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
 
 
 def _attention_factor(given: Mapping[str, Any], stretch: float, original: int) -> float:
-    """LongRoPE's factor for cosine and sine (Ding et al., 2024). The default depends on how much the context grew."""
+    """LongRoPE's factor for cosine and sine (Ding et al., 2024). It defaults to a function of the scaling factor."""
     if given.get("attention_factor") is not None:
         return positive_float(given, "attention_factor")
     factor = stretch if given.get("factor") is None else positive_float(given, "factor")

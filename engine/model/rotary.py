@@ -10,7 +10,7 @@ from loramux.engine.model.rope_config import QueryScaling, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
-    """Angle by which each pair of channels rotates per position, float32 `[rotary_dim / 2]`.
+    """Angle by which each pair of channels rotates per position, float32 `[num_pairs]`.
 
     `linear` divides every frequency by the factor. `proportional` does the same, and sets the frequencies of channels
     that are not rotated to 0. `dynamic` raises theta for contexts beyond the original one. `llama3` divides only
@@ -73,7 +73,7 @@ def _scaled_share(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
 
 
 def rotary_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of each position's angles, float32 `[max_len, rotary_dim / 2]` each, scaled by `rope`."""
+    """Cosine and sine of each position's angles, times `attention_factor`: two of float32 `[max_len, num_pairs]`."""
     angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(rope, head_dim, max_len))
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 

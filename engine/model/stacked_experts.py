@@ -1,4 +1,4 @@
-"""Finds an expert's weight in files that stack all experts. Other files of its architecture have one tensor each."""
+"""Finds an expert's weight in files that stack all experts. Other files of the architecture have one tensor each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StackedPlace:
     """The place of one expert's weight in a file that stacks experts.
 
     The stack `name` is `[num_experts, rows, in_features]` or `[num_experts, in_features, rows]`. If `num_parts` is 2,
-    the gate's rows precede those of up, and `part` selects one of them.
+    the rows of gate precede the rows of up, and `part` is 0 for gate and 1 for up.
     """
 
     name: str
@@ -22,7 +22,7 @@ class StackedPlace:
     num_parts: int
 
     def is_transposed(self, stack: tuple[int, ...], shape: tuple[int, ...]) -> bool | None:
-        """True if a stack of shape `stack` contains the weight of shape `shape` transposed. None if it lacks it.
+        """Whether a stack of shape `stack` stores a weight of shape `shape` transposed, or None if neither fits.
 
         As in transformers, a stack whose shape fits both ways is not transposed.
         """

@@ -1,4 +1,4 @@
-"""Limits each row of the logits to its tokens: the base's, or another number if its adapter resized the vocabulary."""
+"""Limits each row of the logits to its vocabulary, which is the base's unless the row's adapter resized it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.kernels.layout import MAX_EXTRA_TOKENS
 
 FORBIDDEN = -1e30
-"""Logit for forbidden tokens: low enough for a weight of 0, but finite, because non-finite rows end their sequences."""
+"""Logit of forbidden tokens. Their probability is 0, but the logit is finite: a non-finite row ends its sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabularies:
-    """`sizes` int32 `[num_rows]`, on the device, is the number of tokens of each row; none is below `smallest`."""
+    """`sizes`, int32 `[num_rows]` on the device, is the vocabulary size of each row. None is below `smallest`."""
 
     sizes: torch.Tensor
     smallest: int
@@ -26,16 +26,16 @@ class Vocabularies:
 
     @staticmethod
     def of(sizes: npt.NDArray[np.int32] | None, base_size: int, accelerator: Accelerator) -> Vocabularies | None:
-        """The vocabularies of rows with these numbers of tokens, or None if all rows have the base's tokens."""
+        """The vocabularies of rows with these sizes. Returns None if `sizes` is None: all rows then have the base's."""
         if sizes is None:
             return None
         on_device = accelerator.stage(torch.from_numpy(sizes))
         return Vocabularies(on_device, min(base_size, int(sizes.min())), int(sizes.max()) > base_size)
 
     def widened(self, logits: torch.Tensor) -> torch.Tensor:
-        """Copy logits of the base's tokens `[num_rows, vocab_size]` if they need columns for further tokens.
+        """Copy the logits `[num_rows, vocab_size]` into a wider tensor if a row has more tokens than the base.
 
-        The number of columns is always the same, because a GPU's kernels are compiled for it.
+        The copy always has MAX_EXTRA_TOKENS more columns, because GPU kernels are compiled for a number of columns.
         """
         if not self.is_wider:
             return logits
@@ -45,6 +45,6 @@ class Vocabularies:
         return wide
 
     def forbid_others(self, logits: torch.Tensor) -> None:
-        """Forbid tokens that a row does not have. Their logits are arbitrary."""
+        """Set the logits of the tokens that a row does not have, which are arbitrary so far, to FORBIDDEN."""
         columns = torch.arange(self.smallest, logits.shape[1], dtype=torch.int32, device=logits.device)
         logits[:, self.smallest :].masked_fill_(columns >= self.sizes[:, None], FORBIDDEN)

@@ -64,7 +64,9 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
 
 
 def checkpoint_of(model_dir: Path, quantized_dir: Path | None = None) -> Checkpoint:
-    """The quantised weights and the other tensors of files that safetensors can open. Raises ModelNotSupported.
+    """The quantised and the plain tensors of a model directory. Raises ModelNotSupported.
+
+    Requires that safetensors can open the directory's files.
 
     Weights in `quantized_dir` replace weights with the same name.
     """
@@ -80,7 +82,7 @@ def checkpoint_of(model_dir: Path, quantized_dir: Path | None = None) -> Checkpo
 
 
 def text_tensors(stored_names: Iterable[str], found: Container[str]) -> Iterator[tuple[str, str]]:
-    """For each of a file's text decoder tensors, yield its name in a text-only model and its name in the file.
+    """For each tensor of the text decoder in a file, yield its name in a text-only model and its name in the file.
 
     Raises ModelNotSupported if a name occurs twice or is in `found`, the names in earlier files.
     """

@@ -41,7 +41,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    # Leave out the last group, the routers, because the mixture lists them.
+    # Leave out the last group, the router, because the mixture lists its tensors.
     qkv, o, *feed_forward = groups = config.layer_groups(layer)[:-1]
     has_attention = config.has_attention(layer)
     biased = {
@@ -85,7 +85,7 @@ def norm_parts(config: ModelConfig) -> tuple[str, ...]:
 def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raise ModelNotSupported, as loading the weights would, for a missing, misshapen or unused tensor.
 
-    If the embeddings are tied, a separately stored head must equal the embedding. Headers cannot show whether it does.
+    If the embeddings are tied, a separately stored head must equal the embedding, which only loading can check.
     """
     wanted = weight_shapes(config)
     stacks: set[str] = set()
@@ -110,7 +110,7 @@ def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Non
 
 
 def unused_tensors(names: Collection[str], draft_tensors: tuple[str, ...]) -> list[str]:
-    """Return the names that the decoder should have read, sorted."""
+    """Return the sorted names of the tensors that the decoder should have read."""
     return sorted(name for name in names if not name.endswith(DERIVED) and not name.startswith(draft_tensors))
 
 

@@ -102,8 +102,8 @@ class LeastRecentlyUsed:
 class GreedyDual:
     """GreedyDual-Size with frequencies (Cherkasova, 1998): evicts rarely used items that are cheap to restore first.
 
-    An item's priority is `clock + uses * cost / num_pages`. The clock is the priority of the most recently evicted
-    item, so formerly valuable items age. Use counts are kept for the `memory` most recent keys.
+    An item's priority is `clock + uses * cost / num_pages`. The clock is the highest priority of any evicted item, so
+    items that were valuable once age. Use counts are kept for the `memory` most recently added keys.
     """
 
     def __init__(self, memory: int = 65536) -> None:
@@ -175,9 +175,7 @@ class WaitedFor(Protocol):
         ...
 
     def last_after(self, position: int) -> Evictable | None:
-        """Return the idle item that will be needed last. Return None if that item
-        is needed at `position` or earlier.
-        """
+        """Return the idle item that will be needed last, or None if it is needed at `position` or earlier."""
         ...
 
 

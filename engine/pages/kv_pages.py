@@ -35,9 +35,9 @@ NO_PREFIX = Prefix()
 
 
 class KvPages:
-    """Allocates pages to sequences, and frees those that only windowed layers needed once no later token sees them.
+    """Allocates pages to sequences, and frees pages of windowed layers once no later token sees them.
 
-    A sequence has pages for at most the next `max_step_tokens` tokens of windowed layers, the most that one step runs.
+    In windowed layers, a sequence has pages for at most the next `max_step_tokens` tokens, the maximum of one step.
 
     In a hybrid decoder, a running sequence also has the pages of a state. Such sequences neither use nor fill the
     prefix cache: a page holds K and V of its tokens, but other layers need the state after these tokens.
@@ -61,7 +61,7 @@ class KvPages:
     def find_prefix(self, sequence: Sequence) -> Prefix:
         """Find the longest cached prefix that leaves at least one token to compute, without changing any state.
 
-        A sequence whose prompt is not scored yet has no cached prefix, because its prompt's logits are needed.
+        A sequence whose prompt is not completely scored uses no cached prefix, because its prompt's logits are needed.
         """
         if sequence.num_unscored or not sequence.add.isolation_key or self._layout.num_state_pages:
             return NO_PREFIX
@@ -130,13 +130,11 @@ class KvPages:
         sequence.next_offer = 0
 
     def max_tokens(self, num_other_pages: int) -> int:
-        """Number of tokens of one sequence that fit into the pool if `num_other_pages` pages are taken by something
-        else.
-        """
+        """Number of tokens of one sequence that fit into the pool if other owners take `num_other_pages` pages."""
         return self._layout.max_tokens(self._pages.num_pages - num_other_pages, self._max_step_tokens)
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
-        """Allocate pages for `num_tokens` more tokens. Return False if queue position `position` has no room.
+        """Allocate pages for `num_tokens` more tokens. Returns False if there is no room for this queue position.
 
         In windowed layers, pages for tokens beyond the next step are allocated later.
         """
@@ -244,8 +242,8 @@ class KvPages:
             table.cached.append(self._cache.insert(key, block // page_step, digest))
 
     def _free_unseen(self, table: PageTable, group: CacheGroup, num_known: int) -> None:
-        """Free the pages that no later token sees, except those that the first token after the longest prefix to share
-        sees.
+        """Free the pages that no later token sees, except for those that the first token after the longest sharable
+        prefix sees.
         """
         first = table.first_block // group.num_blocks
         count = group.first_seen(self._multiple(num_known)) // group.page_tokens - first
@@ -276,7 +274,7 @@ class KvPages:
             digest = self._digest(sequence, len(keys))
             num_base_tokens = 0 if digest is None else max(0, sequence.activation - begin)
             keys.append(self._cache.page_key(parent, digest, tokens, num_base_tokens))
-        # Only keys of the first group are parents, so keys of different groups are never equal.
+        # Keys of further groups have a suffix, so keys of different groups are never equal.
         return keys[block] + group.to_bytes(1, "little") if group else keys[block]
 
     def _digest(self, sequence: Sequence, block: int) -> str | None:

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class PageOwner(IntEnum):
-    """Use of a page. An IntEnum, because owners are hashed for every page, and other enums hash in Python."""
+    """Use of a page. An IntEnum, because owners are hashed for every page, and other enums hash in Python code."""
 
     FREE = 0
     KV = 1
@@ -23,7 +23,7 @@ class PagePool:
     """Hands out page IDs in `[0, num_pages)`. The memory itself is elsewhere.
 
     `alloc` gives a page its first holder, and `share` adds another. A page becomes free once every holder has freed it.
-    The page freed longest ago is reused first, so that a bug that reads a freed page shows up late but reliably.
+    The page freed longest ago is reused first.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -1,4 +1,4 @@
-"""Prefix cache: full KV pages that later sequences of the same owner can reuse."""
+"""Prefix cache: full KV pages that later sequences with the same isolation key can reuse."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from loramux.engine.pages.page_pool import PagePool
 class PrefixCache:
     """Full pages by key. Each page is held by the cache and by the sequences that use it.
 
-    The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`. An owner's root is the parent of
-    its first pages. Two sequences therefore share a page only if the same adapter computed the same tokens after the
-    same prefix for the same owner. Sequences without an isolation key share nothing.
+    The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`. Each isolation key has a root,
+    which is the parent of its first pages. Two sequences therefore share a page only if the same adapter computed the
+    same tokens after the same prefix for the same isolation key. Sequences without an isolation key share nothing. A
+    page of several blocks is a chain of such keys, and has the key of its last block.
 
     Pages before an adapter's activation have no digest, so the base and other adapters share them. The page in which an
     adapter is activated belongs to the adapter, and its key also contains the number of tokens before the activation.
@@ -40,15 +41,15 @@ class PrefixCache:
         return sum(1 for cached in self._by_key.values() if cached.num_users == 0)
 
     def root(self, isolation_key: bytes) -> bytes | None:
-        """Parent key of an owner's first pages, from its isolation key and the engine's identity, or None."""
+        """Parent key of the first pages of an isolation key and this model, or None if the isolation key is empty."""
         if not isolation_key:
             return None
         return hashlib.sha256(_tagged(isolation_key, *self._identity)).digest()
 
     def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int], num_base_tokens: int = 0) -> bytes:
-        """Key of the page that follows the page `parent` and contains `tokens`, exactly one page's worth.
+        """Key of the page (or block) of `tokens` that follows the page with the key `parent`.
 
-        The adapter does not modify the first `num_base_tokens` of them. Equal tokens can have different
+        The adapter does not modify the first `num_base_tokens` tokens. Equal tokens can have different
         `num_base_tokens`, because later tokens of a prompt can move the activation.
         """
         assert len(tokens) == self._page_tokens

@@ -1,1 +1,1 @@
-"""Quantises a float base model at the start."""
+"""Quantises a float base model at startup."""

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from loramux.engine.errors import ModelNotSupported
 
 GROUPS = (64, 32, 16)
-"""Possible numbers of inputs that share an int4 scale. The first that divides the inputs of all linears is used."""
+"""Possible numbers of inputs that share an int4 scale. The first that divides every linear's number of inputs is used.
+"""
 
 _LARGEST_E4M3 = 448.0
 
@@ -24,8 +25,8 @@ Encode = Callable[[Floats, int], tuple[npt.NDArray[Any], Floats]]
 class Method:
     """Stores codes under `suffix` with the safetensors dtype `dtype`, `codes_per_item` of them in one item.
 
-    `encode` returns the items and the scales `[rows, groups]` of rows `[rows, in]`, given the inputs of a group.
-    `weights` is their description in the format of compressed-tensors.
+    `encode` takes rows `[num_rows, in_features]` and the number of inputs in a group, and returns the items and the
+    scales `[num_rows, num_groups]`. `weights` describes the codes in the format of compressed-tensors.
     """
 
     suffix: str

@@ -1,8 +1,8 @@
 """Quantises a model in a separate process: `python -m loramux.engine.quantizing.process`.
 
 The process reads a QuantizeJob as JSON from standard input, and writes lines of JSON: QuantizeProgress, and at the end
-QuantizeResult or QuantizeRefused. It can need torch, which a gateway never imports, and much memory, which is freed
-when it ends.
+QuantizeResult or QuantizeRefused. It may need torch, which a gateway never imports, and a lot of memory, which is freed
+when it exits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run(job: QuantizeJob) -> QuantizeResult:
-    """Quantise the model and measure the quality. Work that an earlier start has finished is not repeated."""
+    """Quantise the model and measure the quality. Work that an earlier run has finished is not repeated."""
     destination = quantized_directory(Path(job.root), Path(job.config.model_dir), job.method)
     if not destination.is_dir():
         reported = -1.0

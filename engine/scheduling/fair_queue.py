@@ -13,10 +13,10 @@ from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, Share, S
 from loramux.engine.sequence import Sequence
 
 MAX_ROUNDS = 64
-"""Number of other shares' admissions after which a waiting share can go first, regardless of its counter."""
+"""Number of admissions from other shares after which a waiting share can go first, regardless of its counter."""
 
 ROUNDS_PER_SHARE = 4
-"""The same number per waiting share, used when many shares are waiting. Strict round robin would need 1."""
+"""Like MAX_ROUNDS, but per waiting share, for when many shares are waiting. Strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
 """Upper limit on the ratio of an expensive share's wait to the wait of a share with requests of average cost."""
@@ -51,7 +51,7 @@ class FairQueue:
     amount that a fair order would charge before the share's next request, given its price. For expensive requests, this
     can take more than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is
     resident and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each
-    share that has waited just as long.
+    share that has waited at least as long.
     """
 
     def __init__(self) -> None:
@@ -372,7 +372,7 @@ def _cold_turn(share: Share) -> Turn:
 
 
 def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
-    # After its counter was raised, a share ties with another, which may have many running sequences.
+    # A share whose counter was raised ties with another share. The share with fewer running sequences goes first.
     return 1, served, num_running, sequence.arrival
 
 

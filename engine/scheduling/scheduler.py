@@ -49,7 +49,8 @@ class Scheduler:
         self._limits = limits
         self.running: list[Sequence] = []
         self._order: list[Sequence] = []
-        # Page shortage in the last step: whether a running sequence found no page, and the first sequence not admitted.
+        # Page shortage in the last step: whether a running sequence found no page, and the first sequence that was not
+        # admitted for lack of pages.
         self._is_short = False
         self._short_of_pages: Sequence | None = None
         # Sequences that need more pages, including their adapter's, than the pool has.
@@ -181,7 +182,10 @@ class Scheduler:
                 budget -= extra
 
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]) -> bool:
-        """Find pages for a sequence's next tokens, preempting others. Returns False if it waits or was preempted."""
+        """Find pages for a sequence's next tokens, preempting sequences if necessary.
+
+        Returns False if the sequence has to wait or was preempted itself.
+        """
         if sequence.state is not SequenceState.RUNNING:
             return False
         while not self._kv.grow(sequence, num_tokens):
@@ -251,7 +255,7 @@ class Scheduler:
     def _begin(
         self, sequence: Sequence, entry: AdapterLoad | None, prefix: Prefix, position: int, budget: int
     ) -> ScheduledSequence | None:
-        """Start a waiting sequence with at most `budget` tokens. Without room, return None and change nothing."""
+        """Start a waiting sequence with at most `budget` tokens. Without room, do nothing and return None."""
         num_pending = sequence.num_tokens - prefix.num_tokens
         num_tokens = min(num_pending, budget)
         # A preempted sequence resumes only if there is room for all its tokens, so that it gets further than before.

@@ -21,7 +21,7 @@ Turn = tuple[float, ...]
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """One tenant's position in the fair order. `served` is the virtual token counter: priced tokens per weight."""
+    """A share's state in the fair order. `served` is its virtual token counter: the price of its tokens per weight."""
 
     key: str
     weight: int = 1
@@ -67,7 +67,7 @@ def place(sequence: Sequence) -> tuple[int, int]:
 
 
 class ShareHeap:
-    """A heap of shares. `update` reads a share's key. Outdated entries are dropped when they reach the top."""
+    """A heap of shares. `update` reads a share's current key. Outdated entries are dropped when they reach the top."""
 
     def __init__(self, key: Callable[[Share], Turn]) -> None:
         self._key = key

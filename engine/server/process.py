@@ -107,7 +107,7 @@ class EngineServer:
                     link.post(outbound.message)
 
     def _beat(self) -> None:
-        """Detect lost gateways that get no output: their sequences are waiting, or they have granted no credit."""
+        """Detect lost gateways that get no output because their sequences wait or they have granted no credit."""
         now_s = time.monotonic()
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + HEARTBEAT_S

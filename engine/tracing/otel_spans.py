@@ -81,7 +81,7 @@ class OtelSpanSink:
             return
 
     def close(self, timeout_s: float) -> None:
-        """Export all waiting spans. Each of the three stages waits at most `timeout_s`."""
+        """Export all waiting spans, within three times `timeout_s`."""
         try:
             self._waiting.put(None, timeout=timeout_s)
         except queue.Full:
