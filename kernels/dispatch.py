@@ -128,32 +128,32 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-        """`gate * sigmoid(alpha * gate) * (up + 1)`, gate clamped to at most `limit`, and up to `[-limit, limit]`.
+        """`gate * sigmoid(alpha * gate) * (up + 1)`, where each row contains gate, then up.
 
-        Each row contains gate, then up.
+        Before that, gate is clamped to at most `limit`, and up to `[-limit, limit]`.
         """
         ...
 
     def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
         """Choose each token's experts from its logits `[T, num_experts]`.
 
-        Among equal experts, the first is chosen. `bias` is float32 `[num_experts]` and finite. A token whose logits
-        have no softmax (see `reference.routing.route`) gets the first experts, with weights NaN.
+        Among experts with equal scores, the first are chosen. `bias` is float32 `[num_experts]` and finite. A token
+        whose logits have no softmax (see `reference.routing.route`) gets the first experts, with NaN weights.
         """
         ...
 
     def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
-        """Group the routing's pairs by adapter and expert, for the groups of experts.
+        """Group the routing's pairs by adapter and expert, for module groups of experts.
 
-        `slots` int32 `[T]` is the adapter slot of each row, or -1. `segments` are the segments of the same rows, in
-        which each adapter's rows are adjacent, except for rows of the base.
+        `slots` int32 `[T]` is the adapter slot of each row, or -1, and `segments` group the same rows by slot. Only
+        rows of the base may lie between two rows of the same adapter.
         """
         ...
 
     def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
         """`y[p] = x[row of p] @ weight[e]ᵀ + bias[e]`, `[T * top_k, out_features]`, where `e` is pair `p`'s expert.
 
-        `x` has a row for each token or for each pair. The weights of each expert are read once for all of its pairs.
+        `x` has a row for each token or for each pair.
         """
         ...
 

@@ -42,7 +42,7 @@ ID_BYTES = 4
 """Size of a trained row's id, in bytes."""
 
 MAX_EXTRA_TOKENS = 512
-"""Largest number of tokens that an adapter can have beyond the base's vocabulary, including its padding."""
+"""Maximum number of tokens that an adapter can have beyond the base's vocabulary, whose padding counts as tokens."""
 
 A, B, AFFINE = 0, 1, 2
 """Indices of a module's parts in an offset table's last axis."""
@@ -77,8 +77,9 @@ class ExpertLinear:
     """One linear layer of each expert.
 
     In an adapter's file, its tensors are named `name`, where `{}` stands for the expert's number, or they are stacked
-    for all experts and named `stack`. Either is None if the base has no such form. A linear without a `name` can fuse
-    linears that have one, as gate and up. With `alternates`, the outputs of gate and up alternate in an adapter's file.
+    for all experts and named `stack`. Either is None if the base has no such form. A linear without a `name` can be the
+    fused form of linears with names, such as gate and up. With `alternates`, the outputs of gate and up alternate in an
+    adapter's file.
     """
 
     name: str | None
@@ -214,7 +215,7 @@ class RowCounts:
 
     With `is_shared`, all outer modules use the same rows, which are stored once: the base ties its head to its
     embedding. `vocab_size` is the number of the adapter's tokens, or None if it has the base's. An adapter with more
-    tokens than the base has a row for each further one.
+    tokens than the base has a row for each additional token.
     """
 
     counts: tuple[int, ...] = ()
@@ -360,7 +361,7 @@ def _lay_out(
     page_elements: int,
     offsets: npt.NDArray[np.int32],
 ) -> int:
-    """Lay out modules from element `begin` on, and return the end of the last one.
+    """Lay out modules from element `begin` on, and return the end of the last module.
 
     Reads `ranks` `[num_modules]` and fills `offsets` `[num_modules, 3]`.
     """

@@ -1,4 +1,4 @@
-"""A weight in 4 or 8 bits: codes, a codebook, and a scale per group of inputs."""
+"""A quantised weight: codes of 4 or 8 bits, a codebook, and a scale per group of inputs."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class CodeKind(Enum):
 
 
 def code_kind(codebook: npt.NDArray[np.float32]) -> CodeKind | None:
-    """The kind of a codebook, or None if it has 8 bits and is neither integers nor E4M3."""
+    """The kind of a codebook. None for 8 bits other than integers and E4M3, and for 4 bits with a non-finite value."""
     if any(np.array_equal(codebook, integers) for integers in (INT8, UINT8, INT4, UINT4)):
         return CodeKind.INTEGERS
     if codebook.size == 16:

@@ -43,7 +43,7 @@ class Routing:
         return self.experts.numel()
 
     def pairs_per_row(self, x: torch.Tensor) -> int:
-        """Number of pairs that share a row of `x`: `top_k` if `x` has a row for each token, 1 if for each pair."""
+        """Number of pairs that share a row of `x`: `top_k` if it has a row per token, or 1 if it has a row per pair."""
         return self.num_pairs // max(1, x.shape[0])
 
 

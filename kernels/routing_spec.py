@@ -10,9 +10,9 @@ class RoutingSpec:
     """How a router chooses `top_k` of `num_experts` experts for a token, and their weights.
 
     An expert's score is its share of the softmax of the token's logits or, with `has_sigmoid`, the sigmoid of its
-    logit. The experts with the highest scores are chosen. A router with a bias chooses those with the highest sums of
-    score and bias instead. Its choice can be limited to the `top_groups` best of `num_groups` groups of consecutive
-    experts. The two highest sums of a group determine its place.
+    logit. The experts with the highest scores are chosen. A router with a bias instead chooses the experts with the
+    highest sums of score and bias. Its choice can be limited to the `top_groups` best of `num_groups` groups of
+    consecutive experts. Groups are ranked by the total of their two highest sums.
 
     The weights are the scores of the chosen experts times `scale`. With `normalizes`, they are first divided by their
     sum, or by `min_total` if that is larger.

@@ -14,10 +14,10 @@ class PoolViews:
     """The page pool `uint8[P, L, page_bytes]` and its two typed views.
 
     `kv` is `kv_dtype[P, L, page_bytes / itemsize]`. If groups of layers have separate pages for K and V, it is
-    `kv_dtype[P * L, 1, page_bytes / itemsize]`. A page of K and V is then a run of the pool's `P * L` layers,
-    identified by the index of the first, and the layers of a group are numbered from 0. If a group's K and V are
-    smaller than those of the geometry, `kv_of` divides each layer of the pool into several layers of the group's size,
-    and indices count these smaller layers. On a CPU, the first half of a page's elements in a layer is K
+    `kv_dtype[P * L, 1, page_bytes / itemsize]`. A page of K and V is then a range of the pool's `P * L` layers,
+    identified by the index of its first layer, and the layers of a group are numbered from 0. If a group's K and V are
+    smaller than the geometry's, `kv_of` divides each layer of the pool into several layers of the group's size, and
+    indices count these smaller layers. On a CPU, the first half of a page's elements in a layer is K
     `[num_kv_heads, head_dim, 16]`, and the second half is V `[num_kv_heads, 16, head_dim]`. On a GPU, K has the same
     layout as V. `adapter` is `adapter_dtype[P, L, E]`.
     """
@@ -28,7 +28,7 @@ class PoolViews:
     geometry: PageGeometry
 
     def kv_of(self, num_kv_heads: int, head_dim: int) -> torch.Tensor:
-        """`kv` for layers with these heads, whose pages may be smaller than those of the geometry."""
+        """`kv` for layers with these heads, whose K and V may be smaller than the geometry's."""
         num_elements = 2 * self.geometry.page_tokens * num_kv_heads * head_dim
         return self.kv if self.kv.shape[2] == num_elements else self.kv.view(-1, 1, num_elements)
 
@@ -72,8 +72,9 @@ class ModuleGroup:
     out_features[i])` of the group's output. An embedding forms its own group: its input is one of `in_features` tokens,
     and its shrink is `lora_gather`.
 
-    In a group of experts, `modules` are those of expert 0, and the modules of expert `e` are `e * expert_stride`
-    further on. Modules of the group may write the same columns, but no adapter has two such modules of one expert.
+    In a group of experts, `modules` are the modules of expert 0. The indices of expert `e`'s modules are higher by
+    `e * expert_stride`. Modules of the group may write the same columns, but no adapter has two such modules of one
+    expert.
     """
 
     modules: tuple[int, ...]
@@ -120,7 +121,7 @@ class LoraCall:
     """One LoRA call: applies `group` in `layer` to each segment, using the adapters' entries in `tables`.
 
     For modules outside the layers, `layer` is 0 and `tables` is `AdapterTables.outer`. For a group of experts, the
-    output has a row for each pair of a `Routing`, and the input has one for each pair or for each token.
+    output has a row for each pair of a `Routing`, and the input has a row for each pair or for each token.
     """
 
     layer: int
@@ -136,8 +137,7 @@ class AttentionBatch:
     The query rows `[cu_q[i], cu_q[i + 1])` of sequence `i` are the last positions of its context `[0, seq_lens[i])`.
     Position `p` of the context is in page `pages[page_starts[i] + p // page_tokens]`. The pages of all sequences form
     one ragged list, so copying a step's metadata stays cheap even if one context is very long. Layers with a window
-    need no pages before the first key that a row sees. If these are missing from the list, `page_starts[i]` may be
-    negative.
+    need no pages before the first key that a row sees. If these pages are not listed, `page_starts[i]` may be negative.
 
     `cu_q` int32 `[num_sequences + 1]`, `seq_lens` int32 `[num_sequences]`, `pages` int32 `[num_listed]`, `page_starts`
     int32 `[num_sequences]`, and `kv_slots` int64 `[num_tokens]`, which contains `page * page_tokens + position %

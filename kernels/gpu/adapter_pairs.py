@@ -1,4 +1,4 @@
-"""Groups the pairs of a routing by adapter and expert on the GPU, so that LoRA's kernels can apply adapters of experts.
+"""Groups the pairs of a routing by adapter and expert on the GPU, for the LoRA kernels of experts.
 
 The number of segments depends only on shapes. Segments that a batch does not need are padding.
 """
@@ -25,8 +25,8 @@ def max_pair_segments(num_pairs: int, num_experts: int, segments: Segments) -> i
 def adapter_pairs(routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
     """List the pairs of rows with an adapter by expert, and divide them into segments of one adapter and expert.
 
-    `slots` int32 `[T]` is the adapter slot of each row, or -1. The rows of an adapter are adjacent, except for rows of
-    the base, and there are no more such runs of rows than `segments`.
+    `slots` int32 `[T]` is the adapter slot of each row, or -1. Only rows of the base may lie between two rows of the
+    same adapter, and there are no more adapters than `segments`.
     """
     num_pairs, num_experts, device = routing.num_pairs, routing.starts.shape[0] - 1, slots.device
     num_segments = max_pair_segments(num_pairs, num_experts, segments)

@@ -1,4 +1,4 @@
-"""Locations of an adapter's rows in the pages, and reads of them, for the GPU's LoRA kernels."""
+"""Locates and reads an adapter's rows in the pages, for the GPU's LoRA kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Compile GPU programs in parallel processes before they are launched (`python -m loramux.kernels.gpu.ahead`).
+"""Compiles GPU programs in parallel processes before they are launched (`python -m loramux.kernels.gpu.ahead`).
 
-By default, Triton compiles each program at its first launch, one after another. This module records launches instead of
-executing them, and compiles the programs that they need into Triton's cache on disk, where later launches find them. A
-recorded launch runs all of Triton's code that determines a program's cache key, so the keys match.
+By default, Triton compiles programs one after another, each at its first launch. This module records launches instead
+of executing them, and compiles the programs that they need into Triton's cache on disk, where later launches find them.
+A recorded launch runs all of Triton's code that determines a program's cache key, so the keys match.
 
 The cache is the directory named by `TRITON_CACHE_DIR`. No GPU is needed. The engine compiles ahead before its warm-up,
 and `tests/engine/execution/test_compile_ahead.py` compares the keys.
@@ -91,7 +91,7 @@ def _tuples(value: Any) -> Any:
 
 @contextmanager
 def recorded_programs() -> Iterator[list[str]]:
-    """Do not launch programs, but record the programs that are not loaded yet, one per line."""
+    """Record programs that are not loaded yet, one per line, instead of compiling and launching them."""
     lines: dict[str, None] = {}
 
     def record(**said: Any) -> bool:

@@ -5,9 +5,9 @@ token's K or V of a head is contiguous, so loads coalesce and feed `tl.dot` dire
 transposed. `rotate_and_store.py` writes the GPU layout.
 
 One kernel handles both prefill and decode. Each program processes up to `block_m` (query, head) pairs that share one KV
-head, and iterates over tiles of keys with an online softmax (Milakov and Gimelshein, 2018). If there are too few
-programs to fill the device, several programs share a context and write partial results to a workspace, which a second
-kernel combines (Flash-Decoding; Dao et al., 2023).
+head, and iterates over tiles of keys with an online softmax (Milakov and Gimelshein, 2018). To fill the device, and so
+that one long context does not delay a step, several programs can share a context. They write partial results to a
+workspace, which a second kernel combines (Flash-Decoding; Dao et al., 2023).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products by weights of 8 and 4 bits on a GPU, which read only the bytes of their codes and scales.
+"""Products with 8-bit and 4-bit weights on a GPU, which read only the bytes of their codes and scales.
 
 A program turns codes into values in registers, multiplies them on tensor cores, and multiplies the sums of each group
 of inputs by its scales. Values are therefore rounded to the dtype of `x` before they are scaled: integers and FP8 are
@@ -80,7 +80,7 @@ def _values(
 ) -> tl.tensor:
     """The values of codes of the kind `KINDS[KIND]`. `base` is 2**23 plus the zero points of integers."""
     if KIND == 0:
-        # These are the bits of the float32 2**23 + code, because the lower bits count in units of 1 there.
+        # These are the bits of the float32 2**23 + code, because the lowest bit of a float32 is worth 1 there.
         value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - base
     elif KIND == 1:
         bits = codes.to(tl.int16)

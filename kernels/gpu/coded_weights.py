@@ -54,8 +54,8 @@ def place_codes(
 ) -> CodedWeights | None:
     """Lay out one weight for each expert on `device`, or return None if the kernels cannot multiply by all of them.
 
-    This is the case for floats, for weights that `can_place` refuses, and for weights that differ in their codebooks
-    or groups.
+    They cannot if a weight is not quantised, if `can_place` is False for it, or if the weights differ in their
+    codebooks or groups.
     """
     codes, scales, zeros = None, [], []
     first: QuantizedWeight | None = None

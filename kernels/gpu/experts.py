@@ -24,14 +24,14 @@ BLOCK_COLUMNS = 64
 """Columns per tile, and number of inputs that a tile multiplies at a time."""
 
 SUM_BLOCK = 1024
-"""Number of columns that a program of `_sum` adds."""
+"""Maximum number of columns that a program of `_sum` computes."""
 
 
 def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing) -> torch.Tensor:
     """`y[p] = x[p // pairs_per_row] @ weight[e]ᵀ + bias[e]` for each pair `p`, where `e` is the pair's expert.
 
-    `x` `[T, in_features]` or `[T * top_k, in_features]` and the experts' tensors have the same dtype. These tensors are
-    contiguous. Sums are float32.
+    `x` `[T, in_features]` or `[T * top_k, in_features]` and the experts' tensors have the same dtype. The experts'
+    tensors are contiguous. Sums are float32.
     """
     weight, bias = experts.weight, experts.bias
     assert x.stride(1) == 1

@@ -33,7 +33,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """`residual += x` in place, then `rms_norm(residual, weight, eps)` of the rounded sum.
 
-    `x` and `residual` are `[T, n]`. `residual` is contiguous. The result has the form of `rms_norm`'s result.
+    `x` and `residual` are `[T, n]`. `residual` is contiguous. The result is as for `rms_norm`.
     """
     assert residual.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out

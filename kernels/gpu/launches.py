@@ -27,7 +27,10 @@ def whole_grid(num_segments: int) -> int:
 
 
 def segment_grid(num_segments: int) -> tuple[int, int]:
-    """The second and third axis of a grid over segments. A program's segment is `id(1) + id(2) * number(1)`."""
+    """The second and third axis of a grid over segments.
+
+    A program's segment is `program_id(1) + program_id(2) * num_programs(1)`.
+    """
     layers = -(-num_segments // MAX_GRID_ROWS)
     assert num_segments % layers == 0
     return num_segments // layers, layers
@@ -53,7 +56,7 @@ def tile_rows(segments: Segments) -> int:
 
 
 def expert_list(segments: Segments) -> torch.Tensor:
-    """The segments' experts. If there are none, the slots are passed instead, and the kernel ignores them."""
+    """The segments' experts. Without experts, the slots take their place, and the kernel ignores them."""
     return segments.slots if segments.experts is None else segments.experts
 
 

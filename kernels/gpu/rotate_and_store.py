@@ -1,4 +1,4 @@
-"""Apply rotary embedding and store K and V in their pages, in one launch on a GPU."""
+"""Applies the rotary embedding and stores K and V in their pages, in one launch on a GPU."""
 
 from __future__ import annotations
 

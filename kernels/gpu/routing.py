@@ -153,5 +153,5 @@ def _group(
         is_own = (of_pair == expert).to(tl.int32)
         tl.store(pairs_ptr + start + tl.cumsum(is_own, 0) - 1, begin + place, mask=is_own == 1)
         start += tl.sum(is_own, 0)
-    # The next expert writes the same number, and after the last expert there is none.
+    # The program of the next expert writes the same number. This store matters only for the last expert.
     tl.store(starts_ptr + expert + 1, start)

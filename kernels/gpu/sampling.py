@@ -313,8 +313,8 @@ def find_threshold(
         num_passes = 0
         while (count_high - count_low > CANDIDATES) & (low + 1 < high):
             middle = low + (high - low) // 2
-            # The midpoint of the bits is a number near 0, where there are only a few distances, so halve the distance
-            # first.
+            # The midpoint of the bit patterns is a distance near 0, and few tokens are that near. Therefore halve the
+            # distance itself at first.
             if num_passes < _NUM_HALVINGS:
                 middle = tl.maximum(middle, high - _EXPONENT_STEP)
             num_within, mass_within = tally(logits_ptr, largest, sharpness, middle, V, BLOCK)

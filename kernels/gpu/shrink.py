@@ -23,22 +23,23 @@ from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
 MAX_SPLITS = 16
-"""Maximum number of planes: more planes would cost expand more than they save shrink."""
+"""Maximum number of planes: more planes would cost the expand more time than they save in the shrink."""
 
 MAX_LARGE_SPLITS = 2
-"""Maximum number of planes if segments are large, because expand rereads its rows' planes for each block of columns."""
+"""Maximum number of planes if segments are large: the expand rereads its rows' planes for each block of columns."""
 
 ROW_COLUMNS = 256
 """Number of columns of A that a program with one row multiplies at a time."""
 
 ROW_CHUNKS = 4
-"""Maximum blocks of ROW_COLUMNS per program, if splits allow. Their loads are unrolled and in flight together."""
+"""Maximum blocks of ROW_COLUMNS per program, unless MAX_SPLITS is reached. Their loads are unrolled and overlap."""
 
 TILE_COLUMNS = 128
 """Number of columns of A that a program with several rows multiplies at a time. It is halved for large tiles."""
 
 STAGES = 5
-"""Pipeline depth of the tile loop. One stage loads the page-table entry from which the next computes an address."""
+"""Pipeline depth of the tile loop. One stage loads a page-table entry, and the next stage computes an address from it.
+"""
 
 LARGE_STAGES = 4
 """Pipeline depth for large tiles, reduced so that several programs fit in a multiprocessor's shared memory."""
@@ -184,7 +185,7 @@ def shrink_kernel(
     first_rank = tl.program_id(0) // (NUM_SPLITS * NUM_MODULES) * BLOCK_R
     segment = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     if PDL:
-        # Let expand start its table lookups. It waits for this grid to end before it reads a plane.
+        # Let the expand start its table lookups. It waits for this grid to end before it reads a plane.
         tl.extra.cuda.gdc_launch_dependents()
 
     slot = tl.load(segment_slots + segment).to(tl.int64)
@@ -294,8 +295,7 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
       graph stays valid when the segments change. Rows of a segment are processed 16 at a time, or 64 at a time if
       `max_rows` is at least 64.
     - For a group of experts, `t` indexes the pairs of a `Routing`, `call.segments.experts` is int32 `[num_segments]`,
-    and `x`
-      has a row for each pair or for each token. The number of rows of `planes` is the number of pairs.
+      and `x` has a row for each pair or for each token. The number of rows of `planes` is the number of pairs.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous; plane `s` contains the
       contribution of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to
       `rank`. Nothing else is written, and nothing is read.
@@ -315,7 +315,7 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     assert num_modules == len(group.modules)
     _, num_layers, page_elements = pool.adapter.shape
     rows = tile_rows(segments)
-    # Only for experts do the rows of planes show how many pairs share a row of `x`.
+    # For experts, the rows of planes determine how many pairs share a row of `x`. Otherwise, each row has its own.
     pairs_per_row = planes.shape[1] // x.shape[0] if group.expert_stride else 1
     plan = _plan(group, page_elements, pairs_per_row * x.shape[0], num_segments, num_planes, max_rank, rows)
     shrink_kernel[plan.num_programs, *segment_grid(num_segments)](

@@ -1,4 +1,4 @@
-"""The sigmoid that kernels of several files compute."""
+"""The sigmoid, which kernels in several files compute."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def delta_rule(
 
     q and k are divided by their lengths first. `qkv` `[T, channels]`, `gates` `[T, 2 * num_v_heads]` with `gate_b` of
     all heads, then `gate_a`; `rates` float32 `[2, num_v_heads]` with each head's negative rate, then its bias. Returns
-    y, `[T, num_v_heads * v_dim]`. All of `S` is 0 before a sequence's first position. Arithmetic and `S` are float32.
-    Rows of no sequence become 0.
+    y, `[T, num_v_heads * v_dim]`. `S` is 0 before a sequence's first position. Arithmetic and `S` are float32. Rows of
+    no sequence become 0.
     """
     num_v, group_size = spec.num_v_heads, spec.num_v_heads // spec.num_k_heads
     key_size = spec.num_k_heads * spec.k_dim
@@ -83,9 +83,10 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 def _states(
     pool: PoolViews, layer: int, batch: AttentionBatch, spec: DeltaSpec
 ) -> Iterator[tuple[int, int, torch.Tensor, bool]]:
-    """For each sequence with rows in the step, these rows, and its state's rows in this layer, which can be changed.
+    """For each sequence in the step, yield its first row, its end row, its state in this layer, and `is_first`.
 
-    The last value is True if the sequence begins with this step, so that its state has no content yet.
+    The caller may change the state, which is then stored. `is_first` is True if the sequence begins with this step, so
+    that its state has no content yet.
     """
     per_page = spec.rows_per_page(pool.geometry)
     stored = pool.state[:, : per_page * spec.k_dim].unflatten(1, (per_page, spec.k_dim))

@@ -1,4 +1,4 @@
-"""Products by quantised weights in plain PyTorch."""
+"""Products with quantised weights in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def multiply_codes(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor 
 
 
 def round_to_bytes(x: torch.Tensor, block: int) -> torch.Tensor:
-    """`x` `[T, in_features]` with integers of 8 bits times the scale of their block, in float64.
+    """`x` `[T, in_features]`, rounded to multiples of a scale per block of `block` inputs, in float64.
 
-    A block is `block` inputs. Its largest input becomes 127 or -127.
+    The multiples are 8-bit integers. The input of the largest magnitude in a block becomes 127 or -127.
     """
     padded = functional.pad(x, (0, -x.shape[1] % block))
     blocks = padded.view(len(x), padded.shape[1] // block, block)
     largest = blocks.abs().amax(2, keepdim=True)
-    # In float64, the product is exact, so that it is rounded only once.
+    # In float64, the product is exact, so it is rounded only once.
     integers = (blocks.double() * (127 / largest.clamp_min(1e-30)).double()).round()
     return (integers * (largest / 127).double()).flatten(1)[:, : x.shape[1]]
