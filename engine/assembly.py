@@ -161,8 +161,8 @@ def assemble_engine(
     pages = PagePool(views.raw.shape[0])
     if pages.num_pages <= cache.num_state_pages:
         raise PoolTooSmall(
-            f"the state of one sequence takes {cache.num_state_pages} pages, and a pool of "
-            f"{in_gib(views.raw.nbytes)} has {pages.num_pages}: raise pool_bytes"
+            f"the state of one sequence takes {cache.num_state_pages} pages, but a pool of "
+            f"{in_gib(views.raw.nbytes)} has only {pages.num_pages}: raise pool_bytes"
         )
     policy, queue = POLICIES[config.eviction_policy](), FairQueue()
     host = HostTier(config.host_tier_bytes)

@@ -172,7 +172,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     sample_rows: list[int] = []
     samples: list[SamplingRow] = []
     scores: list[ScoredRows] = []
-    # The rows before their sequence's adapter is activated, as half-open ranges.
+    # The rows before the activation of their sequence's adapter, as half-open ranges.
     base_rows: list[tuple[int, int]] = []
     for sequence, begin, num_tokens in zip(sequences, begins, counts, strict=True):
         known, end = sequence.tokens, begin + num_tokens

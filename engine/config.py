@@ -120,7 +120,7 @@ def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
 def check_activations(device: str, is_quantized: bool) -> None:
     """Raise an EngineError if activations cannot be rounded to 8 bits with this device and base."""
     if device != "cpu":
-        raise DeviceNotUsable("activations in int8 are for a CPU, and this engine uses a GPU: omit --activations")
+        raise DeviceNotUsable("activations in int8 need a CPU, but this engine uses a GPU: omit --activations")
     if not is_quantized:
         raise ConfigNotUsable("activations in int8 need quantised weights: add --quantization, or omit --activations")
     # Imported here because an engine on a GPU does not need llvmlite.
@@ -136,7 +136,7 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
         return model.max_model_len
     if not 1 <= config.max_model_len <= model.stretched_model_len:
         raise ModelNotSupported(
-            f"max_model_len {config.max_model_len} is outside [1, {model.stretched_model_len}], the model's own limit"
+            f"max_model_len {config.max_model_len} is outside [1, {model.stretched_model_len}], the model's own range"
         )
     return config.max_model_len
 

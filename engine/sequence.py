@@ -54,7 +54,7 @@ class Sequence:
     owner: bytes
     """The gateway that submitted the sequence and receives its output."""
     arrival: int
-    """Order of arrival. The youngest is preempted first."""
+    """Order of arrival. Among sequences of a share with the same priority, the youngest is preempted first."""
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence, including the model's own end tokens."""

@@ -210,8 +210,8 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
     Raises ValueError, naming the limit, if the device has no kernels or its kernels do not support the pool or a shape.
     """
     if device.type == "cpu":
-        # Import numba's kernels only here: a GPU does not need numba, which rejects numpy versions newer than it
-        # supports.
+        # Import the numba kernels only here: an engine on a GPU does not need numba, which rejects numpy versions that
+        # are newer than it supports.
         from loramux.kernels.cpu.kernels import CpuKernels
 
         return CpuKernels(pool)
@@ -222,7 +222,7 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
     problem = capability_problem(torch.cuda.get_device_capability(device))
     if problem is not None:
         raise ValueError(problem)
-    # Import Triton's kernels only here: a machine without Triton can still serve on its CPU.
+    # Import the Triton kernels only here: a machine without Triton can still serve on its CPU.
     try:
         from loramux.kernels.gpu.kernels import GpuKernels, check_shapes
     except ImportError as error:

@@ -2,8 +2,8 @@
 
 The pool is `uint8[P, L, page_bytes]`; its adapter view is `adapter_dtype[P, L, E]`. An adapter is one stream of
 elements per layer, packed into the adapter's pages: for each module in order, the rows of A `[rank, in_features]`, then
-the rows of B transposed `[rank, out_features]`. In an adapter with affines, such as a DoRA, two rows follow each B:
-the module's gain and shift `[out_features]`. Chunk `chunk` of row `row` of a stream part starts at element
+the rows of B transposed `[rank, out_features]`. In an adapter with affines, such as a DoRA adapter, two rows follow
+each B: the module's gain and shift `[out_features]`. Chunk `chunk` of row `row` of a stream part starts at element
 
     e = offset + row * padded_len + chunk * chunk_len
 
@@ -15,7 +15,7 @@ holds with that `E` and layer 0. An embedding's A is stored by token: row `t` of
 + t * rank`, is not padded, and may cross a page boundary.
 
 The outer stream ends with the trained rows: rows of an outer module's own weight `[vocab_size, hidden_size]` that the
-adapter replaces. They are stored like the rows of an A with the number of rows as its rank, in ascending order of their
+adapter replaces. They are stored like the rows of an A whose rank is the number of rows, in ascending order of their
 token ids. The ids, int32, are stored in place of B, from byte `4 * offset` of the stream on. If all rows are replaced,
 row `i` belongs to token `i`, and no ids are stored. An adapter with tokens beyond the base's vocabulary has a row for
 each of them, and can therefore have more rows than the base's weight.
@@ -95,7 +95,7 @@ class ExpertLinear:
 
 @dataclass(frozen=True, slots=True)
 class ExpertModules:
-    """The linear layers of `num_experts` experts in `layers`, or in all layers if that is None.
+    """The linear layers of `num_experts` experts in `layers` (None: in all layers).
 
     On the axis of modules, they follow all other modules, expert by expert. `router` is the module that chooses
     experts; adapters that were trained with transformers 5 call it `stacked_router`.
@@ -118,7 +118,7 @@ class ExpertModules:
 
     @property
     def largest(self) -> tuple[bool, ...]:
-        """Marks the linears that the largest adapter changes: those with a name, or all if none has one."""
+        """Marks the linears that the largest adapter changes: linears with a name, or all if no linear has a name."""
         has_names = any(linear.name is not None for linear in self.linears)
         return tuple(linear.name is not None or not has_names for linear in self.linears)
 
@@ -304,8 +304,8 @@ def adapter_layout(
     """Compute the layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
 
     `outer_ranks` is int32 `[num_outer_modules]`; None means that all are 0. Raises ValueError if a rank is outside `[0,
-    MAX_RANK]`, a table has the wrong shape, there are more trained rows than a module has, or offsets cannot address
-    all elements.
+    MAX_RANK]`, a table has the wrong shape, a module has more than MAX_EXTRA_TOKENS trained rows beyond its own rows,
+    or offsets cannot address all elements.
     """
     if outer_ranks is None:
         outer_ranks = np.zeros(len(outer_modules), np.int32)
@@ -388,7 +388,7 @@ def _lay_out_rows(
     geometry: PageGeometry,
     offsets: npt.NDArray[np.int32],
 ) -> int:
-    """Lay out trained rows from element `begin` of the outer stream on, and return their end; fills `offsets`."""
+    """Lay out trained rows from element `begin` of the outer stream on, fill `offsets`, and return the rows' end."""
     cursor, page_elements = begin, geometry.flat.adapter_elements
     for m, (module, count) in enumerate(zip(modules, rows.counts or (0,) * len(modules), strict=True)):
         num_rows, row_len = trained_rows_of(module)

@@ -122,7 +122,10 @@ class CodeKind(Enum):
 
 
 def code_kind(codebook: npt.NDArray[np.float32]) -> CodeKind | None:
-    """The kind of a codebook. None for 8 bits other than integers and E4M3, and for 4 bits with a non-finite value."""
+    """The kind of a codebook, or None if kernels support no such codebook.
+
+    Unsupported are 8-bit codebooks other than integers and E4M3, and 4-bit codebooks with a non-finite value.
+    """
     if any(np.array_equal(codebook, integers) for integers in (INT8, UINT8, INT4, UINT4)):
         return CodeKind.INTEGERS
     if codebook.size == 16:

@@ -1,4 +1,4 @@
-"""The pool of resident adapters: loads adapters, keeps those in use, and evicts idle ones to make room."""
+"""The pool of resident adapters: loads adapters, keeps adapters in use, and evicts idle adapters to make room."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Demand:
     short_position: int = NOT_SHORT
     """Position of the first sequence that is short of pages. Sequences after it get no pages."""
     num_free_sequence_slots: int = AFTER_ALL
-    """Number of sequences that could start in this step. Only their adapters may evict adapters needed by others."""
+    """Number of sequences that could start in this step. Only the adapters of these sequences may evict adapters that
+    other sequences need.
+    """
     num_growing: int = 0
     """Pages that running sequences may soon need. Adapters loaded ahead of their turn leave these pages free."""
 
@@ -39,8 +41,8 @@ class AdapterPool:
     """Adapters by digest. A resident adapter has a slot and pages.
 
     `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` record their
-    locations. Idle adapters stay until their pages or slot are needed. `policy` decides which to evict first. The
-    `reclaimer` evicts adapters with waiting sequences last.
+    locations. Idle adapters stay until their pages or slot are needed. `policy` decides which idle adapter is evicted
+    first. The `reclaimer` evicts adapters with waiting sequences last.
     """
 
     def __init__(

@@ -24,6 +24,6 @@ class AdapterStrikes:
         self._times = {one: times[-MAX_STRIKES:] for one, times in remembered.items() if times}
 
     def is_quarantined(self, digest: str) -> bool:
-        """True if the adapter is refused, until the oldest of its last MAX_STRIKES strikes expires."""
+        """True if the adapter is refused. It is accepted again once one of its last MAX_STRIKES strikes expires."""
         now = self._clock()
         return sum(now - time < MEMORY_S for time in self._times.get(digest, ())) >= MAX_STRIKES

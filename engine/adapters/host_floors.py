@@ -1,4 +1,4 @@
-"""Floors of host memory per share, set by requests: memory that other shares' adapters cannot take."""
+"""Each share's floor of host memory, set by requests: memory that other shares' adapters cannot take."""
 
 from __future__ import annotations
 

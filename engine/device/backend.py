@@ -140,7 +140,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
     # Make other threads release the interpreter lock sooner, so that the thread that submits steps gets the lock.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
-        # Imported here because a GPU does not need numba.
+        # Imported here because an engine on a GPU does not need numba.
         from loramux.kernels.cpu.coded_experts import make_coded_experts
         from loramux.kernels.cpu.experts import PackedExperts
         from loramux.kernels.cpu.linear import PackedLinear
@@ -162,7 +162,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
         raise DeviceNotUsable(missing)
     if not torch.cuda.is_available():
         raise DeviceNotUsable("PyTorch cannot use this machine's GPU: update its driver, or use --device cpu")
-    # Imported here because a CPU does not need Triton.
+    # Imported here because an engine on a CPU does not need Triton.
     from loramux.kernels.gpu.coded_linear import make_coded_linear
     from loramux.kernels.gpu.coded_weights import place_codes
     from loramux.kernels.gpu.sampling import sample_tokens

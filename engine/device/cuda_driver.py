@@ -18,7 +18,7 @@ CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 def missing_for_cuda() -> str | None:
     """Explain in one sentence why `--device cuda` cannot work and how to fix it. Return None if it can work."""
     if count_gpus() == 0:
-        return "the device 'cuda' needs an NVIDIA GPU and its driver, and none was found: use --device cpu"
+        return "the device 'cuda' needs an NVIDIA GPU and its driver, but no usable GPU was found: use --device cpu"
     if not torch_has_cuda():
         return (
             "the device 'cuda' needs a PyTorch built for CUDA, but the installed one is for CPUs only: "

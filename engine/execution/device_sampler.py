@@ -176,7 +176,7 @@ class DeviceSampler:
             self._marks.mark(penalties, slots, token_ids)
 
     def _biased(self, logits: torch.Tensor, penalties: Sequence[LogitPenalties]) -> torch.Tensor:
-        """float32 `[num_rows, vocab_size]` with each row's bias added."""
+        """The logits with each row's bias added, float32 `[num_rows, vocab_size]`."""
         counts = torch.tensor([len(one.bias) for one in penalties])
         if not counts.any():
             return logits

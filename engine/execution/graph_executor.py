@@ -153,8 +153,9 @@ class GraphExecutor:
         return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer, groups)
 
     def _kept_shape(self, shape: StepShape) -> StepShape:
-        """Return `shape` if it has a graph, runs without one or can still be captured. Otherwise, return the shape with
-        all groups.
+        """Return `shape` if it has a graph, runs without a graph or can still be captured.
+
+        Otherwise, return the shape with all groups.
         """
         has_room = len(self._graphs) < self._max_graphs
         return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups

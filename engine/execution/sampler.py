@@ -144,7 +144,7 @@ def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
 def _draw_cut(
     shifted: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, params: list[SamplingParams]
 ) -> torch.Tensor:
-    """Draw under top_k, top_p and min_p, which need the most likely tokens in order but rarely the whole vocabulary."""
+    """Draw with top_k, top_p and min_p, which need the most likely tokens in order but rarely the whole vocabulary."""
     vocab_size = shifted.shape[1]
     top_k = torch.tensor([one.top_k or vocab_size for one in params])[:, None]
     top_p = torch.tensor([one.top_p for one in params], dtype=torch.float32)[:, None]

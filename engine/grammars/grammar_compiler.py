@@ -66,7 +66,7 @@ class GrammarCompiler:
         self._mask_s = 0.0
 
     def request(self, isolation_key: bytes, grammar: str, vocab_size: int | None = None) -> Grammar:
-        """Return a new sequence's grammar, which is ready now if it has already been compiled, else after a `poll`.
+        """Return a new sequence's grammar. It is ready now if it was compiled before, otherwise after a later `poll`.
 
         `vocab_size` is the number of the sequence's tokens, or None if it has the base's.
         """

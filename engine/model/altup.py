@@ -31,7 +31,7 @@ class AltUp:
         )
 
     def expand(self, embedded: torch.Tensor) -> torch.Tensor:
-        """The streams `[num_streams, num_tokens, hidden_size]` of the embeddings."""
+        """Make the streams `[num_streams, num_tokens, hidden_size]` from the embeddings."""
         return torch.stack([embedded, *(_rescaled(linear(embedded), embedded) for linear in self._expand)])
 
     def join(self, streams: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class AltUpLayer:
 
 
 def sparsity_multiplier(sparsity: float) -> float:
-    """The quantile `sparsity` of the standard normal distribution."""
+    """The quantile of the standard normal distribution at probability `sparsity`."""
     return NormalDist().inv_cdf(sparsity)
 
 

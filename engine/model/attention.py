@@ -102,7 +102,7 @@ class Attention:
 def load_attention(
     config: ModelConfig, place: Placement, layer: int, rotary: int, window: int | None, cache: CacheLayout
 ) -> Attention:
-    """The attention of a layer that has one; `rotary` is the index of its rotary embedding."""
+    """Load the attention of one layer. `rotary` is the index of the layer's rotary embedding."""
     prefix, heads = f"model.layers.{layer}.self_attn", config.layer_heads[layer]
     cache_group, cache_layer = cache.place(config.kv_sources[layer])
     stores_kv = config.kv_sources[layer] == layer

@@ -22,7 +22,7 @@ MAX_CONV_LEN = 16
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """`layers` are the layers with a gated delta rule, and `attention_layers` the others, in ascending order."""
+    """`layers` have a gated delta rule, and `attention_layers` are all other layers. Both are in ascending order."""
 
     layers: tuple[int, ...]
     attention_layers: tuple[int, ...]
@@ -61,7 +61,7 @@ def parse_delta(raw: Mapping[str, Any], architecture: str, kinds: Sequence[str])
     if not layers:
         return None
     if not attention_layers:
-        raise ModelNotSupported(f"no layer of config.json is a {FULL!r} layer, and at least one is needed")
+        raise ModelNotSupported(f"config.json has no {FULL!r} layer, but at least one is needed")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         refuse_field("hidden_act", raw["hidden_act"], architecture)
 

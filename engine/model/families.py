@@ -29,7 +29,7 @@ HEAD_WIDE, PROJECTION_WIDE = "head", "projection"
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """The tensors of a layer's norms; None where the layer has no norm."""
+    """The names of the tensors of a layer's norms. None where the layer has no norm."""
 
     before_attention: str | None
     after_attention: str | None
@@ -51,14 +51,15 @@ class Family:
 
     `assumed` contains the defaults in transformers that differ from other architectures' defaults. `reads` names the
     fields of `config_fields.DECISIVE` that this architecture supports. `layer_kinds` applies if `config.json` has no
-    `layer_types`. With `has_layer_types`, the two may disagree. The field `qk_norm_field` turns the norms of q and k on
-    or off; without it, they are always on. `qkv_bias`, `o_bias` and `mlp_bias` are True, False, or the name of the
-    field that decides. With `window_theta_field`, windowed layers have their own rotary embedding, whose default theta
-    is in that field. With `interleaved_rotary`, neighbouring channels are rotated together instead of channels from the
-    two halves of a head. With `parallel_blocks`, attention and feed-forward read the same normed residual. With
-    `gates_attention`, the query projection also yields a gate for each output of attention. With `has_delta_layers`,
-    `layer_types` may name layers with a gated delta rule. With `has_layer_heads`, layers without windows can have other
-    heads of K and V than windowed layers. With `has_value_norm`, V is normed without a weight. With `has_l2_norms`, so
+    `layer_types`. With `has_layer_types`, `layer_types` may differ from it. The field `qk_norm_field` turns the norms
+    of q and k on or off; without it, they are always on. `qkv_bias`, `o_bias` and `mlp_bias` are True, False, or the
+    name of the field that decides. With `window_theta_field`, windowed layers have their own rotary embedding, whose
+    default theta is in that field. With `interleaved_rotary`, neighbouring channels are rotated together instead of
+    channels from the two halves of a head. With `parallel_blocks`, attention and feed-forward read the same normed
+    residual. With `gates_attention`, the query projection also yields a gate for each output of attention. With
+    `has_delta_layers`, `layer_types` may name layers with a gated delta rule. With `has_layer_heads`, the heads of K
+    and V can differ between layers with and without windows. With `has_value_norm`, V is normed without a weight. With
+    `has_l2_norms`, so
     are q and k of rotated layers. With `has_chunks`, `layer_types` may name layers that see only tokens of their own
     chunk, and contexts end with the first chunk. With `scales_unrotated`, layers without rotation scale q by a factor
     that grows with the position. `dense_size_field` names the field with the inner size of a feed-forward without

@@ -10,7 +10,7 @@ class FeedForward:
     """The names of the linears of a feed-forward block: the linears that read its input, and the linear that writes its
     output.
 
-    With a gate, half of the inner features multiply the other half.
+    With a gate, the activations of one half of the inner features multiply the other half.
     """
 
     inputs: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")

@@ -16,7 +16,7 @@ _EXPERTS = LayerGroups.EXPERTS_GATE_UP | LayerGroups.EXPERTS_DOWN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerAdapters:
-    """Adds the outputs of a step's adapters, which change only the module groups in `groups`, in one layer.
+    """Adds the outputs of a step's adapters in one layer. The adapters change only the module groups in `groups`.
 
     `slots` int32 `[num_tokens]` is the adapter slot of each row, or -1, and `segments` group the rows by slot.
     """

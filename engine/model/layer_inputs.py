@@ -41,7 +41,7 @@ class LayerInputs:
         self._norm = place.norm(INPUT_PROJECTION_NORM, self._size)
 
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        """The inputs of all layers, `[num_tokens, num_layers, size]`; `embedded` `[num_tokens, hidden_size]`."""
+        """The inputs of all layers, `[num_tokens, num_layers, size]`. `embedded` is `[num_tokens, hidden_size]`."""
         if self._is_smaller:
             tokens = tokens.masked_fill(tokens >= self._embedding.shape[0], 0)
         own = functional.embedding(tokens, self._embedding) * self._embedding_scale
@@ -62,7 +62,10 @@ class LayerInput:
     def __call__(
         self, x: torch.Tensor, layer_input: torch.Tensor, kernels: Kernels, adapters: LayerAdapters
     ) -> torch.Tensor:
-        """The term to add to the layer's output `x` `[num_tokens, hidden_size]`; `layer_input` `[num_tokens, size]`."""
+        """The term to add to the layer's output `x` `[num_tokens, hidden_size]`.
+
+        `layer_input` is `[num_tokens, size]`.
+        """
         gate = adapters.add(x, self.gate(x), LayerGroups.INPUT_GATE, self.gate_group)
         inner = functional.gelu(gate, approximate="tanh") * layer_input
         y = adapters.add(inner, self.projection(inner), LayerGroups.INPUT_PROJECTION, self.projection_group)

@@ -1,4 +1,4 @@
-"""The mixture of experts of a `config.json`."""
+"""The mixture of experts that a `config.json` describes."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class ExpertNames:
 class SharedTraits:
     """The shared expert of an architecture.
 
-    One block computes all shared experts. Its inner size is the field `size_field`, times the field `count_field` if
-    there is one. `gate` is the linear whose sigmoid scales the block's output, or None.
+    One block computes all shared experts. Its inner size is the value of `size_field`, times the value of `count_field`
+    if there is one. `gate` is the linear whose sigmoid scales the block's output, or None.
     """
 
     block: FeedForward
@@ -93,9 +93,10 @@ class SharedTraits:
 class MixtureTraits:
     """Traits of an architecture that are not in its `config.json`.
 
-    `assumed_experts` is the number of experts if the file does not state it. The inner size of an expert is in
-    `size_field`. With `has_groups`, `n_group` and `topk_group` limit the choice, and `routed_scaling_factor` scales
-    the weights. With `scales_input`, the weights multiply the inputs of experts, not their outputs.
+    `assumed_experts` is the number of experts if the file does not state it. The inner size of an expert is in the
+    field `size_field`. With `has_groups`, the fields `n_group` and `topk_group` limit the choice, and
+    `routed_scaling_factor` scales the weights. With `scales_input`, the weights multiply the inputs of experts, not
+    their outputs.
     """
 
     names: ExpertNames
@@ -248,7 +249,8 @@ def _parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple
         )
     if top_groups > num_groups or top_groups * size < top_k:
         raise ModelNotSupported(
-            f"topk_group is {top_groups} in config.json: {num_groups} groups of {size} experts, and {top_k} to choose"
+            f"topk_group is {top_groups} in config.json, but {top_k} experts must be chosen from "
+            f"{num_groups} groups of {size} experts"
         )
     return (1, 1) if top_groups == num_groups else (num_groups, top_groups)
 

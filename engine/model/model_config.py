@@ -89,8 +89,8 @@ class ModelConfig:
     experts instead of a feed-forward of `intermediate_size`, or is None. `delta` describes the layers with a gated
     delta rule instead of attention, or is None. With `gates_attention`, the query projection yields q, then a gate, for
     each head. `quantization` is the format of the stored weights, or None if they are floats. Tensors whose names begin
-    with one of `draft_tensors` are not read: they predict further tokens, or belong to the unused K and V of layers
-    that read another layer's.
+    with one of `draft_tensors` are not read: they predict further tokens, or they are K and V projections and norms of
+    layers that read another layer's K and V.
     """
 
     architecture: str
@@ -155,15 +155,16 @@ class ModelConfig:
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """The linears inside the layers that adapters can target, with PEFT's names, in the pool's fixed order.
+        """The linears in the layers, which adapters can target, with PEFT's names, in the pool's fixed order.
 
-        A name occurs several times if the size of the linear differs between layers. `experts` has the other linears.
+        A name occurs several times if the size of the linear differs between layers. The linears of experts are in
+        `experts` instead.
         """
         return tuple(linear for _, linear in self._grouped_modules)
 
     @property
     def _grouped_modules(self) -> list[tuple[int, LinearShape]]:
-        """Each of `modules`, after the index of its group."""
+        """`modules`, each in a pair with the index of its group."""
         hidden = self.hidden_size
         attending = [self.has_attention(layer) for layer in range(self.num_layers)]
         q_out = [self.num_heads * one.head_dim * has for one, has in zip(self.layer_heads, attending, strict=True)]
@@ -240,7 +241,7 @@ class ModelConfig:
 
     @property
     def outer_modules(self) -> tuple[LinearShape, ...]:
-        """The modules outside the layers that adapters can target, with PEFT's names.
+        """The modules outside the layers, which adapters can target too, with PEFT's names.
 
         The modules are separate even if the base ties their weights, because an adapter modifies only the module that
         it names.
@@ -322,7 +323,7 @@ class ModelConfig:
 
 
 def input_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors from which the embeddings that enter each layer are computed."""
+    """The names and shapes of the tensors that produce the input embeddings of the layers."""
     size = config.layer_input_size
     return {
         f"{INPUT_EMBEDDING}.weight": (config.layer_input_vocab_size, config.num_layers * size),
@@ -563,7 +564,7 @@ def _parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_
 
 
 def _parse_windows(raw: Mapping[str, Any], family: Family, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """Each layer's sliding window."""
+    """Each layer's sliding window in tokens, or None."""
     is_windowed = raw.get("sliding_window") is not None
     if "use_sliding_window" in family.assumed:
         is_windowed = is_windowed and bool(raw["use_sliding_window"])

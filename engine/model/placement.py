@@ -98,7 +98,10 @@ class Placement:
     def experts(
         self, num_experts: int, weights: Callable[[], Iterator[ExpertWeight]], bias: torch.Tensor | None
     ) -> ExpertWeights:
-        """Lay out one linear of all experts, as codes if possible. `weights` is called again if it is not possible."""
+        """Lay out one linear of all experts, as codes if possible.
+
+        `weights` may be called twice. Each call yields the weights of all experts in order.
+        """
         make = self.backend.make_quantized_experts
         found = None if make is None else make(num_experts, weights(), bias)
         if found is not None:
@@ -115,7 +118,7 @@ class Placement:
     def _linear_of_codes(
         self, stored: list[torch.Tensor | CodedWeight], bias: torch.Tensor | None, make: MakeQuantizedLinear
     ) -> Linear | None:
-        """A linear that keeps the codes of all weights, or None if their formats differ or the device has no kernel."""
+        """A linear that keeps the codes of all weights, or None if their formats differ or have no kernel."""
         reordered = [part for part in stored if isinstance(part, ReorderedWeight)]
         if reordered and any(not np.array_equal(part.inputs, reordered[0].inputs) for part in reordered):
             return None

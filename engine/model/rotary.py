@@ -73,7 +73,7 @@ def _scaled_share(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
 
 
 def rotary_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of each position's angles, times `attention_factor`: two of float32 `[max_len, num_pairs]`."""
+    """Cosines and sines of each position's angles, times `attention_factor`, float32 `[max_len, num_pairs]` each."""
     angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(rope, head_dim, max_len))
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 

@@ -26,7 +26,9 @@ class Vocabularies:
 
     @staticmethod
     def of(sizes: npt.NDArray[np.int32] | None, base_size: int, accelerator: Accelerator) -> Vocabularies | None:
-        """The vocabularies of rows with these sizes. Returns None if `sizes` is None: all rows then have the base's."""
+        """The vocabularies of rows with these sizes. If `sizes` is None, all rows have the base's, and so is the
+        result.
+        """
         if sizes is None:
             return None
         on_device = accelerator.stage(torch.from_numpy(sizes))
@@ -45,6 +47,6 @@ class Vocabularies:
         return wide
 
     def forbid_others(self, logits: torch.Tensor) -> None:
-        """Set the logits of the tokens that a row does not have, which are arbitrary so far, to FORBIDDEN."""
+        """Set the logits of tokens that a row does not have to FORBIDDEN. Before that, they are arbitrary."""
         columns = torch.arange(self.smallest, logits.shape[1], dtype=torch.int32, device=logits.device)
         logits[:, self.smallest :].masked_fill_(columns >= self.sizes[:, None], FORBIDDEN)

@@ -119,7 +119,7 @@ def missing(name: str) -> ModelNotSupported:
 
 
 def misshapen(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ModelNotSupported:
-    return ModelNotSupported(f"the tensor {name} has shape {list(found)}, config.json says {list(wanted)}")
+    return ModelNotSupported(f"the tensor {name} has shape {list(found)}, but config.json says {list(wanted)}")
 
 
 def misshapen_stack(stack: StackedPlace, found: tuple[int, ...]) -> ModelNotSupported:

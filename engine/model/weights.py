@@ -43,7 +43,7 @@ class Weights:
         coded: Mapping[str, CodedTensor],
         draft_tensors: tuple[str, ...],
     ) -> None:
-        """`places` maps a tensor's name to its file and its name there. `coded` contains the quantised weights."""
+        """`places` maps a tensor's name to a file and the name in this file. `coded` contains the quantised weights."""
         self._places = places
         self._coded = coded
         self._draft_tensors = draft_tensors

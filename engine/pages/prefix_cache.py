@@ -17,8 +17,8 @@ class PrefixCache:
 
     The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`. Each isolation key has a root,
     which is the parent of its first pages. Two sequences therefore share a page only if the same adapter computed the
-    same tokens after the same prefix for the same isolation key. Sequences without an isolation key share nothing. A
-    page of several blocks is a chain of such keys, and has the key of its last block.
+    same tokens after the same prefix for the same isolation key. Sequences without an isolation key share nothing. If
+    pages have several blocks, each block has such a key, and the key of the last block is the key of the page.
 
     Pages before an adapter's activation have no digest, so the base and other adapters share them. The page in which an
     adapter is activated belongs to the adapter, and its key also contains the number of tokens before the activation.

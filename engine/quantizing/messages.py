@@ -10,7 +10,7 @@ QUALITY_FILE = "quality.json"
 
 
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Quantise the model of `config` below `root`. Without `prompts`, the quality is not measured."""
+    """Quantise the model of `config` and store it below `root`. Without `prompts`, the quality is not measured."""
 
     config: EngineConfig
     root: str
@@ -19,7 +19,7 @@ class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuantizeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Numbers of weights; a `total` of 0 means that the quality is being measured."""
+    """Numbers of weight elements quantised and in total. A `total` of 0 means that the quality is being measured."""
 
     done: int
     total: int

@@ -67,18 +67,17 @@ def quantized_names(config: ModelConfig) -> list[str]:
     return [
         f"model.layers.{layer}.{modules[index].name}.weight"
         for layer in range(config.num_layers)
-        # The last group contains the routers.
+        # The last group contains the router.
         for group in config.layer_groups(layer)[:-1]
         for index in group
     ]
 
 
 def quantize(model_dir: Path, destination: Path, method: str, progress: Callable[[int, int], None]) -> None:
-    """Write `destination` in the format of compressed-tensors. It appears once it is complete.
+    """Write the directory `destination` in the format of compressed-tensors. It appears once it is complete.
 
-    `method` is one of `CHOICES`.
-
-    `progress` is called with the numbers of weights done and in total. Raises ModelNotSupported or ConfigNotUsable.
+    `method` is one of `CHOICES`. `progress` is called with the numbers of weight elements quantised and in total.
+    Raises ModelNotSupported or ConfigNotUsable.
     """
     config = ModelConfig.load(model_dir)
     if config.quantization is not None:

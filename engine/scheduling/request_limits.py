@@ -38,7 +38,7 @@ class EngineLimits:
 def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tuple[str, str] | None:
     """Error code and message if a request can never run, or None. The pool has room for `max_pool_tokens` tokens."""
     if not add.prompt or add.max_tokens < 1:
-        return "invalid_request", "the prompt and max_tokens must each be at least one token"
+        return "invalid_request", "the prompt must not be empty, and max_tokens must be at least 1"
     vocab_size = limits.vocab_size if add.vocab_size is None else add.vocab_size
     if not 0 < vocab_size <= limits.vocab_size + MAX_EXTRA_TOKENS or (add.vocab_size and add.digest is None):
         return "invalid_request", "vocab_size must be the size of the adapter's vocabulary, and null without an adapter"
@@ -62,7 +62,7 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
 
 
 def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
-    """Error message if these settings are invalid for `vocab_size` tokens, starting with the field's name, or None.
+    """The problem with these settings for a vocabulary of `vocab_size` tokens, beginning with a field's name, or None.
 
     If the result is None, kernels can use every token id in the settings as an index.
     """
@@ -91,7 +91,7 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
         ),
         f"bad_words must have at most {2 * MAX_BAD_WORDS} spellings": len(params.bad_words) <= 2 * MAX_BAD_WORDS,
         "bad_words must not be empty": all(params.bad_words),
-        f"thinking must have a budget of at least 0, and markers in [0, {vocab_size})": (
+        f"thinking must have a budget of at least 0 and marker tokens in [0, {vocab_size})": (
             params.thinking is None or _is_usable(params.thinking, vocab_size)
         ),
         f"bad_words token ids must be in [0, {vocab_size})": all(

@@ -22,7 +22,7 @@ _row_place = attrgetter("sequence.row_place")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """At most `max_batch_tokens` rows per step and `max_sequences` running sequences.
+    """Limits a step to `max_batch_tokens` rows, and the engine to `max_sequences` running sequences.
 
     The adapters that the first `look_ahead` cold sequences need are loaded ahead of these sequences' turns.
     """
@@ -37,7 +37,8 @@ class Scheduler:
 
     Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
     the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
-    loading is skipped and blocks no other. When a running sequence needs a page and none is left, a sequence is
+    loading is skipped and blocks no other sequence. When a running sequence needs a page and none is left, a sequence
+    is
     preempted, to be recomputed later. The victim comes from the share with the highest counter. Ties go to the share
     with the youngest sequence. Within the share, it is the youngest of the sequences with the lowest priority.
     """
@@ -73,7 +74,7 @@ class Scheduler:
             self._adapters.prefetch(sequence.add.digest)
 
     def order_waiting(self) -> Demand:
-        """Order the waiting sequences for the next `schedule` and return their demand on the adapter pool."""
+        """Order the waiting sequences for the next `schedule`, and return what they need from the adapter pool."""
         num_free_slots = self._num_free_slots()
         # While no sequence can start, the order only decides which adapters are loaded next.
         self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=num_free_slots > 0)

@@ -21,7 +21,7 @@ Turn = tuple[float, ...]
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """A share's state in the fair order. `served` is its virtual token counter: the price of its tokens per weight."""
+    """A share's state in the fair order. `served` is its virtual token counter: the prices of its tokens by weight."""
 
     key: str
     weight: int = 1

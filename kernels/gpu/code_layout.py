@@ -22,8 +22,8 @@ _MAX_ZERO = 2**15 - 1
 def can_place(weight: QuantizedWeight) -> bool:
     """True if the kernels can multiply by the codes of a weight.
 
-    They cannot if the codebook has no `code_kind`, if one of several groups is not a multiple of 16 inputs, or if there
-    are zero points that int16 cannot represent or whose codebook is not integers.
+    They cannot if the codebook has no `code_kind`, if there are several groups whose size is not a multiple of 16
+    inputs, or if there are zero points that int16 cannot represent or whose codebook is not integers.
     """
     kind = code_kind(weight.codebook)
     if kind is None or step_of(weight) < MIN_STEP:
@@ -42,7 +42,7 @@ def step_of(weight: QuantizedWeight) -> int:
 
 
 def zero_of(weight: QuantizedWeight) -> int:
-    """The zero point that results from storing signed integers as non-negative codes, in addition to the weight's own."""
+    """The zero point that storing signed integers as non-negative codes adds to the weight's own zero points."""
     return -min(0, int(weight.codebook.min())) if code_kind(weight.codebook) is CodeKind.INTEGERS else 0
 
 

@@ -189,6 +189,6 @@ def test_a_missing_gpu_is_refused_with_one_sentence(demo_base: Path, tmp_path: P
         "--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0, "--device", "cuda"
     )
     assert errors == (
-        "loramux: the device 'cuda' needs an NVIDIA GPU and its driver, and none was found: use --device cpu\n"
+        "loramux: the device 'cuda' needs an NVIDIA GPU and its driver, but no usable GPU was found: use --device cpu\n"
     )
     assert not (tmp_path / "data").exists()

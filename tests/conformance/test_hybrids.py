@@ -109,10 +109,10 @@ def test_a_pool_that_cannot_hold_a_state_is_refused(subject: Subject) -> None:
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"layer_types": ["full_attention"] * 2}, r"no tensor model\.layers\.0\.self_attn\.q_norm\.weight"),
     ({"layer_types": ["full_attention", "linear_attention"]}, r"no tensor model\.layers\.0\.self_attn\.q_norm"),
-    ({"linear_num_key_heads": 4}, r"conv1d\.weight has shape \[160, 1, 4\], config.json says \[256, 1, 4\]"),
-    ({"linear_value_head_dim": 8}, r"conv1d\.weight has shape \[160, 1, 4\], config.json says \[128, 1, 4\]"),
-    ({"linear_conv_kernel_dim": 3}, r"conv1d\.weight has shape \[160, 1, 4\], config.json says \[160, 1, 3\]"),
-    ({"head_dim": 16}, r"self_attn\.q_norm\.weight has shape \[32\], config.json says \[16\]"),
+    ({"linear_num_key_heads": 4}, r"conv1d\.weight has shape \[160, 1, 4\], but config\.json says \[256, 1, 4\]"),
+    ({"linear_value_head_dim": 8}, r"conv1d\.weight has shape \[160, 1, 4\], but config\.json says \[128, 1, 4\]"),
+    ({"linear_conv_kernel_dim": 3}, r"conv1d\.weight has shape \[160, 1, 4\], but config\.json says \[160, 1, 3\]"),
+    ({"head_dim": 16}, r"self_attn\.q_norm\.weight has shape \[32\], but config\.json says \[16\]"),
 ]
 
 

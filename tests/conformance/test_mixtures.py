@@ -30,16 +30,16 @@ def change(directory: Path, **fields: object) -> None:
 
 
 CONTRADICTIONS: list[tuple[str, dict[str, object], str]] = [
-    ("qwen3-moe", {"num_local_experts": 9}, r"gate\.weight has shape \[8, 128\], config.json says \[9, 128\]"),
-    ("qwen3-moe", {"num_local_experts": 7}, r"gate\.weight has shape \[8, 128\], config.json says \[7, 128\]"),
+    ("qwen3-moe", {"num_local_experts": 9}, r"gate\.weight has shape \[8, 128\], but config\.json says \[9, 128\]"),
+    ("qwen3-moe", {"num_local_experts": 7}, r"gate\.weight has shape \[8, 128\], but config\.json says \[7, 128\]"),
     ("qwen3-moe", {"moe_intermediate_size": 64}, r"experts\.0\.gate_proj\.weight has shape \[56, 128\]"),
     ("qwen3-moe", {"mlp_only_layers": [0, 1]}, r"no tensor model\.layers\.0\.mlp\.gate_proj\.weight"),
     ("qwen3-moe", {"mlp_only_layers": []}, r"no tensor model\.layers\.1\.mlp\.gate\.weight"),
     ("qwen2-moe", {"shared_expert_intermediate_size": 80}, r"shared_expert\.gate_proj\.weight has shape \[88, 128\]"),
     ("granite-moe", {"intermediate_size": 64}, r"input_linear\.weight has shape \[5, 416, 128\]"),
     ("olmoe", {"intermediate_size": 96}, r"experts\.0\.gate_proj\.weight has shape \[208, 128\]"),
-    ("glm4_moe", {"n_routed_experts": 12}, r"correction_bias has shape \[8\], config.json says \[12\]"),
-    ("gpt-oss", {"intermediate_size": 96}, r"gate_up_proj_bias has shape \[6, 416\], config.json says \[6, 192\]"),
+    ("glm4_moe", {"n_routed_experts": 12}, r"correction_bias has shape \[8\], but config\.json says \[12\]"),
+    ("gpt-oss", {"intermediate_size": 96}, r"gate_up_proj_bias has shape \[6, 416\], but config\.json says \[6, 192\]"),
     ("glm4_moe", {"n_shared_experts": 2}, r"shared_experts\.gate_proj\.weight has shape \[56, 128\]"),
 ]
 

@@ -86,7 +86,7 @@ def test_run_without_a_gpu_reports_the_missing_driver(
     monkeypatch.setattr(sys, "argv", ["tests.gpu", "--out", str(tmp_path / "out")])
     assert program.main() == 2
     assert capsys.readouterr().err == (
-        "tests.gpu: the device 'cuda' needs an NVIDIA GPU and its driver, and none was found: "
+        "tests.gpu: the device 'cuda' needs an NVIDIA GPU and its driver, but no usable GPU was found: "
         "use --interpret to rehearse on the CPU\n"
     )
     assert not (tmp_path / "out").exists()

@@ -60,7 +60,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
 def test_activations_are_rounded_only_where_that_helps(demo_base: Path, tmp_path: Path) -> None:
     with pytest.raises(StartRefused, match="int8 need quantised weights: add --quantization, or omit --activations"):
         read_model(Settings(model=demo_base, data_dir=tmp_path, device="cpu", activations="int8"))
-    with pytest.raises(DeviceNotUsable, match="are for a CPU, and this engine uses a GPU: omit --activations"):
+    with pytest.raises(DeviceNotUsable, match="need a CPU, but this engine uses a GPU: omit --activations"):
         check_activations("cuda", is_quantized=True)
 
 

@@ -114,7 +114,7 @@ def checked(directory: Path, config: ModelConfig) -> str:
         ({}, "loaded"),
         ({"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}, "loaded"),
         ({"model.norm.weight": None}, "no tensor model.norm.weight"),
-        ({"model.layers.1.mlp.up_proj.weight": (40, 47)}, "has shape [40, 47], config.json says [40, 48]"),
+        ({"model.layers.1.mlp.up_proj.weight": (40, 47)}, "has shape [40, 47], but config.json says [40, 48]"),
         ({"lm_head.weight": (30, 48)}, "has shape [30, 48]"),
         ({"model.layers.0.mlp.up_proj.bias": (40,)}, "does not use, such as model.layers.0.mlp.up_proj.bias"),
     ],
