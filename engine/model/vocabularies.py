@@ -26,9 +26,7 @@ class Vocabularies:
 
     @staticmethod
     def of(sizes: npt.NDArray[np.int32] | None, base_size: int, accelerator: Accelerator) -> Vocabularies | None:
-        """The vocabularies of rows with these sizes. If `sizes` is None, all rows have the base's, and so is the
-        result.
-        """
+        """The vocabularies of rows with these sizes. `sizes` and the result are None if all rows have the base's."""
         if sizes is None:
             return None
         on_device = accelerator.stage(torch.from_numpy(sizes))

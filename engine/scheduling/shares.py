@@ -21,7 +21,7 @@ Turn = tuple[float, ...]
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """A share's state in the fair order. `served` is its virtual token counter: the prices of its tokens by weight."""
+    """A share's state in the fair order. `served` is its virtual token counter: token prices divided by the weight."""
 
     key: str
     weight: int = 1
