@@ -83,7 +83,7 @@ class Engine:
     """Runs sequences with many different adapters on one page pool. Call `step` until `has_work` is false.
 
     With `lookahead`, the next step is scheduled and submitted while the device is still running the current one, so the
-    device never waits for the host. Tokens are then committed one `step` later, and a sequence that has just ended
+    device need not wait for the host. Tokens are then committed one `step` later, and a sequence that has just ended
     wastes a row of the step already submitted. The sequence's pages can be reused immediately: steps run in order, and
     all other writes to pages wait for the steps already submitted (see `PageCopier`).
     """

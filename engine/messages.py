@@ -105,7 +105,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens_at_once: int = 1
     """Number of tokens per output. Values above 1 suit answers that are not streamed. The first token and each token
     with log-probabilities are sent immediately. The last tokens are sent before Finished. If the engine dies, up to
-    `tokens_at_once - 1` committed tokens are lost unsent and are not billed.
+    `tokens_at_once - 1` committed tokens are lost before they are sent, and are not billed.
     """
 
 

@@ -11,7 +11,7 @@ from loramux.engine.timers import Timers
 
 
 class TokenGrants:
-    """Raises limits as far as the context and the pool allow. Calls `end` if a pause expires without a raise."""
+    """Raises limits as far as the context and the pool allow. Calls `end` if the limit is not raised during a pause."""
 
     def __init__(
         self,

@@ -90,8 +90,8 @@ class Tiling:
 class AttentionPlan:
     """All launch parameters that are fixed in a captured graph. They depend only on shapes.
 
-    `short` handles sequences with only a few query rows (decode, verify), and `long` handles all others (prefill). If a
-    launch is None, it is skipped, and no batch that uses the plan may have a sequence that needs it.
+    `short` handles sequences with only a few query rows (decode), and `long` handles all other sequences (prefill). If
+    a launch is None, it is skipped, and no batch that uses the plan may have a sequence that needs it.
     """
 
     short: Tiling | None

@@ -95,7 +95,7 @@ class GpuKernels(GpuLora):
     A launch depends only on the shapes of its arguments, `Segments.max_rank`, `Segments.max_rows` and
     `AttentionBatch.max_q`, so a captured graph stays valid when the contents of its tensors change. Scratch memory
     comes from torch's allocator, which makes no driver calls after the first steps and keeps the memory of captured
-    graphs apart. Launches are planned for `num_processors` multiprocessors, by default the number on the pool's GPU.
+    graphs separate. Launches are planned for `num_processors` multiprocessors, by default the number on the pool's GPU.
     """
 
     def __init__(self, pool: PoolViews, *, pdl: bool = False, num_processors: int | None = None) -> None:

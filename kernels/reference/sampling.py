@@ -44,8 +44,8 @@ def reference_sample_tokens(
     """Write each row's token to `out_tokens`, or -1 if any of the row's logits is not finite.
 
     At temperature 0 the token is the first index of the largest logit. Otherwise it is the first index at which the
-    running sum of `kept_weights` exceeds `uniform` times their sum. Takes the same arguments as `sample_tokens`. Sums
-    are float64.
+    running sum of `kept_weights` exceeds `uniform` times their sum. The tensors are as for `sample_tokens`. Sums are
+    float64.
     """
     rows = logits.float()
     out_tokens.copy_(torch.where(torch.isfinite(rows).all(1), rows.argmax(1), -1))
