@@ -15,7 +15,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import audit_log
 
 MAX_TEXT = 300
-"""Longest text that the log keeps, in characters. The log describes changes and is not a copy of the data."""
+"""Longest text in the log, in characters. Longer texts are truncated, because the log is not a copy of the data."""
 
 _KEY = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")
@@ -23,9 +23,10 @@ _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """The author of a change: a key's identifier, `operator` for the operator's own key, or `system`.
+    """The author of a change.
 
-    `address` and `request_id` come from the API call that made the change.
+    `key_id` is a key's identifier, `operator` for the operator's own key, `oidc_...` for a single sign-on user, or
+    `system`. `address` and `request_id` come from the API call that made the change.
     """
 
     key_id: str = "system"
@@ -34,7 +35,7 @@ class Actor:
 
 
 _SYSTEM = Actor()
-# A context variable, so that no service can forget to pass the actor on.
+# The actor is a context variable, so that no service can forget to pass it on.
 _acting: ContextVar[Actor] = ContextVar("acting", default=_SYSTEM)
 
 

@@ -44,7 +44,7 @@ def rows_of(columns: Sequence[Column[Any]], name: str = ROWS) -> FromClause:
 
 
 def document(rows: Sequence[Any]) -> str:
-    """Encode the input of `rows_of`: records with fields named like the columns."""
+    """Encode records, whose fields are named like the columns, as the JSON document that `rows_of` reads."""
     return msgspec.json.encode(rows).decode()
 
 

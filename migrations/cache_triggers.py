@@ -39,7 +39,7 @@ def remove_cache_triggers(connection: Connection) -> None:
 
 
 def install_cache_triggers(connection: Connection) -> None:
-    """Create the triggers after an upgrade. Does nothing on a schema that predates them."""
+    """Create the triggers after an upgrade. Does nothing if the schema has no `signals` table yet."""
     tables = set(inspect(connection).get_table_names())
     if "signals" not in tables:
         return

@@ -94,8 +94,8 @@ class DatabaseError(Exception):
 class Database:
     """One SQL database, on SQLite or PostgreSQL. Synchronous: call it from a thread, never from the event loop.
 
-    SQLite runs with WAL and `synchronous=FULL`. Every writing transaction begins by taking the write lock, so the rows
-    that it reads cannot change before it commits.
+    SQLite runs with WAL and `synchronous=FULL`. Its writing transactions take the write lock when they begin, so the
+    rows that they read cannot change before they commit.
     """
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
@@ -148,7 +148,10 @@ class Database:
 
     @contextmanager
     def read(self, within_s: float | None = None) -> Iterator[Connection]:
-        """A read-only transaction. Raises ReadTooLong for a statement that takes longer than `within_s`."""
+        """A read-only transaction.
+
+        Raises ReadTooLong after `within_s` seconds, counted per statement on PostgreSQL and in total on SQLite.
+        """
         with self._engine.connect().execution_options(**{_READ_ONLY: True}) as connection, connection.begin():
             if within_s is None:
                 yield connection
@@ -189,7 +192,7 @@ class Database:
         return time.time_ns() // 1000
 
     def moment(self, connection: Connection) -> Moment:
-        """Return the time in a transaction, as `now_us` does, and the epoch of the gateways' caches."""
+        """Return the time, from the same source as `now_us`, and the epoch of the gateways' caches."""
         if self._clock is None and not self.is_sqlite:
             now_us, epoch = connection.execute(_MOMENT).one()
             return Moment(now_us, epoch or 0)
@@ -287,7 +290,7 @@ def _create_engine(url: URL) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
-        # Keep the driver from beginning transactions: `write` begins them itself and takes the write lock.
+        # Keep the driver from beginning transactions: `_begin` does so, and takes the write lock for writers.
         connection.isolation_level = None
         cursor = connection.cursor()
         _use_wal(cursor)

@@ -1,4 +1,4 @@
-"""Waits until gateways' caches may be stale: for a notification on PostgreSQL, and at most for a given time."""
+"""Waits until a gateway's caches may be stale: for a notification on PostgreSQL, for a timeout on SQLite."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _TURN_S = 0.25
 
 
 class CacheListener:
-    """Listens on its own connection. Blocking: use it from one thread, and set `stopped` to end the wait.
+    """Listens on its own PostgreSQL connection. Blocking: use it from one thread, and set `stopped` to end the wait.
 
-    Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble. To continue, open another
-    listener.
+    Raises SQLAlchemyError, or the driver's own errors, if the database fails. To continue, open another listener.
     """
 
     def __init__(self, database: Database, stopped: threading.Event) -> None:
@@ -49,7 +48,7 @@ class CacheListener:
             return connection.execute(_EPOCH).scalar_one_or_none() or 0
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a cached row changes, `timeout_s` has passed, or the thread must stop."""
+        """Wait until `timeout_s` has passed, `stopped` is set or, on PostgreSQL only, a cached row changes."""
         if self._connection is None:
             self._stopped.wait(timeout_s)
             return

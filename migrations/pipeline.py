@@ -25,8 +25,8 @@ class Run(Protocol):
 def write_in_pipelines(engine: Engine) -> Iterator[Connection]:
     """A transaction that begins with its first `pipeline` call and may commit with its last.
 
-    Otherwise it commits on exit, and rolls back on an exception. Reads before the first round trip happen outside the
-    transaction.
+    Otherwise it commits on exit. On an exception, it rolls back. Reads before the first `pipeline` call happen outside
+    the transaction.
     """
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         driver = _driver(connection)

@@ -45,7 +45,7 @@ tenants = Table(
     Column("timezone", String(64), nullable=False, server_default="UTC"),
     # Bytes of host memory that the tenant's adapters keep when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
-    # Root of the tenant's prefix-cache namespace, so that two tenants can never share KV.
+    # Root of the tenant's prefix-cache namespace, so that two tenants can never share KV pages.
     Column("isolation_secret", LargeBinary(32), nullable=False),
     Column("created_us", BigInteger, nullable=False),
     CheckConstraint("state IN ('active', 'suspended')", name="state"),
@@ -95,7 +95,7 @@ adapter_versions = Table(
     Column("state", String(16), nullable=False),
     # SHA-256 of the canonical file, hexadecimal. Set once validation has passed.
     Column("digest", String(64), nullable=True),
-    # SHA-256 over `digest` and the checksums of the version's rows in adapter_version_files. NULL if it has none.
+    # SHA-256 over `digest` and the checksums of the version's rows in adapter_version_files. NULL without such rows.
     Column("version_digest", String(64), nullable=True),
     Column("max_rank", Integer, nullable=True),
     Column("num_pages", Integer, nullable=True),
@@ -103,7 +103,7 @@ adapter_versions = Table(
     Column("invocation_tokens", JSON(none_as_null=True), nullable=True),
     Column("canonical_bytes", BigInteger, nullable=True),
     Column("upload_id", ID, nullable=False),
-    # SHA-256 of the uploaded files' checksums. Identical bytes become one version.
+    # SHA-256 of the uploaded files' checksums. Uploads of identical files become one version.
     Column("files_sha256", String(64), nullable=True),
     # The server that is validating the version, and when its claim expires.
     Column("claimed_by", ID, nullable=True),
@@ -245,12 +245,12 @@ quota_counters = Table(
     Column("reserved", BigInteger, nullable=False),
     # For budgets, the usage of settled requests in this window.
     Column("used", BigInteger, nullable=False),
-    # Number of requests that a soft or shadow policy admitted and a hard one would have refused.
+    # Number of requests that a soft or shadow policy admitted and a hard policy would have refused.
     Column("exceeded", BigInteger, nullable=False),
     Column("refilled_us", BigInteger, nullable=False),
 )
 
-# Running requests, and recovered ones that can still be corrected. Settled requests are in usage_events.
+# Running requests, and recovered requests that can still be corrected. Settled requests are in usage_events.
 reservations = Table(
     "reservations",
     metadata,
@@ -317,7 +317,8 @@ usage_adjustments = Table(
     "usage_adjustments",
     metadata,
     Column("id", ID, primary_key=True),
-    # At most one correction per request. The gateway seemed dead, so the request was recovered, but it settled later.
+    # At most one correction per request, written if a gateway settles a request that has already been recovered
+    # because the gateway seemed dead.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     # Correction to the event's tokens. Negative if the request used fewer tokens.
@@ -414,9 +415,10 @@ audit_log = Table(
     metadata,
     Column("id", ID, primary_key=True),
     Column("created_us", BigInteger, nullable=False),
-    # The key that made the change, `operator` for the operator's own key, or `system`.
+    # The key that made the change, `operator` for the operator's own key, `oidc_...` for a single sign-on user, or
+    # `system`.
     Column("actor", ID, nullable=False),
-    # The API call's address and identifier. NULL if no call made the change.
+    # The API call's client address and identifier. NULL if no call made the change.
     Column("address", String(64), nullable=True),
     Column("request_id", ID, nullable=True),
     # The kind of change, such as `alias.set`.
@@ -489,7 +491,7 @@ replicas = Table(
     Column("beat", BigInteger, nullable=False),
     Column("num_running", Integer, nullable=False),
     Column("num_waiting", Integer, nullable=False),
-    # Number of sequences that the engine runs at once.
+    # Maximum number of sequences that the engine runs at once.
     Column("capacity", Integer, nullable=False),
     Column("num_pages", Integer, nullable=False),
     Column("num_free_pages", Integer, nullable=False),

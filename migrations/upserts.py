@@ -1,4 +1,4 @@
-"""Insert or update in one statement. SQLAlchemy has a different class for it per database."""
+"""Insert-or-update statements. SQLAlchemy has a separate class for each database's dialect."""
 
 from __future__ import annotations
 

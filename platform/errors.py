@@ -1,4 +1,4 @@
-"""The errors that callers see. `openai_api/error_responses.py` turns them into the envelope.
+"""The errors that callers see. `openai_api/error_responses.py` turns each into a response with this body, the envelope:
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -71,7 +71,7 @@ class PermissionDenied(ApiError):
 
 
 class RequestCancelled(ApiError):
-    """An authorised caller cancelled the request. Clients do not retry this status."""
+    """An authorised caller cancelled the request. The status is 403, because OpenAI's clients do not retry it."""
 
     status = 403
     type = "invalid_request_error"

@@ -39,8 +39,9 @@ class TenantTurns:
         return len(self._waiting)
 
     async def run(self, tenant_id: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Wait for the tenant's turn and return the result of `work`. Raises RateLimited and anything that `work`
-        raises.
+        """Wait for the tenant's turn and return the result of `work`.
+
+        Raises RateLimited and anything that `work` raises.
         """
         waiting = self._waiting.setdefault(tenant_id, _Waiting())
         if waiting.num_requests >= self._max_waiting_per_tenant:

@@ -1,6 +1,4 @@
-"""Add idempotency keys, request cancellation, allow-lists and rotation of keys, and pins that survive engine
-restarts.
-"""
+"""Add idempotency keys, request cancellation, adapter limits of API keys, key rotation, and persistent pins."""
 
 from __future__ import annotations
 

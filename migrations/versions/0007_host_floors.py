@@ -1,4 +1,4 @@
-"""Add each tenant's floor in the host tier."""
+"""Add each tenant's guaranteed host memory for adapters, in bytes."""
 
 from __future__ import annotations
 

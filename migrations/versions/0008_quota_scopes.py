@@ -1,4 +1,4 @@
-"""Add modes, budgets, tenants' timezones, and quota policies for the platform, keys and adapters."""
+"""Add quota modes, budgets, tenants' timezones, and quota policies for the platform, keys and adapters."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def downgrade() -> None:
 
 def _run(statements: Iterable[str]) -> None:
     if op.get_bind().dialect.name == "postgresql":
-        # Folds wait for this lock. An old server that is still running afterwards would fold without the new sums.
+        # Gateways that add usage to the rollups wait for this lock. A gateway of an older version that is still
+        # running afterwards would leave out the new sums.
         op.execute("LOCK TABLE usage_rollups IN SHARE ROW EXCLUSIVE MODE")
     for statement in statements:
         op.execute(statement)

@@ -22,4 +22,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Do nothing. An older server keeps its own settled rows, and only finds fewer rows from other servers."""
+    """Do nothing. The columns are unchanged, and an older server does not need the deleted rows."""

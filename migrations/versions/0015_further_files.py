@@ -1,4 +1,4 @@
-"""Add a version's optional files and its own digest. Servers for the previous schema still work with this one."""
+"""Add optional files to versions, and a digest that covers them. Running servers of older versions are unaffected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Existing versions keep NULL, which stands for the digest of their weights, so no row is rewritten."""
+    """No row is rewritten: existing versions have no `version_digest`, so `digest` identifies them."""
     op.add_column("adapter_versions", sa.Column("version_digest", sa.String(length=64), nullable=True))
     op.create_table(
         "adapter_version_files",

@@ -20,7 +20,7 @@ _versions = sa.table(
 
 
 def upgrade() -> None:
-    """Existing versions keep NULL, because they are always active, except after a downgrade."""
+    """Leave NULL for versions that are always active. After a downgrade, restore tokens from validation reports."""
     op.add_column("adapter_versions", sa.Column("invocation_tokens", sa.JSON(), nullable=True))
     connection, columns = op.get_bind(), _versions.c
     has_tokens = sa.cast(columns.report, sa.Text).like('%"invocation_tokens"%')
@@ -30,7 +30,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take activated versions out of service: an older server would apply them to the whole prompt."""
+    """Archive the versions that tokens activate, because an older server would apply them to the whole prompt."""
     columns = _versions.c
     is_served = columns.invocation_tokens.is_not(None) & (columns.state == "ready")
     op.execute(_versions.update().where(is_served).values(state="archived"))

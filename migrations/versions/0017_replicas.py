@@ -1,4 +1,4 @@
-"""Add the servers that share requests, and the adapters that they hold. Servers for the previous schema ignore both."""
+"""Add the servers that share requests, and the adapters that they hold. Older servers ignore both tables."""
 
 from __future__ import annotations
 

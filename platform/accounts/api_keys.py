@@ -1,4 +1,4 @@
-"""API keys: `sk-lmx-<public id>-<secret>`. Only their SHA-256 is stored."""
+"""API keys: `sk-lmx-<public id>-<secret>`. The database stores a key's SHA-256, never its secret."""
 
 from __future__ import annotations
 
@@ -198,7 +198,8 @@ class ApiKeys:
     def rotate(self, key_id: str, grace_us: int) -> CreatedKey | None:
         """Give a key a new secret and return both, or return None if there is no such key.
 
-        The current secret stays valid for `grace_us`. An older one expires immediately. Raises KeyRevoked.
+        The current secret stays valid for `grace_us` microseconds. An older secret that is still valid expires
+        immediately. Raises KeyRevoked.
         """
         table = schema.api_keys
         with self._database.write() as connection:

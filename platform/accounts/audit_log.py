@@ -22,8 +22,8 @@ class AuditEntry:
     """One change. `changes` is `{field: [before, after]}`.
 
     `tenant_id` is the object's owner, or None for the platform. If the reader belongs to a tenant, `actor` is
-    `platform` for a change made by a platform key, and `address` is None unless the reader or one of the tenant's keys
-    made the change.
+    `platform` for a change made with a key of the platform or of another tenant, and `address` is None unless the
+    reader or one of the tenant's keys made the change.
     """
 
     id: str

@@ -76,8 +76,9 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
-    """Changes to a key. None leaves a field unchanged. `adapters` contains names
-    as in `create`. () removes the limit.
+    """Changes to a key. None leaves a field unchanged.
+
+    `adapters` limits the key to these adapters, as in `ApiKeys.create`. An empty tuple removes the limit.
     """
 
     name: str | None = None

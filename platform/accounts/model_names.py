@@ -28,8 +28,9 @@ class ModelNotFound(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A parsed name with at most one of `version`, `digest_prefix` and `alias`. If `tenant` is None, it is the
-    caller's.
+    """A parsed name with at most one of `version`, `digest_prefix` and `alias`.
+
+    If `tenant` is None, the adapter belongs to the caller's tenant.
     """
 
     tenant: str | None
@@ -41,7 +42,10 @@ class AdapterName:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """The model that a request runs with. `name` is its name in the ledger: `tenant/adapter@version` or the base's."""
+    """The model that a request runs on.
+
+    `name` is the model's name in the ledger: `tenant/adapter@version` or the served base's name.
+    """
 
     name: str
     adapter: AdapterRef | None

@@ -14,7 +14,7 @@ MAX_ENTRIES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated caller. A platform administrator has no tenant and therefore cannot run inference."""
+    """An authenticated caller. A platform key has no tenant and therefore cannot run inference."""
 
     key_id: str
     tenant_id: str | None

@@ -33,7 +33,7 @@ class TenantExists(Conflict):
 
 
 class TenantInUse(Conflict):
-    """The tenant has adapters, keys or usage. It can be suspended but not deleted."""
+    """The tenant has adapters, unrevoked keys or usage. It can be suspended but not deleted."""
 
     code = "tenant_in_use"
 

@@ -19,7 +19,7 @@ from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.errors import Unavailable
 
 MAX_CACHED_VERSIONS = 1024
-"""Maximum number of versions with cached files: 64 MiB if all have the largest template."""
+"""Maximum number of versions with cached settings. Their templates take at most 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class VersionSettings:
 class VersionSettingsCache:
     """Finds the settings of resolved models. Thread-safe.
 
-    A version without optional files has the base's settings. For other versions, only the first request reads the
-    database, because equal digests mean equal files. `applies_adapter_defaults` enables adapters' own generation
-    settings. A version with its own template does not use the base's parsers, because they fit the base's template.
+    A version without optional files has the base's settings. The settings of other versions are read from the database
+    and cached by digest, because equal digests mean equal files. `applies_adapter_defaults` enables adapters' own
+    generation settings. A version with its own template does not use the base's parsers, which fit the base's template.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class VersionSettingsCache:
         self._recent: OrderedDict[str, VersionSettings] = OrderedDict()
 
     def find(self, model: ResolvedModel) -> VersionSettings:
-        """Return a model's settings. Blocks only for an adapter. Raises Unavailable if its stored files are damaged."""
+        """Return a model's settings. Blocks if they have to be read from the database.
+
+        Raises Unavailable if the adapter's stored files are damaged.
+        """
         adapter = model.adapter
         if adapter is None or adapter.version_digest == adapter.digest:
             return self._base

@@ -98,7 +98,7 @@ class Admission:
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
-        """Charge the actual usage, release the rest and write the usage event. Return False if already settled.
+        """Charge the actual usage, release the rest and write the usage event. Return False if this was already done.
 
         If the reservation was recovered before, the difference is charged and written as an adjustment. The charge can
         exceed a limit, because the tokens have already been used.

@@ -56,7 +56,7 @@ class Checkpoint:
 
 
 RECOVERED = "recovered"
-"""The state of a reservation whose gateway seems dead, and the status of its usage event."""
+"""The state of a reservation that was recovered because its gateway seemed dead, and the status of its usage event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

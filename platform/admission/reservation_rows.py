@@ -23,7 +23,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import Charge
 
 LEASE_US = 30_000_000
-"""Time after a reservation's last checkpoint, in microseconds, when the reservation is recovered."""
+"""How long a reservation can go without a checkpoint before it is recovered, in microseconds."""
 
 
 class ReservationRow(RequestRow, frozen=True, gc=False):
@@ -149,9 +149,7 @@ class ReservationRows:
         self._recovered.append(_Recovered(request_id))
 
     def writes(self) -> list[Write]:
-        """The SQL statements for all changes. Their order matters: one transaction
-        can extend and close the same row.
-        """
+        """The SQL statements for all changes, in an order that lets one transaction extend and close the same row."""
         return [
             (_OPEN, self._opened),
             (_EXTEND, list(self._extended.values())),
@@ -173,8 +171,8 @@ class ReservationRows:
     def _read_settled(self, request_ids: list[str]) -> None:
         """Look up in the ledger which of the requests are already settled.
 
-        Few requests are settled twice. This separate statement runs after the locks are acquired, so it sees the
-        changes of their previous holder.
+        Few requests are settled twice. This separate statement runs after the locks are acquired, so it sees what the
+        previous holder of the locks committed.
         """
         if request_ids:
             events = schema.usage_events

@@ -35,7 +35,7 @@ _Caller = tuple[str, str, str | None]
 """The IDs of the tenant, the key and the adapter. The adapter is None for the base."""
 
 MAX_ATTEMPTS = 20
-"""Maximum number of attempts while the rules keep changing."""
+"""Maximum number of attempts at a transaction while quota policies keep changing."""
 
 
 class CountersMissing(Exception):

@@ -1,4 +1,4 @@
-"""Counts the engine's deaths while running a request, and refuses the request after two."""
+"""Counts how often the engine dies while it is running a request, and refuses the request after two deaths."""
 
 from __future__ import annotations
 

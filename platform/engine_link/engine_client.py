@@ -19,7 +19,8 @@ class EngineClient(Protocol):
     dies, every stream ends with Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and the
     aborted stream still ends with a Finished. An unread stream blocks nothing else.
 
-    Implementations: `LocalEngine`, `JoinedEngine` and, for tests, `ScriptedEngine`.
+    Implementations: `LocalEngine`, `JoinedEngine`, `PeerEngine` and `RoutedEngine` for servers that share requests,
+    and `ScriptedEngine` for tests.
     """
 
     @property

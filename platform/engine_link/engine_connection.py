@@ -39,7 +39,7 @@ class EngineConnection(EngineSession):
     async def open(path: Path, note_end: NoteEnd, timeout_s: float = READY_TIMEOUT_S) -> EngineConnection:
         """Connect to the engine that listens at `path`.
 
-        Raises EngineUnavailable if the engine does not answer or its answer cannot be decoded.
+        Raises EngineUnavailable if the engine does not answer or runs a different version of loramux.
         """
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
@@ -109,7 +109,7 @@ class EngineConnection(EngineSession):
                 return
 
     def _received_now(self) -> bytes | None:
-        """A message that has already arrived, or None. It costs a tenth of `recv`."""
+        """A message that has already arrived, or None. This call takes a tenth of the time of `recv`."""
         try:
             data: bytes = self._plain_socket.recv(zmq.NOBLOCK)
         except zmq.Again:

@@ -42,9 +42,9 @@ MEMORY_ENVIRONMENT = {
 }
 """Lets a step reuse memory freed by the previous one, in huge pages if the kernel offers them (GNU libc).
 
-Otherwise each activation of a large step would be mapped again, which causes 20,000 page faults for sixteen prompts of
-64 tokens. Reading weights from small pages takes twice as long. 32 MiB is the largest threshold that the C library
-accepts.
+Otherwise the memory of each activation in a large step would be mapped again, which causes 20,000 page faults for
+sixteen prompts of 64 tokens. Reading weights from small pages takes twice as long. 32 MiB is the largest
+`mmap_threshold` that the C library accepts.
 """
 
 log = structlog.get_logger()

@@ -30,7 +30,7 @@ class Joining:
 
 
 class FollowedEngine(ConnectedEngine, ABC):
-    """Ends the open streams when the engine is lost, and then joins the next engine at the same place."""
+    """Ends the open streams when the engine is lost, and then joins the next engine at the same path or address."""
 
     def __init__(self, place: str, joining: Joining, clock: Callable[[], float]) -> None:
         super().__init__(CrashStrikes(clock))

@@ -18,8 +18,9 @@ from loramux.platform.engine_link.followed_engine import FollowedEngine, Joining
 class JoinedEngine(FollowedEngine):
     """A client of the engine at `path`, which it neither starts nor stops.
 
-    When the engine stops, open streams end as in the supervisor's gateway, and the client joins the next engine that
-    listens at the path. The engine must run the same version of loramux and the model with the given `model_sha256`.
+    When the engine stops, open streams end with the code `engine_unavailable`, and the client joins the next engine
+    that listens at the path. The engine must run the same version of loramux and the model with the given
+    `model_sha256`.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class LocalEngine(ConnectedEngine):
 
     While no engine is running, `submit` raises EngineUnavailable and `is_ready` is false. When the engine dies, open
     streams end with Finished(reason="error", code="engine_unavailable"). If the engine dies twice while running a
-    request, that request ends with the code `request_excluded`.
+    request, retries of the request end with the code `request_excluded` for a while.
 
     Other gateways can use the engine through `socket_path`, which is in `socket_directory` if that directory can hold a
     socket. The engine's output goes to `lines`, or unchanged to standard error.
@@ -109,7 +109,10 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def ran_at_death(self) -> frozenset[str]:
-        """Sequences of all gateways that the last engine was running when it died. Set before `is_ready` is false."""
+        """IDs of the sequences, of all gateways, that the last engine was running when it died.
+
+        Set before `is_ready` becomes false.
+        """
         return self._ran_at_death
 
     @property

@@ -1,4 +1,4 @@
-"""An engine that emits scripted tokens. Tests use it in place of an engine."""
+"""A fake engine for tests, which emits scripted tokens."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The behaviour of one sequence: emit `token_ids` up to max_tokens, pause there if allowed, then end.
+    """The behaviour of one sequence: emit `token_ids` up to `max_tokens`, pause there if allowed, then end.
 
-    If there are fewer tokens than max_tokens, the sequence ends as if by an end-of-sequence token, which is committed
-    but not emitted.
+    If there are fewer than `max_tokens` tokens, the sequence ends as if the model had chosen an end-of-sequence token,
+    which is committed but not emitted.
     """
 
     token_ids: tuple[int, ...]

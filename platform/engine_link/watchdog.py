@@ -8,9 +8,9 @@ from loramux.engine.server.step_record import LoopProgress
 class Watchdog:
     """Watches one run of an engine by sampling its progress.
 
-    A loop that keeps iterating is healthy, whether it has work or not. A step may take `step_timeout_s`. The first may
-    take `first_step_timeout_s`, because it may compile kernels. Each sample counts for at most `max_gap_s`, so that
-    time while the machine or container was suspended does not count.
+    A loop that keeps iterating is healthy, whether it has work or not. A step may take `step_timeout_s`. The first step
+    may take `first_step_timeout_s`, because it may compile kernels. Each sample adds at most `max_gap_s` to the stalled
+    time, so that the time while the machine or container is suspended does not count.
     """
 
     def __init__(self, step_timeout_s: float, first_step_timeout_s: float, max_gap_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Loads adapters before requests need them. Such a load costs the same as one that a request causes."""
+"""Loads adapters before requests need them. Such a load is charged like a load that a request causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the tokens of one choice into the text of its answer, its reasoning and its calls."""
+"""Turns the tokens of one choice into its answer text, its reasoning and its tool calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AnswerText(Protocol):
     text: str
     reasoning: str
     calls: list[CallEvent]
-    """Calls that special tokens mark. Calls that text marks are part of `text`."""
+    """Tool calls that special tokens mark. Tool calls that are marked by plain text are part of `text`."""
     num_reasoning: int
     """Number of reasoning tokens in the whole answer, including the markers."""
 
@@ -30,8 +30,10 @@ class AnswerText(Protocol):
         """Add a token. Stop strings take effect only if `can_stop`."""
 
     def finish(self, *, can_stop: bool, shown_token_id: int | None, is_cut_off: bool) -> None:
-        """The engine has ended the choice. `shown_token_id` is the token that ended it, if the text shows it.
-        `is_cut_off` is True if the answer reached its limit.
+        """Add the rest of the text once the engine has ended the choice.
+
+        `shown_token_id` is the token that ended the choice, if the text shows it. `is_cut_off` is True if the choice
+        reached its token limit.
         """
 
     def clear(self) -> None: ...
@@ -48,7 +50,7 @@ def answer_text(tokenizer: ModelTokenizer, prompt: Sequence[int], rules: TextRul
 
 
 class PlainText:
-    """One text without stop strings and markers, so that nothing depends on single tokens."""
+    """Text without stop strings or reasoning markers, so all tokens of an output can be decoded at once."""
 
     is_stopped = False
 
@@ -74,7 +76,7 @@ class PlainText:
 
 
 class MarkedText:
-    """One text. Markers in it can separate the reasoning from the answer."""
+    """Text that stop strings can end, and in which markers can separate the reasoning from the answer."""
 
     def __init__(self, detokenizer: Detokenizer, stops: StopStrings, rules: TextRules) -> None:
         self.text = self.reasoning = ""
@@ -99,7 +101,7 @@ class MarkedText:
         was_reasoning = self._splitter.is_thinking
         self._add(*self._splitter.feed(shown))
         if was_reasoning or self._splitter.is_thinking:
-            # Reasoning can only come first.
+            # Reasoning always comes first, so all tokens so far belong to it.
             self.num_reasoning = self._num_fed
         if self.is_stopped:
             self._add(*self._splitter.flush())
@@ -126,9 +128,10 @@ class MarkedText:
 
 
 class ChannelText:
-    """Messages in channels. Their headers and markers are never shown.
+    """An answer of several messages in channels, as in OpenAI's harmony format. Headers and markers are never shown.
 
-    Stop strings are searched in the text of each message. A line break separates messages with the same destination.
+    Stop strings are searched for in the text of each message. A line break separates messages with the same
+    destination.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: StopStrings, channels: Channels) -> None:
@@ -140,7 +143,7 @@ class ChannelText:
         self._stops = stops
         self._channels = channels
         self._open: Destination | None = None
-        """The destination of the open message. None in a header."""
+        """The destination of the open message. None while a header is being read."""
         self._has_text = False
         """True if the open message has text."""
         self._earlier: set[Destination] = set()

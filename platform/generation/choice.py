@@ -24,7 +24,7 @@ class ChoiceDelta:
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     """Log-probabilities of the prompt's tokens from the second on, if the choice's sequence scores the prompt."""
     calls: tuple[CallEvent, ...] = ()
-    """Tool calls that special tokens mark. Calls that text marks are part of `text`."""
+    """Tool calls that special tokens mark. Tool calls that are marked by plain text are part of `text`."""
 
 
 class Choice:
@@ -43,16 +43,19 @@ class Choice:
         self._unreported: list[int] = []
         self.num_received = 0
         self.keep: int | None = 0 if rules.only_prompt else None
-        """Number of tokens to bill if a stop string ended the choice: up to and
-        including the token that completed it.
+        """Maximum number of tokens to bill, or None for all.
+
+        After a stop string, this is the number of tokens up to and including the token that completed the string. It is
+        0 if only the prompt is wanted.
         """
         self.finished: Finished | None = None
         self._is_given_up = False
         self.is_done = False
-        """True if the last delta has been produced: a stop string was found or the engine finished successfully."""
+        """True if the last delta has been returned."""
 
     def feed(self, output: SequenceOutput) -> ChoiceDelta | None:
-        """Return the text and log-probabilities that these tokens add, or None.
+        """Return the text and log-probabilities that these tokens add, or None if they add nothing.
+
         Tokens after a stop string add nothing.
         """
         if self.is_done:

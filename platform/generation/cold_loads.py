@@ -88,8 +88,8 @@ class ColdLoads:
     async def admitting(self, tenant_id: str, digest: str, is_tied: bool = False) -> AsyncIterator[bool]:
         """Yield True if the request that this context admits will make the engine load the adapter.
 
-        In that case, the tenant's other requests for the adapter wait for this request. They then count as warm unless
-        an exception was raised.
+        In that case, the tenant's other requests for the adapter wait until the context exits. They then count as warm
+        unless the context raised an exception.
         """
         self._was_asked = True
         if self._resident is None or self._is_cold(digest, is_tied):

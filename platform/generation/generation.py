@@ -26,7 +26,7 @@ FINISHED_WAIT_S = 1.0
 ABANDONED_WAIT_S = 60.0
 """Timeout, in seconds, for an aborted sequence's final report after its client has left.
 
-It exceeds any step's duration, because the engine reads aborts between steps.
+It allows for a long step, because the engine reads aborts only between steps.
 """
 
 EXTEND_AHEAD_TOKENS = 128

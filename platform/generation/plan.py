@@ -53,7 +53,10 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How the tokens of a choice become its text. Names and defaults are vLLM's."""
+    """How the tokens of a choice become its text.
+
+    `skip_special_tokens` and `include_stop_str_in_output` have vLLM's names and defaults.
+    """
 
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True

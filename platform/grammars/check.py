@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 NUM_TRIED_TOKENS = 64
-"""A grammar is accepted after this many random tokens if it exceeded no limit."""
+"""Number of random tokens with which a grammar is tried out. A grammar that exceeds a limit is refused."""
 
 JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ",",
@@ -33,13 +33,16 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 """Options for compiling schemas. They override `x-guidance` in a schema."""
 
-_ENDLESS = "no answer can end: it would have to contain itself without end"
+_ENDLESS = "no answer can end, because the grammar requires infinite recursion"
 
 _KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
 
 class GrammarRefused(Exception):
-    """`param` is the field at fault, if the constraint consists of several."""
+    """The constraint is not supported or exceeds a limit.
+
+    `keywords` are the unsupported JSON Schema keywords. `param` is the invalid field, if the constraint has several.
+    """
 
     def __init__(self, message: str, keywords: tuple[str, ...] = (), param: str | None = None) -> None:
         super().__init__(message)

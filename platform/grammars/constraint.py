@@ -19,7 +19,7 @@ Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag", "a
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`text` is a JSON document for schemas, choices and structural tags, otherwise the pattern or grammar itself."""
+    """`text` is the pattern for a `regex`, the grammar for a `grammar`, and a JSON document for any other kind."""
 
     kind: Kind
     text: str

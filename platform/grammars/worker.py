@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy.random  # noqa: F401 - numpy imports it late, when this process may open nothing more
+import numpy.random  # noqa: F401 - numpy imports it on first use, when this process can no longer open files
 
 from loramux.adapter_store.validation.fork_server import fork_for_each_request
 from loramux.adapter_store.validation.sandbox import confine, limit_resources

@@ -1,8 +1,9 @@
 """The columns and time spans that rollups group by.
 
 A report reads the coarsest sums that give an exact answer. A series is identified by the column values that its
-requests share. The finest grain keeps every column except the end user. For a quiet tenant, it has one row per request.
-Queries over all tenants or over months therefore have their own sums, without the columns that they never use.
+requests share. The finest grain keeps every column except the end user. For a tenant with little traffic, this grain
+has about one row per request. Queries over all tenants or over months therefore have their own sums, without the
+columns that they never use.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ GRAINS = (
 def grains_for(columns: Collection[str]) -> dict[int, Grain]:
     """Return the grains that have sums by these columns, keyed by span length.
 
-    Coarser grains are preferred. A finer grain is used only for spans shorter than the shortest of the coarser one: its
-    long spans have more rows than several short spans of the coarser grain.
+    Coarser grains are preferred. A finer grain is used only for spans shorter than the shortest span of the coarser
+    grain, because a long span of the finer grain has more rows than several short spans of the coarser grain.
     """
     found: dict[int, Grain] = {}
     for grain in GRAINS:

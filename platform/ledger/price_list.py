@@ -17,7 +17,7 @@ from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.ledger.prices import GENERAL_SCOPES, MAX_PRICE_NANOS, Price, PriceBook
 
 NOTICE_US = 2_000_000
-"""Minimum notice for a price, in microseconds. A price that takes effect sooner cannot be withdrawn."""
+"""Minimum notice for a price, in microseconds. A price that takes effect within this time cannot be withdrawn."""
 
 MAX_AHEAD_US = 10 * 366 * 86_400_000_000
 MAX_PRICES = 10_000
@@ -146,7 +146,10 @@ class PriceList:
             return connection.execute(select(schema.prices.c.currency).limit(1)).scalar()
 
     def _lock(self, connection: Connection) -> int:
-        """Block other changes and reads until the transaction ends. Return the time, read under the lock."""
+        """Block other changes, and reads by `PriceReader`, until the transaction ends. Return the current time.
+
+        The time is read while the lock is held.
+        """
         if not self._database.is_sqlite:
             connection.execute(text("LOCK TABLE prices IN SHARE ROW EXCLUSIVE MODE"))
         return self._database.now_us(connection)

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 MILLION = 1_000_000
 MAX_PRICE_NANOS = 10_000 * 1_000_000_000
-"""Highest price: 10,000 currency units per million tokens. At this price, 10^14 tokens still fit in a 64-bit column."""
+"""Highest price: 10,000 currency units per million tokens.
+
+At this price, the cost of 9 * 10^11 tokens still fits in a 64-bit column.
+"""
 
 GENERAL_SCOPES = ALL, BASE, ADAPTERS = ("all", "base", "adapters")
 """The scopes other than a single adapter."""

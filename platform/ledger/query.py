@@ -13,9 +13,9 @@ from loramux.platform.periods import is_timezone
 MAX_BUCKETS = 10_000
 MAX_LOCAL_DAYS = 800
 LAST_LOCAL_US = 221_845_392_000_000_000
-"""1 January 9000, in microseconds. Python's calendar ends soon after."""
+"""1 January 9000, in microseconds since 1970. Python's calendar ends with the year 9999."""
 MAX_SINGLE_US = 31 * DAY_US
-"""Longest range, in microseconds, of a report by end user or, if minutes are not rolled up, by minute."""
+"""Longest range, in microseconds, of a report by end user, or by minute for groups without sums per minute."""
 MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
 """The same limit for reports over all tenants: 24 hours, rounded out to whole hours."""
 

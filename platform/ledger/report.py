@@ -61,8 +61,9 @@ def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
     """Return the rows, sorted by bucket, oldest first, then by group values.
 
     Whole spans are read from the rollups and from entries that are not yet rolled up. The ends of the range are read
-    from individual events. A single statement reads all of them, so it sees a concurrent fold entirely or not at all.
-    An adjustment counts at the time it was written and in its request's groups, but not as another request.
+    from individual events. A single statement reads everything, so it sees a concurrent update of the rollups entirely
+    or not at all. An adjustment counts at the time it was written and in its request's groups, but not as another
+    request.
 
     Raises InvalidRequest if the report returns or sums too many rows, or ReadTooLong if it takes too long.
     """

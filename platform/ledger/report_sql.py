@@ -146,10 +146,10 @@ def _series_of_adapters(query: UsageQuery) -> Select[tuple[int]]:
 def _rollup_arms(
     query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
 ) -> Iterator[list[Condition]]:
-    """Yield conditions for reading rollups, one arm of the statement per range, so that SQLite uses an index."""
+    """Yield the conditions of each SELECT that reads rollups: one SELECT per range, so that SQLite uses an index."""
     table = _rollups.c
     for span_us, ranges in parts.spans.items():
-        # One arm per local day would be too many.
+        # One SELECT per local day would be too many.
         for some in (ranges,) if days else ((one,) for one in ranges):
             conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
             conditions.append(_within(table.start_us, some))

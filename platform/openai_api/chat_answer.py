@@ -37,7 +37,7 @@ class ChatAnswer:
     """Called for each tool call."""
     prompt_token_ids: Sequence[int] | None = None
     num_prompt_logprobs: int | None = None
-    """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for it."""
+    """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for this field."""
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
     _templates: ChunkTemplates = field(init=False)
 

@@ -14,7 +14,7 @@ class MessageBuilder:
     """Turns a choice's deltas into deltas of OpenAI's messages.
 
     `parser` finds tool calls in the text. Without a parser, all text is content. A delta's own `calls` were marked by
-    special tokens. `call_ids` has an ID for each call.
+    special tokens. `call_ids` supplies an ID for each call.
     """
 
     def __init__(self, parser: CallParser | None, call_ids: Iterator[str]) -> None:

@@ -29,14 +29,14 @@ class ChatPrompt:
 
 
 class ChatPrompts:
-    """Renders with the base's chat template, or with those that tenants upload with their adapters."""
+    """Renders with the base's chat template, or with a template that a tenant uploaded with an adapter."""
 
     def __init__(self, base: ChatTemplate | None, tenants: TenantTemplates) -> None:
         self._base, self._base_features = base, _features(base)
         self._tenants = tenants
 
     def render(self, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
-        """Render with the base's template. `parsers` read the answer. Raises InvalidRequest."""
+        """Render with the base's template. `parsers` are the model's chosen parsers. Raises InvalidRequest."""
         if self._base is None:
             raise InvalidRequest(
                 "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
@@ -106,7 +106,7 @@ def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str
 
 
 def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str, Any]:
-    """Return the template's additional variables. Those from the request take precedence over `reasoning_effort`."""
+    """Return the template's additional variables. `chat_template_kwargs` takes precedence over `reasoning_effort`."""
     effort, kwargs = body.reasoning_effort, body.chat_template_kwargs or {}
     if effort is None:
         return kwargs

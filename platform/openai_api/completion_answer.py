@@ -37,12 +37,12 @@ class CompletionAnswer:
     num_alternatives: int = 0
     """Number of most likely tokens in `top_logprobs`."""
     num_prompt_logprobs: int | None = None
-    """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for it."""
+    """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for this field."""
     echoed_tokens: Sequence[Sequence[int]] = ()
-    """The prompt of each choice, if the log-probabilities include the prompt's."""
+    """The token IDs of each choice's prompt, if `logprobs` also covers the prompt. Otherwise empty."""
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
-    """Number of characters of each choice with log-probabilities sent so far."""
+    """Number of characters in each choice's tokens so far, if log-probabilities are shown."""
     _templates: ChunkTemplates = field(init=False)
 
     def __post_init__(self) -> None:

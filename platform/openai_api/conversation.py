@@ -54,8 +54,8 @@ class ToolCall(StrictModel):
 class ChatMessage(StrictModel):
     """One message.
 
-    Clients send our answers back, with any number of calls. Our answers have the null-only fields, the OpenAI
-    clients' helpers add `parsed`, and litellm adds `provider_specific_fields`.
+    Clients send our answers back, with any number of calls. The null-only fields come from our answers and from
+    OpenAI's clients, whose helpers also add `parsed`. litellm adds `provider_specific_fields`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -76,7 +76,8 @@ class ChatMessage(StrictModel):
 def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
     """Convert messages to dicts for a chat template, with the arguments of tool calls as objects or as JSON text.
 
-    Raises InvalidRequest for fields that do not suit a message's role, and for tool messages without a call.
+    Raises InvalidRequest for fields that do not suit a message's role, for tool messages without a call, and for
+    arguments that are not a JSON object.
     """
     names: dict[str, str] = {}
     return [_message(message, f"messages[{index}]", names, arguments_as_text) for index, message in enumerate(messages)]

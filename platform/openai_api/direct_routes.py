@@ -1,4 +1,4 @@
-"""Calls the generating endpoints directly, which spares each call FastAPI's routing and dependencies."""
+"""Calls the generation endpoints directly, which avoids the overhead of FastAPI's routing and dependencies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Handler: TypeAlias = Callable[[Request, Principal, GatewayServices], Awaitable[R
 class DirectRoutes:
     """Innermost middleware: authenticates the callers of `handlers`, by path, and calls the handler for a POST.
 
-    The app has a route for each of these handlers, too. It describes the endpoint in the OpenAPI document and answers
+    The app also has a route for each handler. The route describes the endpoint in the OpenAPI document and answers
     other methods.
     """
 

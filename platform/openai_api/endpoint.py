@@ -27,7 +27,7 @@ class Prepared:
     tool_format: str | None = None
     """The format of tool calls. None if the request offers no tools, or if calls are not parsed."""
     channels: Channels | None = None
-    """How the answer's channels are read. None if it has no channels."""
+    """How the answer's channels are read. None if the answer has no channels."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token ids of words that the answer must not contain."""
     activations: tuple[int | None, ...] = ()

@@ -20,7 +20,7 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
         _error("limit: Input should be less than or equal to 100", "invalid_value", "limit"),
     ),
     401: ("The key is missing or not valid.", _error("the key is unknown, expired or revoked", "invalid_api_key")),
-    403: ("The key's scopes do not allow this.", _error("this needs another scope", "insufficient_scope")),
+    403: ("The key's scopes do not allow the call.", _error("the call needs another scope", "insufficient_scope")),
     404: (
         "The resource does not exist, or the caller has no access to it.",
         _error("there is no such adapter", "adapter_not_found"),
@@ -31,18 +31,32 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
     ),
     412: (
         "The resource has changed since the caller read it.",
-        _error("read it again", "precondition_failed", "If-Match"),
+        _error("the resource has changed: read it again", "precondition_failed", "If-Match"),
     ),
     413: ("The body is too large.", _error("the body must not exceed 65536 bytes", "payload_too_large")),
-    422: ("The Idempotency-Key was used for another call.", _error("key already used", "idempotency_key_reused")),
+    422: (
+        "The Idempotency-Key was used for another call.",
+        _error("this Idempotency-Key was used for another call", "idempotency_key_reused"),
+    ),
     428: (
         "If-Match is missing.",
-        _error("send If-Match with the ETag", "precondition_required", "If-Match"),
+        _error("send If-Match with the resource's ETag", "precondition_required", "If-Match"),
     ),
-    429: ("A quota is exhausted.", _error("tokens per minute", "rate_limit_exceeded", None, "rate_limit_error")),
+    429: (
+        "A quota is exhausted, or the caller has too many concurrent calls.",
+        _error(
+            "the tenant's limit of 100000 for tokens_per_minute is reached",
+            "rate_limit_exceeded",
+            "tokens_per_minute",
+            "rate_limit_error",
+        ),
+    ),
     500: ("An internal error.", _error("an internal error", "internal_error", None, "server_error")),
     503: ("Temporarily unavailable.", _error("the engine is restarting", "engine_unavailable", None, "server_error")),
-    504: ("The deadline was exceeded.", _error("not finished in time", "deadline_exceeded", None, "server_error")),
+    504: (
+        "The deadline was exceeded.",
+        _error("the request did not finish before its deadline", "deadline_exceeded", None, "server_error"),
+    ),
 }
 
 _PREFIXES: Mapping[str, str] = {

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 
 class HealthDocument(TypedDict):
-    """`ready` adds `engine`, `database` and `reason`, which tells operators why the server is not ready."""
+    """`/health/ready` adds `engine` and `database`. The admin listener also adds the `reason` if it is not ready."""
 
     status: str
     engine: NotRequired[bool]
@@ -22,7 +22,8 @@ class HealthDocument(TypedDict):
 class ModelDocument(TypedDict):
     """A model that the caller may name. `root` is the version that it currently resolves to.
 
-    `quantization` is the format of the base's weights, such as `int4`. It is null for floats, and while no engine runs.
+    `quantization` is the format of the base's weights, such as `int4`. It is null for floating-point weights, and while
+    no engine is running.
     """
 
     id: str

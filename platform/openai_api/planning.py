@@ -15,7 +15,7 @@ from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 
 TOKENS_AT_ONCE = 16
-"""Number of tokens per engine report for a non-streamed response. Fewer reports are less work for the gateway."""
+"""Number of tokens per engine report for a non-streamed response. Fewer reports mean less work for the gateway."""
 
 
 def check_untokenised(services: GatewayServices, target: Target, body: GenerationRequest) -> None:
@@ -117,7 +117,7 @@ def _multiplier(body: GenerationRequest) -> str:
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, max_new_tokens: int | None) -> int:
     """Return each choice's token limit: the body's, the model's `max_new_tokens`, or the endpoint's.
 
-    Raises InvalidRequest if the longest prompt leaves no room for the body's limit.
+    Raises InvalidRequest if a prompt is empty, or if the longest prompt leaves no room for the body's limit.
     """
     if not all(prompts):
         raise InvalidRequest("the prompt is empty", param=body.PROMPT)

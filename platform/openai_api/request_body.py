@@ -27,7 +27,10 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_p
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the whole body. Raises PayloadTooLarge as soon as the body exceeds the limit, or InvalidRequest."""
+    """Read the whole body.
+
+    Raises PayloadTooLarge as soon as the body exceeds the limit, or InvalidRequest if it is late or incomplete.
+    """
     too_large = PayloadTooLarge(f"the body must not exceed {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
     # Count the digits first, so that a number with thousands of digits is not parsed.

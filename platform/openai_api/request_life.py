@@ -35,10 +35,7 @@ CLIENT_CLOSED = 499
 
 
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
-    """Handle a request to `endpoint`. Raises ApiError if it fails before its first token.
-
-    The caller is already authenticated. Every route takes an `authentication.Caller`, so no route can forget this step.
-    """
+    """Handle a request by an authenticated caller. Raises ApiError if it fails before the response starts."""
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body.model, received.body.user)
     prepared = await prepare(services, endpoint, target, received)
@@ -98,8 +95,9 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
 
 
 async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Target, received: Received[B]) -> Prepared:
-    """Tokenise the prompts, and truncate them if the body asks for it. Raises InvalidRequest, RateLimited or
-    Unavailable.
+    """Tokenise the prompts, and truncate them if the body asks for it.
+
+    Raises InvalidRequest, RateLimited or Unavailable.
     """
     check_untokenised(services, target, received.body)
     with traced("tokenise"):
@@ -116,9 +114,9 @@ async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Targ
 
 
 async def constrain(services: GatewayServices, target: Target, constraint: Constraint | None) -> str:
-    """Check the grammar that the answer must follow, and return it. It is empty if there is none.
+    """Return the checked grammar that the answer must follow, or "" if there is no constraint.
 
-    Raises InvalidRequest or RateLimited.
+    Raises InvalidRequest, RateLimited or Unavailable.
     """
     if constraint is None:
         return ""
@@ -127,7 +125,10 @@ async def constrain(services: GatewayServices, target: Target, constraint: Const
 
 
 async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest) -> dict[str, str]:
-    """Reserve quota and return the headers that report it. Raises QuotaExceeded or RequestTooLarge."""
+    """Reserve quota and return the response headers that report the limits.
+
+    Raises Unavailable if the engine is not ready. Otherwise raises as `RunningRequests.reserve` does.
+    """
     model, tenant_id = plan.target.model, plan.target.tenant_id
     describe(model=model.name, tenant_id=tenant_id, prompt_tokens=plan.prompt_tokens, stream=bool(body.stream))
     if not services.engine.is_ready:
@@ -152,8 +153,9 @@ async def answer(
     headers: dict[str, str],
     started_s: float,
 ) -> Response:
-    """Respond, whole or streamed. The response starts after the first token, so that earlier failures get an error
-    status.
+    """Return the response, whole or streamed, once the first token has arrived.
+
+    An earlier failure therefore gets an error status.
     """
     deltas = generation.deltas()
     first = await anext(deltas, None)

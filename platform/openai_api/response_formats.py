@@ -118,8 +118,10 @@ def _schema(schema: Schema | str, param: str) -> Constraint:
 
 
 def _structural_tag(tag: StructuralTag, param: str) -> Constraint:
-    """Raises InvalidRequest if a structure begins with none of the triggers."""
+    """Return the constraint for a structural tag. Raises InvalidRequest if a structure begins with no trigger."""
     for index, structure in enumerate(tag.structures):
         if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
-            raise InvalidRequest("no trigger begins this structure", param=f"{param}.structures[{index}].begin")
+            raise InvalidRequest(
+                "a structure must begin with one of the triggers", param=f"{param}.structures[{index}].begin"
+            )
     return Constraint.of_json("structural_tag", tag.model_dump(by_alias=True), param)

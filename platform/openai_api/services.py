@@ -60,11 +60,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Limits on one request, which are checked before any work is done for it, and the defaults of its fields."""
+    """Limits on a request, the defaults of its fields, and how its answers are parsed and logged."""
 
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
-    """Maximum product of the number of prompts and n."""
+    """Maximum product of the number of prompts and n (or best_of, if it is greater)."""
     logs_answers: bool = False
     """Whether to log each response."""
     base_defaults: SamplingDefaults = NO_DEFAULTS
@@ -72,9 +72,9 @@ class GatewaySettings:
     applies_adapter_defaults: bool = True
     """Whether to apply the sampling defaults uploaded with adapters."""
     base_parsers: AnswerParsers = NO_CHOICE
-    """The parsers of answers, for prompts rendered with the base's template."""
+    """The answer parsers for prompts rendered with the base's template."""
     max_request_tokens: int = 1024 * 1024
-    """Maximum total tokens of a request's sequences: n times (tokens + max_tokens), summed over all prompts."""
+    """Maximum total tokens of a request's sequences: n (or best_of) times (tokens + max_tokens), over all prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class GatewayServices:
     spool: SettlementSpool | None
     engine: EngineClient
     tokenizer: ModelTokenizer
-    """The base's tokenizer. Requests use their target's."""
+    """The base's tokenizer. A request uses the tokenizer of its `Target`."""
     version_tokenizers: VersionTokenizers
     chat_prompts: ChatPrompts
     grammars: GrammarChecker
@@ -183,7 +183,7 @@ class GatewayServices:
         )
 
     def close(self) -> None:
-        """Waiting commits and running computations finish. Queued computations are dropped."""
+        """Stop all services. Waiting commits and running computations finish, and queued computations are dropped."""
         self.cache_invalidation.close()
         self.commit.close(CLOSE_WAIT_S)
         self.settler.close()
@@ -205,8 +205,9 @@ class GatewayServices:
         return await call_on(self.compute_executor, function, *args, **kwargs)
 
     async def compute_if_long(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Parse or tokenise `size` characters, on the event loop if that takes under a millisecond, otherwise on a
-        thread.
+        """Call a function that parses or tokenises `size` characters.
+
+        The call runs on the event loop if it takes under a millisecond, otherwise on a thread.
         """
         if size <= MAX_TOKENISED_AT_ONCE:
             return function(*args, **kwargs)
@@ -219,8 +220,9 @@ class GatewayServices:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the running engine accepts. Its pool may hold
-        fewer tokens than the model supports.
+        """Longest sequence that the running engine accepts, in tokens.
+
+        The engine's pool may hold fewer tokens than the model supports.
         """
         info = self.engine.info
         return self.model.max_model_len if info is None else min(self.model.max_model_len, info.max_model_len)

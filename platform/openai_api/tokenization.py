@@ -26,7 +26,7 @@ router = APIRouter()
 
 
 class TokenizePrompt(StrictModel):
-    """The body of `/tokenize` for a plain prompt. Without `model`, the base's name is resolved."""
+    """The body of `/tokenize` for a plain prompt. `model` defaults to the base."""
 
     prompt: str
     model: str | None = Field(None, max_length=MAX_MODEL_NAME)
@@ -37,7 +37,8 @@ class TokenizePrompt(StrictModel):
 class TokenizeChat(ChatRequest):
     """The body of `/tokenize` for a conversation: any body of `/v1/chat/completions`.
 
-    The template already writes special tokens. `add_special_tokens` also adds those that surround a plain prompt.
+    The template already writes special tokens. With `add_special_tokens`, the rendered text is also surrounded by the
+    special tokens of a plain prompt.
     """
 
     model: str = Field("", max_length=MAX_MODEL_NAME)

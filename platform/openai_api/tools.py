@@ -48,7 +48,7 @@ class Tool(StrictModel):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """The JSON schema of the arguments. Without `parameters`, a function takes none.
+        """The JSON schema of the arguments. Without `parameters`, a function takes no arguments.
 
         Arguments are objects, even if the schema also allows other values.
         """

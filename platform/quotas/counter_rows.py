@@ -127,7 +127,7 @@ class CounterRows:
         self._changed.add(key)
 
     def writes(self) -> Write:
-        """Return the writes for all changed counters."""
+        """Return the statement that writes all changed counters, with its rows."""
         return _WRITE, [_CounterRow(*key, *self.counters[key]) for key in self._changed]
 
     def write(self) -> None:

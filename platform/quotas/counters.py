@@ -23,7 +23,7 @@ class Counter(NamedTuple):
     """The state of a counter. `reserved` and `used` are whole requests, tokens or nanos."""
 
     level: int
-    """A bucket's level in UNITS. It can be negative after a settlement."""
+    """A bucket's level, in bucket units (see UNITS). It can be negative after a settlement."""
     reserved: int
     """Amount reserved by running requests."""
     used: int
@@ -63,7 +63,7 @@ class Counter(NamedTuple):
         return self.level - self.reserved * UNITS
 
     def wait_us(self, cost: int, limit: int, now_us: int) -> int:
-        """Return the time until the bucket holds `cost` if nothing more is used, or 0. `limit` must be positive."""
+        """Return the microseconds until the bucket holds `cost` if nothing more is used. `limit` must be positive."""
         missing = cost * UNITS - self.free_units
         # If the clock was set back, the bucket does not refill until the clock has caught up.
         return -(-missing // limit) + self.refilled_us - now_us if missing > 0 else 0

@@ -50,7 +50,7 @@ class Metric:
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """The scopes of policies that can limit the metric. A stock can be limited per tenant but not per key."""
+        """The scopes of policies that can limit the metric. A stock has no limits per key or adapter."""
         return ("platform", "tenant") if self.kind is Kind.STOCK else ("platform", "tenant", "key", "adapter")
 
 

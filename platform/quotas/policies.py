@@ -10,8 +10,8 @@ admit it.
   are charged, so `exceeded` is the number of requests that a hard policy would refuse. Under a budget, all usage is
   charged. The header `x-loramux-quota-exceeded` tells callers about exceeded soft limits, never about shadow policies.
   A refusal names its policy in `x-loramux-quota-policy`.
-- Contradictions are refused: a daily budget above the monthly one if both are hard, a burst for a metric that is not a
-  rate, and a burst with a limit of 0. A key's limit can exceed its tenant's limit. The lower one applies.
+- Contradictions are refused: a daily budget above the monthly budget if both are hard, a burst for a metric that is not
+  a rate, and a burst with a limit of 0. A key's limit can exceed its tenant's limit. The lower limit applies.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A subject and its policies by metric. Both are locked until the transaction ends."""
+    """A subject and its policies by metric. If `_hold` locked them, they stay locked until the transaction ends."""
 
     subject: _Subject
     policies: Mapping[str, QuotaPolicy]
@@ -98,7 +98,7 @@ class QuotaPolicies:
         """Create or change the policy of a tenant, key or adapter, or of PLATFORM, for `metric`.
 
         `burst` defaults to the limit, and `mode` to the policy's current mode, or `hard` for a new policy. Raises
-        InvalidRequest with the field's name, or NotFound for an unknown subject.
+        InvalidRequest with the field's name, NotFound for an unknown subject, or Conflict.
         """
         check_policy(metric, limit, burst, mode)
         try:
@@ -113,7 +113,7 @@ class QuotaPolicies:
     def propose(
         self, subject_id: str, metric: str, limit: int, burst: int | None = None, mode: str | None = None
     ) -> QuotaPolicy:
-        """Return the policy that `set` would write, without writing it. Raises the same errors as `set`."""
+        """Return the policy that `set` would write, without writing it. Raises InvalidRequest or NotFound."""
         check_policy(metric, limit, burst, mode)
         with self._database.read() as connection:
             held = self._hold(connection, subject_id, is_locking=False)
@@ -177,7 +177,7 @@ class QuotaPolicies:
         return policy_of(row) if row is not None else None
 
     def delete(self, policy_id: str) -> bool:
-        """Delete a policy and the amounts that requests have reserved under it. Return False if there is none."""
+        """Delete a policy and its counters. Return False if there is no such policy."""
         with self._database.write() as connection:
             locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
             row = connection.execute(locked).one_or_none()
@@ -282,7 +282,10 @@ def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
 
 
 def _find_subject(connection: Connection, subject_id: str, is_locking: bool) -> _Subject:
-    """Lock and return the subject with this ID, so that concurrent calls take turns. Raises NotFound."""
+    """Return the subject with this ID. Raises NotFound, or InvalidRequest for a platform key.
+
+    With `is_locking`, the subject is locked, so that concurrent changes to its policies take turns.
+    """
     if subject_id == PLATFORM:
         return _Subject(PLATFORM, PLATFORM, None)
     scope, table = _SUBJECTS.get(subject_id[:3], (None, None))
@@ -312,7 +315,7 @@ def _write(connection: Connection, old: QuotaPolicy | None, new: QuotaPolicy) ->
 def _insert(connection: Connection, policy: QuotaPolicy) -> None:
     connection.execute(insert(_policies).values(**_columns(policy), id=policy.id, created_us=policy.created_us))
     if policy.scope == PLATFORM or METRICS[policy.metric].kind not in (Kind.RATE, Kind.CONCURRENCY):
-        # The first request creates any counters per tenant, window or grantee.
+        # These counters are per tenant or window. The first request that needs a counter creates it.
         return
     connection.execute(
         insert(_counters).values(

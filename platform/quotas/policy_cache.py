@@ -18,7 +18,7 @@ from loramux.platform.quotas.policies import PLATFORM, SHADOW, QuotaPolicy, poli
 from loramux.platform.quotas.rules import Binding
 
 MAX_ENTRIES = 200_000
-"""Maximum number of subjects, and of combinations of subjects. A full cache is emptied."""
+"""Maximum number of entries in a cache: subjects, callers, and policies with charges. A full cache is emptied."""
 
 _policies, _tenants = schema.quota_policies, schema.tenants
 

@@ -91,7 +91,7 @@ class Binding:
         return cost > (self.policy.burst if self.metric.kind is Kind.RATE else self.policy.limit)
 
     def wait_us(self, counter: Counter, cost: int, now_us: int) -> int:
-        """Return the time until the policy may admit `cost`, or 0 if it admits `cost` now."""
+        """Return the microseconds until the policy may admit `cost`, or 0 if it admits `cost` now."""
         limit = self.policy.limit
         if self.metric.kind is Kind.RATE:
             if counter.free_units >= cost * UNITS:
@@ -113,7 +113,10 @@ class Binding:
         return max(0, self.policy.limit - counter.used - counter.reserved)
 
     def reset_us(self, counter: Counter, now_us: int) -> int:
-        """Return the time until the whole limit is free again if nothing more is used."""
+        """Return the microseconds until the whole limit is free again if nothing more is used.
+
+        Returns 0 if waiting does not free the limit.
+        """
         if self.metric.kind is Kind.RATE:
             return counter.wait_us(self.policy.burst, self.policy.limit, now_us) if self.policy.limit else 0
         return max(0, self.window.end_us - now_us) if self.metric.kind is Kind.BUDGET else 0

@@ -119,10 +119,10 @@ def read_certificates(pem: str) -> tuple[PublishedCertificate, ...]:
 
 
 def tls_context(purpose: int, own: OwnCertificate, accepted: Iterable[PublishedCertificate]) -> ssl.SSLContext:
-    """Return a context for mutually authenticated TLS 1.3. `purpose` is ssl.PROTOCOL_TLS_SERVER or _CLIENT.
+    """Return a context for mutually authenticated TLS 1.3.
 
-    The caller must also check that the peer's certificate is one of those it expects, because an accepted certificate
-    could have signed another certificate.
+    `purpose` is `ssl.PROTOCOL_TLS_SERVER` or `ssl.PROTOCOL_TLS_CLIENT`. The caller must also check that the peer's
+    certificate is one of the accepted certificates, because an accepted certificate could have signed another one.
     """
     context = ssl.SSLContext(purpose)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

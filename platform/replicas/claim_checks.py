@@ -1,4 +1,4 @@
-"""Compares the adapters that other servers claim to hold with those that their engines report."""
+"""Compares the adapters that other servers claim to hold with the adapters that their engines report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from loramux.platform.routing.views import digest_prefix
 MIN_CLAIMS = 4
 """Minimum number of claims to check. A server with fewer claims passes."""
 MAX_FALSE_SHARE = 0.5
-"""A check fails if more than this share of the claims is false. Some are, because claims are up to seconds old."""
+"""A check fails if more than this share of the claims is false.
+
+Some claims of an honest server are false too, because they can be seconds old.
+"""
 MAX_FAILURES = 3
 """A server's claims are ignored after this many failed checks in a row."""
 DISTRUST_S = 60.0

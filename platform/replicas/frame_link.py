@@ -1,4 +1,7 @@
-"""One TLS connection between two servers. It carries length-prefixed frames of bounded size, and a pulse."""
+"""One TLS connection between two servers. It carries length-prefixed frames of bounded size.
+
+Each side also sends an empty frame every second, so that both notice when the connection is lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this server publishes about itself."""
+"""The row and the adapter summary that this server publishes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CLOSE_WAIT_S = 1.0
 """Longest wait for the last frames to be transmitted when a connection is closed, in seconds."""
 BACKLOG = 128
 ACCEPT_PAUSE_S = 1.0
-"""Pause, in seconds, after a failed accept, which can mean that no file descriptor is free."""
+"""Pause, in seconds, after a failed `accept` call, which can mean that no file descriptor is free."""
 
 log = structlog.get_logger()
 
@@ -67,7 +67,7 @@ class PeerListener:
         self._context = tls_context(ssl.PROTOCOL_TLS_SERVER, own, every) if every else None
 
     def refuse_new(self) -> None:
-        """Refuse all further sequences. Those that have arrived still run."""
+        """Refuse all further sequences. Sequences that have already arrived still run."""
         self._refuses_new = True
         for relay in self._relays:
             relay.refuse_new()

@@ -1,4 +1,4 @@
-"""Relays one other server's messages to the local engine, if a gateway may send them, and the engine's answers."""
+"""Relays permitted messages from one other server to the local engine, and the engine's messages back."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ class PeerRelay:
         return self.link.lost.result()
 
     def refuse_new(self) -> None:
-        """Refuse further sequences, so that the other server runs them elsewhere. Those that have arrived still run."""
+        """Refuse further sequences, so that the other server runs them elsewhere.
+
+        Sequences that have already arrived still run.
+        """
         self._refuses_new = True
 
     def end(self, reason: str) -> None:
@@ -121,7 +124,7 @@ class PeerRelay:
         try:
             message = self._decoder.decode(frame)
         except msgspec.MsgspecError:
-            raise FrameRefused("it sent a message that no gateway may send") from None
+            raise FrameRefused("it sent a message that other servers may not send") from None
         match message:
             case Add(sequence_id=sequence_id) if self._refuses_new:
                 self._send_lost(sequence_id, 0, "replica_draining", "the server is stopping")
@@ -165,7 +168,7 @@ class PeerRelay:
                 return
 
     def _report_death(self) -> None:
-        """End the peer's sequences. For one that never ran, report 0 prompt tokens, so that it can run elsewhere."""
+        """End the peer's sequences. A sequence that never ran gets 0 prompt tokens, so that it can run elsewhere."""
         ran = self._engine.ran_at_death
         for sequence_id, prompt_tokens in self._prompt_tokens.items():
             has_run = sequence_id in ran

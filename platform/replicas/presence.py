@@ -44,7 +44,9 @@ class Call(Protocol):
 
 
 class Presence:
-    """Tells other servers about this one, and its router about them. `start` runs in the background until `close`.
+    """Tells other servers about this server, and this server's router about the other servers.
+
+    `start` begins work in the background, and `close` ends it.
 
     While the database is down, known peers are kept until their connections fail. Requests for a lost peer run on the
     remaining servers.
@@ -111,12 +113,15 @@ class Presence:
         return await engine.stats(timeout_s, with_tiers)
 
     def drain(self) -> None:
-        """Refuse further sequences of other servers, and tell them with the next beat. Accepted ones still run."""
+        """Refuse further sequences from other servers, and announce this with the next beat.
+
+        Accepted sequences still run.
+        """
         self._own.drain()
         self._listener.refuse_new()
 
     def start(self, drain: asyncio.Event) -> None:
-        """Beat every second until `close`. Once `drain` is set, the server drains."""
+        """Publish a beat every second until `close`. Once `drain` is set, refuse sequences from other servers."""
         self._tasks.append(asyncio.create_task(self._beat_forever(), name="presence"))
         self._tasks.append(asyncio.create_task(self._drain_after(drain), name="presence-drain"))
         self._tasks.append(asyncio.create_task(self._check_claims_forever(), name="claim-checks"))

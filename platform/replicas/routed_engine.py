@@ -19,7 +19,8 @@ from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, Rou
 
 MAX_MOVES = 2
 """Maximum number of times that a sequence is submitted again because its replica was lost before its first output.
-Replicas that refuse it because they are draining do not count.
+
+Refusals by draining replicas do not count.
 """
 PREFETCH_WAIT_S = 60.0
 """Timeout, in seconds, for loading an adapter before requests need it."""
@@ -72,12 +73,12 @@ class _Route:
 
 
 class RoutedEngine:
-    """Runs sequences on the replicas that the router chooses. All other calls go to this server's own engine.
+    """Runs sequences on the replicas that the router chooses. `load`, `unload`, `pin` and `stats` use the local engine.
 
-    If a replica refuses a sequence because it is draining, or is lost before the sequence's first output and the
-    sequence is not known to have run, it is submitted elsewhere under the same id. A sequence that has started ends
-    with `engine_unavailable`. A sequence that was running when its engine died is not moved, because it may have
-    killed the engine. Only the last Finished reaches the caller, so nothing is charged twice.
+    If a replica refuses a sequence because the replica is draining, or is lost before the sequence is known to have
+    run, the sequence is submitted elsewhere under the same id. A sequence that has started ends with
+    `engine_unavailable`. A sequence that was running when its engine died is not moved, because it may have killed the
+    engine. Only the last Finished reaches the caller, so nothing is charged twice.
 
     `count_forwarded` receives the outcome of each forwarded sequence: `completed`, `failed` or `lost`. It also receives
     `moved` for each move away from another server.
@@ -229,7 +230,7 @@ class RoutedEngine:
         if not is_lost or route.has_started or route.is_aborted:
             return None
         if end.code == "engine_unavailable":
-            # The sequence may be the reason. A server that drains has not looked at it.
+            # The sequence may have killed the engine. A draining server, by contrast, never ran the sequence.
             route.num_losses += 1
             if route.num_losses > MAX_MOVES:
                 return None
@@ -253,7 +254,7 @@ class RoutedEngine:
             route.engine = None
 
     def _leave_out(self, replica_id: str) -> None:
-        """Send a lost replica nothing until it is reported again."""
+        """Send no sequences to a lost replica until the next update."""
         self._show([view for view in self._views if view.id != replica_id])
 
     def _show(self, views: Sequence[ReplicaView]) -> None:

@@ -23,7 +23,7 @@ class ReplicaView:
     num_running: int
     num_waiting: int
     capacity: int
-    """Number of sequences that the engine runs at once, at least 1."""
+    """Maximum number of sequences that the engine runs at once. It is at least 1."""
     pages_free_fraction: float
     """Fraction of pages that are available to new requests: free pages, and pages of idle adapters and prefixes."""
     is_draining: bool

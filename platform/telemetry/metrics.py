@@ -106,7 +106,7 @@ class GatewayMetrics:
         self.held_settlements = self._gauge(
             "loramux_held_settlements", "Settlements in memory, rejected by both the database and the spool"
         )
-        self.spooled_bytes = self._gauge("loramux_spooled_bytes", "Settlements on disk, waiting for the database")
+        self.spooled_bytes = self._gauge("loramux_spooled_bytes", "Bytes of settlements that wait on disk")
 
         self.store_breaker_open = self._gauge(
             "loramux_gateway_store_breaker_open", "1 while this gateway does not call the blob store"

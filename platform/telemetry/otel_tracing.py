@@ -22,9 +22,9 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracing:
-    """Starts traces, sampling a `share` of them by trace ID.
+    """Starts traces. `open` configures the share of traces that are sampled, by trace ID.
 
-    A trace that continues a client's trace follows the client's decision.
+    A trace that continues a client's trace follows the client's sampling decision.
     """
 
     def __init__(self, provider: TracerProvider, clients: ClientTraces = "link") -> None:

@@ -1,4 +1,4 @@
-"""The histogram of the time between tokens. Updates, one per token, take a tenth of the time of Prometheus' own."""
+"""A histogram of the time between tokens. Its updates take a tenth of the time of prometheus_client's own histogram."""
 
 from __future__ import annotations
 

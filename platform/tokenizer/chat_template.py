@@ -17,7 +17,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 class ModelFilesError(Exception):
-    """The model directory's tokenizer files cannot be used. The message says which and why."""
+    """A tokenizer file or the chat template of the model cannot be used. The message gives the path and the reason."""
 
 
 class ChatTemplate:
@@ -35,7 +35,7 @@ class ChatTemplate:
 
     @staticmethod
     def load(model_dir: Path) -> ChatTemplate | None:
-        """Load the templates of a Hugging Face directory. Returns None if it has none. Raises ModelFilesError."""
+        """Load the templates of a Hugging Face directory, or return None if it has none. Raises ModelFilesError."""
         config = read_json(model_dir / "tokenizer_config.json")
         try:
             sources = _sources(model_dir, config)
@@ -60,7 +60,8 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as a prompt. Raises InvalidRequest if a limit or the template rejects it.
 
-        `tools` are OpenAI's, or None if the request has none. `kwargs` are additional variables of the template.
+        `tools` are in OpenAI's format, or None if the request has none. `kwargs` are additional variables for the
+        template.
         `add_generation_prompt` opens the assistant's turn. `continue_final_message` leaves the last message open.
         """
         check_kwargs(kwargs or {})

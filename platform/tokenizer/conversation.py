@@ -12,7 +12,7 @@ from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
 from loramux.platform.tool_calls import harmony
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning for the template. Most templates read the first."""
+"""Names under which templates read a message's reasoning. Most templates read the first."""
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the message to continue. transformers uses the same mark, and some templates look for it. The space
@@ -41,7 +41,7 @@ class Conversation:
     continue_final_message: bool = False
 
     def __post_init__(self) -> None:
-        """Raises TemplateRefused."""
+        """Raise TemplateRefused if there are no messages or the options contradict each other."""
         if not self.messages:
             raise TemplateRefused("there are no messages")
         if self.continue_final_message and self.add_generation_prompt:
@@ -57,7 +57,7 @@ def render(
     special_tokens: Mapping[str, str],
     conversation: Conversation,
 ) -> str:
-    """Raises TemplateRefused."""
+    """Render a conversation with `template`, which was compiled from `source`. Raises TemplateRefused."""
     has_channels = harmony.CHANNEL in source
     messages = [_message(message, has_channels) for message in conversation.messages]
     tools = None if conversation.tools is None else list(conversation.tools)
@@ -105,7 +105,10 @@ def _tag_final(messages: list[dict[str, Any]], source: str) -> str:
     """Append the tag to the text of the last message. Return the text without it."""
     content = messages[-1].get("content")
     if "content" not in source:
-        raise TemplateRefused("the chat template reads no content to continue", "continue_final_message")
+        raise TemplateRefused(
+            "the chat template does not read messages' content, so no message can be continued",
+            "continue_final_message",
+        )
     if isinstance(content, str):
         messages[-1]["content"] = content + _TAG
         return content
@@ -124,5 +127,5 @@ def _cut_after(final: str, text: str) -> str:
             "the chat template does not render the whole final message, so it cannot be continued",
             "continue_final_message",
         )
-    # A template that strips the message also strips the space before the tag's end.
+    # A template that strips messages also strips the space at the end of the tag.
     return text[:end] if text.startswith(_TAG, end) else text[:end].rstrip()

@@ -97,8 +97,8 @@ class ContextDetokenizer:
 class StopStrings:
     """Holds back the longest suffix of the text that could still become a stop string.
 
-    If several stop strings are complete, the one that begins first counts. If several begin at the
-    same position, the shortest counts.
+    If several stop strings are complete, the one that begins first counts. If several begin at the same position, the
+    shortest counts.
     """
 
     def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:

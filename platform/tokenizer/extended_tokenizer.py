@@ -23,7 +23,8 @@ def next_token_id(tokenizer: Tokenizer) -> int:
 def extended_tokenizer(base: Tokenizer, tokens: Sequence[AddedToken]) -> Tokenizer:
     """Return a tokenizer with additional tokens that shares the model of `base`.
 
-    Raises AdapterRejected, with the token in `param`, if the base already has the token or its id is not the next one.
+    Raises AdapterRejected, with the token in `param`, if the base already has a token, if a token's id is not the next
+    free id, or if the base cannot add a token.
     """
     first_id = next_token_id(base)
     for index, token in enumerate(tokens):

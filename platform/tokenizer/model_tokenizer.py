@@ -25,7 +25,7 @@ class ModelTokenizer:
     def __init__(
         self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, base: ModelTokenizer | None = None
     ) -> None:
-        """`tokenizer` belongs to this object. If it extends the tokenizer of `base`, the common part is reused."""
+        """Take ownership of `tokenizer`. If it extends the tokenizer of `base`, the common part is reused."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
@@ -142,13 +142,13 @@ class ModelTokenizer:
 
 
 class TokenBytes:
-    """The bytes of single tokens. A token that is only part of a character has no text.
+    """The bytes of single tokens. They are bytes because a token can be only a part of a character.
 
     Decodes the spellings of byte-level (GPT-2) and sentencepiece vocabularies.
     """
 
     def __init__(self, tokenizer: Tokenizer, base: TokenBytes | None = None) -> None:
-        """`base` are the bytes of the tokenizer that this one extends, if it extends one."""
+        """`base` contains the bytes of the tokens of the tokenizer that `tokenizer` extends, if there is one."""
         self._tokenizer = tokenizer
         self._base = base
         added = tokenizer.get_added_tokens_decoder()

@@ -15,7 +15,7 @@ MAX_NAME_CHARS = 64
 MAX_DEPTH = 8
 """Deepest nesting of lists and objects in one value."""
 MAX_SIZE = 16 * 1024
-"""Maximum total size of all values: their characters, plus one per value."""
+"""Maximum total size of all entries: the characters of names and strings, plus one per value."""
 
 _PARAM = "chat_template_kwargs"
 _RESERVED = frozenset(
@@ -29,7 +29,7 @@ def check_kwargs(kwargs: Mapping[str, Any]) -> None:
         raise _invalid(f"has more than {MAX_KWARGS} entries")
     for name in kwargs:
         if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not name.isidentifier() or name.startswith("_"):
-            raise _invalid(f"has a name that is no template variable: {name!r:.100}")
+            raise _invalid(f"has a name that is not valid for a template variable: {name!r:.100}")
         if name in _RESERVED:
             raise _invalid(f"must not contain {name}")
     _check_values(kwargs)

@@ -26,7 +26,7 @@ from loramux.platform.tokenizer.template_worker import TemplateAnswer, TemplateR
 from loramux.platform.turns import TenantTurns
 
 MAX_TEMPLATE_CHARS = 64 * 1024
-"""Longest template, in characters. The longest of the served families has 17,000."""
+"""Longest template, in characters. The longest template of a supported model family has 17,000."""
 
 WALL_S = 3.0
 """Limit on a rendering's wall time, in seconds. It allows for a busy machine."""
@@ -44,7 +44,7 @@ MAX_KEPT_PER_TENANT = 16
 """Maximum number of compiled templates kept per tenant."""
 
 MAX_CODE_BYTES = 512 * 1024
-"""Longest compiled template that is kept, in bytes. The longest of the served families has 70,000."""
+"""Longest compiled template that is kept, in bytes. The longest one of a supported model family has 70,000."""
 
 NICENESS = 1
 """Niceness of a rendering: the engine and the gateway go first, but only slightly, because a request is waiting."""
@@ -71,7 +71,8 @@ class _Known:
 class TenantTemplates:
     """Renders and checks tenants' templates.
 
-    A tenant waits only for its own renderings. Not thread-safe: use it only from the event loop.
+    Each tenant has one rendering at a time. Its other requests wait, without delaying other tenants. Not thread-safe:
+    use it only from the event loop.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class TenantTemplates:
         return answer.text
 
     async def features(self, tenant_id: str, source: str) -> TemplateFeatures:
-        """Return what a template supports, checked on its first use. Raises as `check` does."""
+        """Return what a template supports, checked on its first use. Raises the same errors as `check`."""
         known = self._known.get((tenant_id, source))
         if known is not None and known.features is not None:
             return known.features
@@ -136,7 +137,7 @@ class TenantTemplates:
         return answer.features
 
     def check_upload(self, source: str) -> None:
-        """Blocking. Raises AdapterRejected if an uploaded template is not usable, or Unavailable."""
+        """Raise AdapterRejected if an uploaded template is not usable, or Unavailable. Blocking."""
         refused: str | None = _TOO_LONG
         if len(source) <= MAX_TEMPLATE_CHARS:
             refused = self._run(self._request(source, None, None)).refused
@@ -183,7 +184,7 @@ class TenantTemplates:
         self._known.move_to_end(key)
 
     def _run(self, request: TemplateRequest) -> TemplateAnswer:
-        """Blocking. Raises Unavailable if no process can render anything."""
+        """Render or check a template in a process. Blocking. Raises Unavailable if the process cannot be started."""
         try:
             encoded = msgspec.json.encode(request)
         except (RecursionError, UnicodeEncodeError) as error:

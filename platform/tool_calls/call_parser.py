@@ -1,4 +1,4 @@
-"""The base of all parsers: reads text up to a block of calls, then the block."""
+"""The base class of all parsers of text: reads text up to a block of calls, then the block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CallParser(ABC):
     A block of calls begins at one of the format's `markers`, or at the start of the answer with one of its `openers`.
     Whitespace around a block is dropped. A call begins once its name and the start of its arguments have been read.
     Malformed output before that point is returned as text. Malformed output after it is returned as part of the
-    arguments. It never raises, and takes time linear in the length of the answer.
+    arguments. Parsing never raises, and takes time linear in the length of the answer.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()

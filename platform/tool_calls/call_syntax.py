@@ -19,8 +19,9 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     blocks: Mapping[str, Block]
-    """The block after each marker of the format's parser. The marker "" stands for the start of an answer. Forced calls
-    have the first block.
+    """The block after each marker of the format's parser. The marker "" stands for the start of an answer.
+
+    Forced calls use the first block.
     """
     separator: str = ", "
     before_arguments: str = '{"name": "NAME", "arguments": '
@@ -45,7 +46,7 @@ SYNTAXES: Mapping[str, CallSyntax] = MappingProxyType(
         ),
         "mistral": CallSyntax({"[TOOL_CALLS]": Block("[", "]")}),
         "phi": CallSyntax({"<|tool_call|>": Block("[", "]", "<|/tool_call|>"), "functools[": Block("", "]")}),
-        # The parser reads two forms, but only this one can express every schema.
+        # The parser also reads Python calls, but only JSON objects can express every schema.
         "pythonic": CallSyntax({"": Block("[", "]"), "<|python_start|>": Block("[", "]", "<|python_end|>")}),
     }
 )

@@ -50,7 +50,7 @@ def chosen_parser(chosen: AnswerParsers, template_source: str) -> str | None:
 
 
 def chosen_markers(chosen: AnswerParsers, template_source: str) -> Markers | None:
-    """Return the markers of the thinking, or None if it is not separated from the answer."""
+    """Return the markers of the thinking, or None if the thinking is not separated from the answer."""
     name = chosen.reasoning_parser or AUTO
     return reasoning_markers_of(template_source) if name == AUTO else REASONING_MARKERS.get(name)
 
@@ -58,8 +58,8 @@ def chosen_markers(chosen: AnswerParsers, template_source: str) -> Markers | Non
 def last_marker(prompt: str, markers: Markers, continued: str = "") -> str | None:
     """Return the last marker in the turn that the answer continues, or None if the turn has none.
 
-    The turn is the end of the prompt, or `continued`, the beginning of the answer that the prompt ends with. Earlier
-    messages may mention markers.
+    Only the last token of the prompt and `continued`, the beginning of the answer if the request contains one, are
+    examined, because earlier messages may mention markers.
     """
     text = prompt.rstrip()
     at_end = next((one for one in (markers.begin, markers.end) if text.endswith(one)), None)

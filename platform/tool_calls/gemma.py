@@ -26,7 +26,7 @@ _JSON_NAMES = {"true": "true", "false": "false", "null": "null", "True": "true",
 
 @dataclass(frozen=True, slots=True)
 class GemmaLiterals:
-    """The Gemma syntax for `read_literal`, with strings enclosed in `quote`. It also reads JSON's strings."""
+    """Gemma's syntax for `read_literal`, with strings enclosed in `quote`. It also accepts JSON strings."""
 
     quote: str
 

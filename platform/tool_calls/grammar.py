@@ -69,7 +69,7 @@ def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | No
 
     Each tool's schema is compiled with llguidance's `json_options`.
 
-    Free text contains no marker or opener that the parser would take for calls or the splitter for thinking. This
+    Free text cannot contain a marker or opener that the parser would read as a call, or the splitter as thinking. This
     includes markers that are special tokens, because other tokens can spell the same text.
     """
     lines = ["%llguidance {}"]
@@ -127,7 +127,10 @@ def _forced_calls(lines: list[str], calls: Calls, ids: Mapping[str, int]) -> str
 
 
 def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, ids: Mapping[str, int]) -> str:
-    """Add the rules of free text. Calls begin at markers, or at openers at its start. Return the expression."""
+    """Add the rules of free text with calls, and return the expression.
+
+    Calls begin at a marker, or with an opener at the start of the text.
+    """
     parser, syntax = PARSERS[calls.format], SYNTAXES[calls.format]
     assert {*parser.markers} == {*syntax.blocks} - {""}
     # Like calls without a marker, thinking can begin only at the start of an answer.

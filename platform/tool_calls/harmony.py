@@ -24,7 +24,7 @@ MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 
 MAX_HEADER_BYTES = 1024
-"""Longest part of a header that is read, in bytes. Anything further is dropped."""
+"""Longest part of a header that is read, in bytes. Further bytes are dropped."""
 
 _FUNCTIONS = "functions."
 _READERS = ("all", "assistant", "user")
@@ -64,7 +64,7 @@ class Message:
 
     @property
     def destination(self) -> Destination:
-        """Only text that the model addresses to the user is content. A channel that we do not know is reasoning."""
+        """Only text that the model addresses to the user is content. Text in an unknown channel is reasoning."""
         if self.function is not None:
             return Destination.CALL
         is_content = self.recipient is None and self.channel in (FINAL, COMMENTARY, "")

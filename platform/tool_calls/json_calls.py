@@ -62,7 +62,10 @@ class JsonCallParser(CallParser):
             self._argue("{}")
 
     def _held_arguments(self) -> Steps[str]:
-        """Read arguments before the name, as a string that contains JSON, or null. Raises Malformed."""
+        """Read arguments that cannot be passed on yet: an object before the name, a string with JSON, or null.
+
+        Raises Malformed.
+        """
         reader = self._reader
         first = yield from reader.peek()
         if first == '"':

@@ -1,4 +1,4 @@
-"""Converts literals to JSON while reading them. Their lists and objects must have the brackets of JSON."""
+"""Converts literals to JSON while reading them. Lists and objects in literals must have JSON's brackets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Literals(Protocol):
 def read_literal(reader: Reader, literals: Literals, on_piece: OnPiece) -> Steps[None]:
     """Read one literal and pass it on as JSON, piece by piece. Raises Malformed.
 
-    It keeps open brackets in a list, so nesting cannot exhaust the stack.
+    Open brackets are kept in a list, so nesting cannot exhaust the stack.
     """
     closers: list[str] = []
     while True:

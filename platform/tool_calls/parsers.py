@@ -1,4 +1,4 @@
-"""The parsers by name."""
+"""The parsers of tool calls in text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
         "pythonic": PythonicParser,
     }
 )
-"""The parsers by name. A parser that vLLM also has is called by vLLM's name. One parser reads one answer.
+"""The parsers by name. Parsers that vLLM also has use vLLM's names. Each answer needs a new parser.
 
-`harmony.py` is not among them, because it reads tokens.
+Harmony is not listed, because `harmony.py` reads token IDs instead of text.
 """

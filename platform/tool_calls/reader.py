@@ -107,7 +107,7 @@ class Reader:
                 return False
 
     def expect(self, expected: str) -> Steps[None]:
-        """Raises Malformed if anything else comes next."""
+        """Read `expected`. Raises Malformed if anything else comes next."""
         if not (yield from self.literal(expected)):
             raise Malformed
 
@@ -128,10 +128,10 @@ class Reader:
         return (yield from self.span(_SPACE))
 
     def enclosed(self, syntax: re.Pattern[str], on_piece: Callable[[str], None]) -> Steps[None]:
-        """Read a value from its opening bracket or quote to the closing one, piece by piece. Raises Malformed if it is
-        cut off.
+        """Read a value from its opening bracket or quote to the closing one, piece by piece.
 
-        It counts all brackets together, so nesting takes constant memory.
+        All kinds of brackets are counted together, so nesting takes constant memory. Raises Malformed if the value is
+        cut off.
         """
         depth, quote, is_escaped = 0, "", False
         while True:
@@ -162,8 +162,9 @@ class Reader:
                 raise Malformed
 
     def until(self, end: str, on_piece: Callable[[str], None]) -> Steps[None]:
-        """Read up to and including `end`, and pass on the text before it, piece by piece. Raises Malformed if it is cut
-        off.
+        """Read up to and including `end`, and pass on the text before it, piece by piece.
+
+        Raises Malformed if the answer ends before `end`.
         """
         while True:
             found = self.text.find(end, self.at)

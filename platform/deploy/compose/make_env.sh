@@ -8,7 +8,7 @@ fi
 model=$(realpath "$1")
 cd "$(dirname "$0")"
 if [ -e .env ]; then
-    echo "$PWD/.env exists: delete it to make new secrets" >&2
+    echo "$PWD/.env exists: delete it to generate new secrets" >&2
     exit 1
 fi
 umask 077
