@@ -11,10 +11,11 @@ from pathlib import Path
 
 
 class AtomicFiles:
-    """Hands out paths `DIRECTORY/unfinished/RUN-FILE`. Each run locks `DIRECTORY/runs/RUN` until its process exits.
+    """Hands out paths `DIRECTORY/unfinished/RUN-FILE`, where RUN identifies this object.
 
-    The lock distinguishes the files of a dead run from those that a live run is still writing. Hold the directory's
-    lock when calling the constructor and `sweep`, so that a starting run does not look dead.
+    The object locks `DIRECTORY/runs/RUN` for as long as it lives. The lock distinguishes files that a live process is
+    still writing from the leftovers of a dead process. Hold the directory's lock when calling the constructor and
+    `sweep`, so that a run whose lock is not taken yet does not look dead.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -33,6 +34,7 @@ class AtomicFiles:
         return self._directory / f"{self._run}-{uuid.uuid4().hex}"
 
     def sweep(self) -> None:
+        """Delete the unfinished files of dead processes."""
         alive = {path.name for path in self._runs.iterdir() if not _remove_if_dead(path)}
         for path in self._directory.iterdir():
             if path.name.partition("-")[0] not in alive:

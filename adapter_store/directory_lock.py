@@ -35,7 +35,7 @@ class DirectoryLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock. Raises DirectoryBusy if another process, perhaps a suspended one, does not release it."""
+        """Hold the lock. Raises DirectoryBusy if another process does not release it within `patience_s`."""
         with self._threads:
             self._acquire()
             try:

@@ -46,7 +46,7 @@ class AdapterRejected(Refused):
     - an operator's source: `source_not_found`, `source_unavailable`, `source_unauthorized`, `source_moved`,
       `source_not_allowed`, `invalid_source`, `file_too_large`, `size_mismatch`, `checksum_mismatch`,
       `identical_version`, `insufficient_quota`;
-    - weights in quarantine: `quarantined`;
+    - weights that match a quarantined version: `quarantined`;
     - validation itself: `validation_timeout`, `validation_killed`, `validation_failed`.
     """
 
@@ -81,7 +81,7 @@ class BaseNotSupported(StoreError):
 
 
 class UploadRefused(Refused):
-    """An upload's declaration, bytes or source are not acceptable, or the upload is expired or already used."""
+    """An upload's declaration, bytes or source are not acceptable, or the upload has expired or was already used."""
 
 
 class LimitReached(StoreError):
@@ -207,8 +207,7 @@ class BlobStoreUnavailable(StoreError):
 class BlobDamaged(AdapterCorrupt, BlobStoreUnavailable):
     """Every read of the blob returned bytes that do not match its stored checksum.
 
-    The error has two base classes. A caller that can rebuild the file catches AdapterCorrupt, and other callers retry
-    later.
+    A caller that can rebuild the file catches AdapterCorrupt. Other callers catch BlobStoreUnavailable and retry later.
     """
 
 

@@ -69,7 +69,7 @@ def _operation_id(route: APIRoute) -> str:
 
 @cache
 def _rest_routes() -> APIRouter:
-    """The admin routes. They are built only once, because that takes 200 ms, and contain no app state."""
+    """Return the admin routes. They contain no app state, and are built only once, because that takes 200 ms."""
     routes = APIRouter(generate_unique_id_function=_operation_id)
     for module in ROUTERS:
         routes.include_router(module.router, prefix="/admin/v1")
@@ -78,7 +78,7 @@ def _rest_routes() -> APIRouter:
 
 
 def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
-    """The admin listener's ASGI app. Every route under `/admin/v1` declares which callers it admits.
+    """Return the admin listener's ASGI app. Every route under `/admin/v1` declares which callers it admits.
 
     `root_path` is the prefix under which a proxy publishes the app, such as `/loramux`.
     """

@@ -1,4 +1,4 @@
-"""Assembles the gateway process: database, stores, services and both apps. Imports everything except torch."""
+"""Assembles the server process: database, stores, services and both apps. Imports everything except torch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def assemble(
 ) -> Iterator[Assembled]:
     """Assemble the process, except its listeners. Raises StartRefused. Entering and exiting the context both block.
 
-    If `share` is given, the server shares requests with others on its database.
+    If `share` is given, the server shares requests with other servers on its database.
     """
     served_name = settings.resolved_served_name
     target = pack_target(model, config.dtype)
@@ -150,7 +150,7 @@ def assemble(
         worker = IngestWorker(ingest)
         worker.start()
         stack.callback(worker.stop)
-        # Runs before `worker.stop`, which would otherwise wait for a running validation to finish.
+        # This runs before `worker.stop`, which would otherwise wait for a running validation to finish.
         stack.callback(validator.close)
         tenants = Tenants(database)
         api_keys = ApiKeys(database, _revealed(settings.admin_key))
@@ -234,8 +234,9 @@ def assemble(
 
 
 def gateway_settings(settings: Settings) -> GatewaySettings:
-    """The gateway's settings, with the model's sampling defaults. Raises
-    StartRefused if the defaults cannot be used.
+    """Return the gateway's settings, with the model's sampling defaults.
+
+    Raises StartRefused if the defaults cannot be used.
     """
     path = settings.model / GENERATION_FILE
     base_defaults = NO_DEFAULTS

@@ -40,7 +40,7 @@ class ExpiredRows:
                 if until is console_sessions.c.expires_us:
                     is_over |= until > now_us + MAX_AHEAD_US
                 some = select(*table.primary_key).where(is_over).limit(self._at_once)
-                # Another server is deleting the locked row, or a request is extending it.
+                # Skip locked rows, which another server is deleting or a request is extending.
                 found = some.with_for_update(skip_locked=True)
                 num_swept = connection.execute(delete(table).where(key.in_(found))).rowcount
             total += num_swept

@@ -103,7 +103,7 @@ def assemble_gateway(
 
 
 def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: bool) -> FastAPI:
-    """`/metrics` and `/health`, as on a server's admin listener."""
+    """Return an app with `/metrics` and `/health`, as on a server's admin listener."""
     app = FastAPI(title="loramux gateway", openapi_url=None, docs_url=None, redoc_url=None)
     install_error_handling(app)
     token = None if settings.metrics_token is None else settings.metrics_token.get_secret_value()

@@ -31,8 +31,9 @@ from loramux.platform.threads import call_on
 
 
 class Sharing:
-    """`engine` takes the place of the local engine in the gateway. `open_presence` needs a local engine that is ready.
+    """One server's connection to the other servers on its database.
 
+    `engine` takes the place of the local engine in the gateway. `open_presence` needs a local engine that is ready.
     `address` is the setting `peer_address`. If its port is 0, the listener's own port is published.
     """
 
@@ -107,7 +108,7 @@ class Sharing:
 
 
 def bind_peers(settings: Settings, address: str) -> socket.socket:
-    """Bind the peer listener. Raises StartRefused if other servers could not use what this one uses."""
+    """Bind the peer listener. Raises StartRefused unless the database and the blob store can be shared."""
     if settings.is_database_embedded:
         raise StartRefused(
             "servers share requests through their database, and this one has its own: set --database-url, "

@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 class Upkeep:
-    """Upkeep tasks that run alongside the admin app. Any number of servers can run them concurrently."""
+    """Runs the periodic work alongside the admin app. Any number of servers can do so concurrently."""
 
     def __init__(self, services: AdminServices) -> None:
         self._services = services

@@ -20,7 +20,7 @@ MAX_READ_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobInfo:
-    """A blob's metadata. `sha256` (hexadecimal) is set if the store keeps a checksum that it has verified."""
+    """A blob's metadata. `sha256` (hexadecimal) is set if the store keeps the blob's SHA-256."""
 
     size: int
     etag: str | None = None
@@ -29,7 +29,7 @@ class BlobInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedPut:
-    """A signed request that lets anyone put one blob, once. Send it with exactly these `headers`."""
+    """A signed request that lets anyone put a blob, or one part of a blob. Send it with exactly these `headers`."""
 
     url: str
     method: str
@@ -51,9 +51,9 @@ class PresignedParts:
 class BlobStore(ABC):
     """Immutable blobs by key. Safe to use from several threads.
 
-    A key consists of up to eight parts separated by `/`. Each part contains letters, digits, `.`, `_` and `-`. Any
-    other key raises ValueError. A blob is either complete or absent, and is durable once `put` returns. Every method
-    raises BlobStoreUnavailable while the store cannot be reached.
+    A key consists of up to eight parts separated by `/`. Each part has up to 128 letters, digits, `.`, `_` and `-`, and
+    begins with a letter, a digit or `_`. Any other key raises ValueError. A blob is either complete or absent, and is
+    durable once `put` returns. Every method raises BlobStoreUnavailable while the store cannot be reached.
     """
 
     @property
@@ -96,7 +96,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def list_keys(self, prefix: str = "") -> Iterator[str]:
-        """The keys that begin with `prefix`, sorted."""
+        """Yield the keys that begin with `prefix`, sorted."""
 
     @abstractmethod
     def remove_unfinished(self) -> None:

@@ -23,7 +23,7 @@ _CRASHED_AFTER_S = 86_400
 
 
 class LocalBlobStore(BlobStore):
-    """Writes and flushes each blob in an unfinished file, then hard-links the file into place.
+    """Writes each blob to an unfinished file, flushes the file to disk, and hard-links it into place.
 
     Blobs therefore appear whole and are never replaced. The directory must be on a file system with hard links.
     """

@@ -10,9 +10,9 @@ from collections.abc import Callable
 class RetryBudget:
     """A token bucket for retries, shared by all callers. Thread-safe.
 
-    A retry takes one token, and a success returns a tenth of a token. In the long run, retries therefore add at most a
-    tenth to the traffic, after an initial burst of up to `capacity`. `refill_per_s` refills the bucket of a rarely used
-    store.
+    The bucket starts with `capacity` tokens and never has more. A retry takes one token, and a success returns
+    `per_success` tokens. The bucket also gains `refill_per_s` tokens per second, so that a rarely used store can be
+    retried.
     """
 
     def __init__(

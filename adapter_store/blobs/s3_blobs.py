@@ -31,7 +31,7 @@ from loramux.adapter_store.blobs.s3_writing import S3Writer
 from loramux.adapter_store.errors import BlobNotFound
 
 _CRASHED_AFTER_S = 86_400
-"""A multipart upload counts as abandoned at this age, in seconds."""
+"""Age at which a multipart upload or a probe blob counts as abandoned, in seconds."""
 # Matches the checksum of a whole object. A multipart object may instead have a checksum of checksums, with the number
 # of parts as a suffix.
 _SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
@@ -47,7 +47,7 @@ class S3BlobStore(BlobStore):
     - `Content-MD5` on PUT: damage on the way to the store shows only at the next read;
     - metadata, for each blob's SHA-256: a read compares the ETag if it is an MD5, otherwise only the size;
     - `x-amz-checksum-sha256` on presigned PUTs: ingestion hashes the bytes anyway;
-    - `If-Match` on range requests: the parts' ETags are compared instead.
+    - `If-Match` on range requests: only the ETags in the responses are compared.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class S3BlobStore(BlobStore):
         yield from sorted(self._calls.send("list blobs", list_all, deadline))
 
     def remove_unfinished(self) -> None:
-        """Abort multipart uploads (presigned ones too) and delete probe blobs that are at least a day old."""
+        """Abort multipart uploads (presigned ones too) and delete probe blobs that are more than a day old."""
         oldest_s = self._now_s() - _CRASHED_AFTER_S
         calls = self._calls
 

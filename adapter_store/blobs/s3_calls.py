@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ABSENT = ("404", "NoSuchKey", "NotFound", "NoSuchUpload")
 _CONTENDED = ("ConditionalRequestConflict", "OperationAborted")
-# The request was damaged or truncated on its way to the store.
+# The store received a damaged or incomplete request.
 _DAMAGED_ON_THE_WAY = ("BadDigest", "IncompleteBody", "InvalidDigest", "RequestTimeout", "XAmzContentSHA256Mismatch")
 _CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
 

@@ -3,8 +3,8 @@
 boto3's timeouts apply to single socket operations. A server that sends one byte every four seconds never exceeds them,
 so each attempt also has a timer that shuts its connections down.
 
-botocore has no public access to its connections: its events expose only the request before sending and the response
-after its headers. `connect` therefore uses two private names, which no other code uses:
+botocore gives no public access to its connections: its events expose only the request before it is sent and the
+response after its headers have arrived. `connect` therefore uses two private names, which no other code uses:
 
 - `BaseClient._endpoint`, through which `connect` reaches a client's HTTP session;
 - `URLLib3Session._pool_classes_by_scheme`, from which the session creates its connections, including proxied ones.
@@ -117,7 +117,7 @@ def _shut_down(connection: Any) -> None:
     sock = connection.sock
     if sock is not None:
         # Do not close the socket: another thread is reading from it. SSLSocket.shutdown would make that thread read
-        # plaintext.
+        # the bytes without decrypting them.
         with suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 

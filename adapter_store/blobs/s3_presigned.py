@@ -21,8 +21,9 @@ _MAX_EXPIRES_S = 7 * 86_400
 class S3Presigner:
     """Signs requests, and completes or aborts the multipart uploads that it begins.
 
-    The signature covers the length, so the store accepts no other number of bytes. It also covers the SHA-256, but only
-    stores that support `x-amz-checksum-sha256` compare it with the bytes: MinIO and Amazon S3 do, but Ceph 16 does not.
+    Each signature covers the length, so the store accepts no other number of bytes. The signature for a whole blob also
+    covers its SHA-256, but only stores that support `x-amz-checksum-sha256` compare it with the bytes: MinIO and
+    Amazon S3 do, but Ceph 16 does not.
     """
 
     def __init__(self, calls: S3Calls) -> None:

@@ -1,4 +1,4 @@
-"""Checks at startup whether a bucket provides the guarantees that blobs rely on."""
+"""Tests whether a bucket provides the guarantees that blobs rely on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class S3Probe:
         )
 
     def completes_conditionally(self) -> bool:
-        """Test whether multipart uploads can be completed with `If-None-Match: *`. Raises BlobStoreUnavailable."""
+        """Return whether the store honours `If-None-Match: *` when a multipart upload is completed.
+
+        Raises BlobStoreUnavailable.
+        """
         calls, key = self._calls, self._new_key()
         what = "test multipart uploads"
         with suppress(PreconditionFailed):

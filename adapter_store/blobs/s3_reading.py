@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SHA256_METADATA = "loramux-sha256"
 """Metadata key under which loramux stores a blob's SHA-256.
 
-Every store returns such metadata. ETags are MD5s only for unencrypted single-part objects, and few stores support the
-checksums of the protocol.
+Nearly every store returns such metadata. An ETag is the object's MD5 only if the object was put whole and is not
+encrypted with a customer's or KMS key, and few stores support Amazon S3's own checksums.
 """
 
 _CHUNK_BYTES = 1 << 20

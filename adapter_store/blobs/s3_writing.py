@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
 
 PUT_METADATA = "loramux-put"
-"""Metadata key for a random ID per put. After a lost response, it shows whether the blob is from this put."""
+"""Metadata key for a random ID per put. After a lost response, the ID shows whether this put stored the blob."""
 
 _CHUNK_BYTES = 1 << 20
 _WHAT = "write a blob"
@@ -45,10 +45,11 @@ class _Put:
 
 
 class S3Writer:
-    """Puts blobs with `If-None-Match: *`, so that an existing blob is never replaced.
+    """Puts blobs with `If-None-Match: *`, so that an existing blob is not replaced.
 
     `completes_conditionally` returns True if the store honours that header for multipart uploads too. If not, files of
-    up to 5 GiB are sent in one request. A larger upload is completed if its key is free once all parts have arrived.
+    up to 5 GiB are sent in one request. A larger upload is completed if its key is free once all parts have arrived,
+    so it can replace a blob that is put at that very moment.
     """
 
     def __init__(self, calls: S3Calls, completes_conditionally: Callable[[], bool]) -> None:
@@ -67,7 +68,7 @@ class S3Writer:
                 return self._put_parts(put, deadline)
             return self._put_whole(put, deadline)
         except (BlobNotFound, PreconditionFailed) as error:
-            # Somebody else deleted the blob or aborted its upload during this call.
+            # Another client deleted the blob or aborted its upload during this call.
             raise BlobStoreUnavailable(
                 f"cannot {_WHAT} in the bucket {self._calls.bucket}: it was removed in the meantime"
             ) from error
@@ -85,7 +86,7 @@ class S3Writer:
                         Key=put.key,
                         Body=body,
                         ContentLength=put.size,
-                        # Every store verifies this checksum.
+                        # More stores verify this checksum than Amazon S3's newer ones.
                         ContentMD5=put.md5,
                         Metadata=put.metadata,
                         IfNoneMatch="*",

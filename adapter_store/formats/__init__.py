@@ -1,1 +1,1 @@
-"""File formats of adapters: safetensors, the canonical file and packed pages."""
+"""File formats of adapters and bases: safetensors, the canonical file, packed pages and quantised weights."""

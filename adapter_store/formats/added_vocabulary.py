@@ -19,7 +19,7 @@ from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson,
 MAX_ADDED_TOKENS = 256
 MAX_TOKEN_CHARS = 256
 MAX_VOCAB_SIZE = 1 << 24
-"""No base has this many tokens."""
+"""Exclusive upper bound of `vocab_size`, larger than any base's vocabulary."""
 
 FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
@@ -45,17 +45,17 @@ class AddedVocabulary:
     tokens: tuple[AddedToken, ...]
 
     def report(self) -> dict[str, Any]:
-        """The facts that are stored with a version."""
+        """Return the facts to store with the version."""
         return {"vocab_size": self.vocab_size, "tokens": {token.content: token.id for token in self.tokens}}
 
 
 def encode_added_vocabulary(vocabulary: AddedVocabulary) -> bytes:
-    """The text of an `added_vocabulary.json`; equal vocabularies have equal texts."""
+    """Return the contents of an `added_vocabulary.json`; equal vocabularies have equal contents."""
     return json.dumps(asdict(vocabulary), ensure_ascii=False, sort_keys=True, indent=1).encode() + b"\n"
 
 
 def parse_added_vocabulary(text: bytes) -> AddedVocabulary:
-    """Read an `added_vocabulary.json`. Raises AdapterRejected. Its `param` is the key or the file's name."""
+    """Read an `added_vocabulary.json`. Raises AdapterRejected, whose `param` is the key at fault or the file's name."""
     try:
         document = parse_strict_json(text)
     except DuplicateKey as error:

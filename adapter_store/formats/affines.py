@@ -1,7 +1,7 @@
 """Gains and shifts of modules: `y + gain * y + shift`, where `y` already contains the adapter's A and B.
 
-DoRA (https://arxiv.org/abs/2402.09353) gives each output of `W + scale * B A` the norm `magnitude`. PEFT's `lora_bias`
-adds `scale * bias`.
+DoRA (https://arxiv.org/abs/2402.09353) rescales the weights of each output in `W + scale * B A` to the norm given by
+`magnitude`. PEFT's `lora_bias` adds `scale * bias`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loramux.adapter_store.formats.base_weights import WeightRows
 from loramux.adapter_store.formats.module_places import ModulePlace
 
 _BLOCK_ELEMENTS = 1 << 22
-"""Number of the base's weights that are read at a time."""
+"""Maximum number of the base's weights to read at a time. At least one row is read."""
 
 
 def dora_affine(
@@ -25,7 +25,7 @@ def dora_affine(
     magnitude: npt.NDArray[np.float32],
     base: WeightRows,
 ) -> npt.NDArray[np.float32]:
-    """Gain and shift of a DoRA module, float32 `[2, out_features]`.
+    """Return the gain and shift of a DoRA module, float32 `[2, out_features]`.
 
     `A` is `[rank, in_features]` and `B` is `[out_features, rank]`. The shift restores the base's bias, which DoRA does
     not scale. Raises AdapterRejected if a gain is not finite, as when an output's norm is 0.
@@ -47,7 +47,7 @@ def dora_affine(
 def _squares_of_rows(
     place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: WeightRows
 ) -> npt.NDArray[np.float64]:
-    """The squared norms of the rows of `W + scale * B A`, one per output."""
+    """Return the squared norms of the rows of `W + scale * B A`, one per output."""
     num_rows, block = place.shape.out_features, max(1, _BLOCK_ELEMENTS // place.shape.in_features)
     squares = np.empty(num_rows)
     for begin in range(0, num_rows, block):
@@ -60,7 +60,7 @@ def _squares_of_rows(
 def _squares_of_columns(
     place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: WeightRows
 ) -> npt.NDArray[np.float64]:
-    """The squared norms of an embedding's columns, one per output; the base stores one row per token."""
+    """Return the squared norms of an embedding's columns, one per output; the base stores one row per token."""
     num_tokens, block = place.shape.in_features, max(1, _BLOCK_ELEMENTS // place.shape.out_features)
     squares = np.zeros(place.shape.out_features)
     for begin in range(0, num_tokens, block):

@@ -11,7 +11,7 @@ from loramux.adapter_store.formats.file_names import PARSERS_FILE
 from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
 
 AUTO = "auto"
-"""The chat template decides."""
+"""The chat template determines the parser."""
 OFF = "off"
 """Nothing is parsed."""
 
@@ -34,11 +34,11 @@ class AnswerParsers:
     reasoning_parser: str | None = None
 
     def document(self) -> dict[str, str]:
-        """The settings that have a value."""
+        """Return the settings that have a value."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, base: AnswerParsers) -> AnswerParsers:
-        """These choices, with missing ones taken from `base`."""
+        """Return these choices, with missing ones taken from `base`."""
         return AnswerParsers(**{**base.document(), **self.document()})
 
 
@@ -52,7 +52,7 @@ def problem_with_parser(setting: str, value: object) -> str | None:
 
 
 def parse_answer_parsers(text: bytes) -> AnswerParsers:
-    """Read a `parsers.json`. Raises AdapterRejected. Its `param` is the setting or the file's name."""
+    """Read a `parsers.json`. Raises AdapterRejected, whose `param` is the setting at fault or the file's name."""
     try:
         document = parse_strict_json(text)
     except DuplicateKey as error:

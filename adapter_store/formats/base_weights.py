@@ -47,8 +47,8 @@ class BaseWeights:
     def fingerprint(self) -> str:
         """Identifies the weights: a hash of all names, dtypes and shapes, and of 64 evenly spaced blocks per tensor.
 
-        Hashing every byte would delay the first DoRA adapter by minutes for a large base. Two bases with equal
-        fingerprints would have to differ only between the blocks.
+        Hashing every byte of a large base would delay the first DoRA adapter by minutes. Two bases with equal
+        fingerprints can differ only outside these blocks.
         """
         hashed = hashlib.sha256()
         for name, tensor in itertools.chain.from_iterable(sorted(tensors.items()) for tensors in self._tensors):
@@ -60,7 +60,7 @@ class BaseWeights:
         return hashed.hexdigest()
 
     def rows(self, module: str, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Rows `[begin, end)` of a module's weight, dequantised, float32 `[end - begin, row_len]`."""
+        """Return rows `[begin, end)` of a module's weight, dequantised, float32 `[end - begin, row_len]`."""
         name = f"{module}.weight"
         if name in self._checkpoint.coded:
             return self._coded(name).dequantize(begin, end)
@@ -70,7 +70,7 @@ class BaseWeights:
         return self._plain(name).float_rows(begin, end)
 
     def place(self, module: str) -> MatrixPlace:
-        """Where a module's weight is stored, for a process that reads the weight without mapping the whole file.
+        """Return where a module's weight is stored, for a process that reads it without mapping the whole file.
 
         Raises AdapterUnavailable for a quantised weight.
         """
@@ -81,7 +81,7 @@ class BaseWeights:
         return MatrixPlace(str(tensor.path.absolute()), tensor.begin, tensor.dtype, math.prod(tensor.shape[1:]))
 
     def bias(self, module: str) -> npt.NDArray[np.float32] | None:
-        """A module's bias, or None if it has none."""
+        """Return a module's bias, or None if the module has none."""
         name = f"{module}.bias"
         if name not in self._checkpoint.plain:
             return None
@@ -95,8 +95,8 @@ class BaseWeights:
         return tensor
 
     def _coded(self, name: str) -> CodedWeight:
-        """A quantised weight. The last weight read is kept, because its rows are read in blocks."""
-        # Several threads read weights, so another thread can replace the kept weight at any time.
+        """Return a quantised weight. The last weight read is cached, because its rows are read in blocks."""
+        # Several threads read weights, so another thread can replace the cached weight at any time.
         last = self._last
         if last is None or last[0] != name:
             try:

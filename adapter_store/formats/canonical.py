@@ -39,8 +39,8 @@ def write_canonical(
 ) -> str:
     """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
-    `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same. `trained`
-    maps outer modules to their replaced rows. `vocab_size` is the adapter's number of
+    `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same. `scales`
+    and `trained` map modules to their scales and to their replaced rows. `vocab_size` is the adapter's number of
     tokens, or None if it has the base's vocabulary.
     """
     facts: dict[str, object] = {"peft_type": "LORA", "scales": dict(scales)}
@@ -74,7 +74,7 @@ def write_canonical(
 
 
 def digest_of(source: Path | bytes) -> str:
-    """SHA-256 of a file or of bytes, in hexadecimal."""
+    """Return the SHA-256 of a file or of bytes, in hexadecimal."""
     if isinstance(source, bytes):
         return hashlib.sha256(source).hexdigest()
     with source.open("rb") as file:

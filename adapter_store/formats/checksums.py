@@ -1,7 +1,7 @@
-"""Verifies payloads in memory, with SHA-256 at the first read and a checksum as fast as memory at later reads.
+"""Verifies payloads in memory, with SHA-256 at the first read and a faster checksum, lane sums, at later reads.
 
-SHA-256 is slower than reading. When a process first reads a file, it therefore verifies the SHA-256 and records the
-lane sums. Later reads compare only the lane sums, as long as the file states the same SHA-256.
+Computing a SHA-256 is slower than reading a file. When a process first reads a file, it therefore verifies the SHA-256
+and records the lane sums. Later reads compare only the lane sums, as long as the file states the same SHA-256.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK_BYTES = 1 << 20
-"""Number of bytes checked at a time, few enough to still be in the processor's cache after the read."""
+"""Number of bytes to check at a time, few enough to still be in the processor's cache after the read."""
 
 NUM_LANES = 509
-"""Number of lanes; prime, so that a disk block or memory page is never a whole number of rows.
+"""Number of lanes. It is prime, so the words of a disk block or memory page never fill whole rounds of the lanes.
 
-A moved block therefore changes the sums.
+A block that ends up in the wrong place therefore changes the sums.
 """
 
 
@@ -49,7 +49,7 @@ class LaneSums:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The lane sums of a payload whose SHA-256 has been verified."""
+    """The lane sums of a payload, and the SHA-256 that the payload should have."""
 
     sha256: str
     lane_sums: bytes
@@ -60,7 +60,11 @@ class PayloadCheck:
     """Checks a payload chunk by chunk while reading it."""
 
     proof: Proof | None = None
-    """Result of an earlier check of this payload. If None, `run` verifies the SHA-256. A successful run replaces it."""
+    """The lane sums from an earlier successful check of this payload, or None.
+
+    Without lane sums for the requested SHA-256, `run` verifies the SHA-256 and stores new lane sums here. Use them only
+    if `run` returned True.
+    """
     read_s: float = 0.0
     verify_s: float = 0.0
 

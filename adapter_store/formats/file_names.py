@@ -1,4 +1,4 @@
-"""The names of an adapter's files: two from PEFT, two optional ones from transformers and two of loramux itself."""
+"""The names of an adapter's files: two of PEFT, and four optional ones, two of transformers and two of loramux."""
 
 from __future__ import annotations
 

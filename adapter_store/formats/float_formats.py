@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 STORAGE: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-"""The numpy dtype that stores values of each allowed safetensors dtype."""
+"""The numpy dtype that stores values of each safetensors dtype that an adapter may use."""
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -27,7 +27,7 @@ def to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = np.empty(bits.shape, np.uint16)
     into, source = rounded.reshape(-1), bits.reshape(-1)
-    # Work in blocks, because a head can take hundreds of megabytes, and several copies of it would be needed.
+    # Work in blocks, because a head can take hundreds of megabytes, and the conversion makes several copies.
     for begin in range(0, source.size, _BLOCK_ELEMENTS):
         block = source[begin : begin + _BLOCK_ELEMENTS]
         rounding = np.uint32(0x7FFF) + ((block >> 16) & 1)

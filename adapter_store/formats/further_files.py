@@ -27,7 +27,7 @@ MAX_FURTHER_BYTES: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class FurtherFiles:
-    """A version's optional files as uploaded, by name, and the contents of three of them. All are checked."""
+    """A version's optional files as uploaded, by name, and the parsed contents of three of them, all validated."""
 
     contents: Mapping[str, bytes] = field(default_factory=dict)
     defaults: SamplingDefaults | None = None
@@ -40,7 +40,7 @@ class FurtherFiles:
         return {name: hashlib.sha256(content).hexdigest() for name, content in self.contents.items()}
 
     def report(self) -> dict[str, Any]:
-        """The facts that are stored with a version."""
+        """Return the facts to store with the version."""
         facts: dict[str, Any] = {}
         if TEMPLATE_FILE in self.contents:
             facts["chat_template"] = {
@@ -57,14 +57,13 @@ class FurtherFiles:
 
 
 NO_FURTHER_FILES = FurtherFiles()
-"""The optional files of a version that has none."""
 
 
 def version_digest(weights_digest: str, checksums: Mapping[str, str]) -> str:
-    """SHA-256 over the digest of the weights and the optional files' checksums.
+    """Return a digest of a version's weights and optional files, in hexadecimal.
 
-    Without optional files, it is the digest of the weights. Otherwise, the hashed text has one line for the weights and
-    one, `NAME SHA256`, for each file, in the order of FURTHER_FILES.
+    Without optional files, it is the digest of the weights. Otherwise, it is the SHA-256 of a text with the digest of
+    the weights on the first line, and then one line, `NAME SHA256`, for each file, in the order of FURTHER_FILES.
     """
     if not checksums:
         return weights_digest

@@ -28,7 +28,7 @@ class Bounds:
 SETTINGS: Mapping[str, Bounds] = MappingProxyType(
     {
         "temperature": Bounds(0.0, 2.0),
-        # The smallest positive double stands for an excluded zero.
+        # The smallest positive double as the lower bound excludes zero.
         "top_p": Bounds(math.ulp(0.0), 1.0),
         "top_k": Bounds(-1, 2**31 - 1, is_integer=True),
         "min_p": Bounds(0.0, 1.0),
@@ -51,11 +51,11 @@ class SamplingDefaults:
     max_new_tokens: int | None = None
 
     def document(self) -> dict[str, float | int]:
-        """The settings that have a value."""
+        """Return the settings that have a value."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, base: SamplingDefaults) -> SamplingDefaults:
-        """These defaults, with missing ones taken from `base`."""
+        """Return these defaults, with missing ones taken from `base`."""
         return SamplingDefaults(**{**base.document(), **self.document()})  # type: ignore[arg-type]
 
 
@@ -63,7 +63,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def parse_generation_config(text: bytes) -> SamplingDefaults:
-    """Read a `generation_config.json`. Raises AdapterRejected. Its `param` is the setting or the file's name."""
+    """Read a `generation_config.json`. Raises AdapterRejected, whose `param` is the setting or the file's name."""
     try:
         document = parse_strict_json(text)
     except DuplicateKey as error:

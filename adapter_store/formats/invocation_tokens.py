@@ -6,15 +6,15 @@ import sys
 from collections.abc import Sequence
 
 INVOCATION_KEY = "alora_invocation_tokens"
-"""The key of the tokens in PEFT's configuration."""
+"""The key in PEFT's configuration."""
 
 MAX_INVOCATION_TOKENS = 256
 MAX_TOKEN_ID = sys.maxunicode
-"""No vocabulary is this large. Prompts are searched as text, with one character per token."""
+"""Exclusive upper bound of token IDs: prompts are searched as text, with one character per token."""
 
 
 def check_invocation_tokens(token_ids: Sequence[int]) -> None:
-    """Raise ValueError for token ids that no base can have, or for too many of them. An empty list is valid."""
+    """Raise ValueError for an invalid token ID, or for more than `MAX_INVOCATION_TOKENS`. An empty list is valid."""
     if len(token_ids) > MAX_INVOCATION_TOKENS:
         raise ValueError(f"{INVOCATION_KEY} must have at most {MAX_INVOCATION_TOKENS} token ids")
     if not all(0 <= token_id < MAX_TOKEN_ID for token_id in token_ids):

@@ -24,7 +24,7 @@ STORED: dict[str, np.dtype[Any]] = {
     "I32": np.dtype("<i4"),
     **dict.fromkeys(("I8", "U8", "F8_E4M3", "F8_E8M0"), _BYTES),
 }
-"""The numpy dtype that stores values of each safetensors dtype. 8-bit values are bytes."""
+"""The numpy dtype that stores values of each safetensors dtype. All 8-bit values are stored as unsigned bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class MappedTensor:
         return self.end - self.begin
 
     def array(self) -> npt.NDArray[Any]:
-        """The values in `STORED[dtype]`, without a copy. Raises KeyError for a dtype that is not in `STORED`."""
+        """Return the values in `STORED[dtype]`, without a copy. Raises KeyError for a dtype that is not in `STORED`."""
         storage = STORED[self.dtype]
         return np.frombuffer(self.data, storage, math.prod(self.shape), self.begin).reshape(self.shape)
 
     def float_rows(self, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Rows `[begin, end)` of a tensor in one of the dtypes of `STORAGE`, float32 `[end - begin, row_len]`."""
+        """Return rows `[begin, end)`, float32 `[end - begin, row_len]`. The tensor's dtype must be in `STORAGE`."""
         row_len = math.prod(self.shape[1:])
         storage = STORAGE[self.dtype]
         at = self.begin + begin * row_len * storage.itemsize
@@ -57,7 +57,7 @@ class MappedTensor:
 
 
 def map_directory(model_dir: Path) -> dict[str, MappedTensor]:
-    """The tensors of a model directory, by their names in a text-only model.
+    """Map the tensors of a model directory, by their names in a text-only model.
 
     The directory is the operator's own, so its files are trusted. A malformed file raises OSError, ValueError, KeyError
     or TypeError.

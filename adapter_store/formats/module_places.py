@@ -19,15 +19,15 @@ BIAS_SUFFIX = ".lora_B.bias"
 
 @dataclass(frozen=True, slots=True)
 class ModulePlace:
-    """One module of the base: its name `key`, its layer, and its index among all of the target's modules.
+    """One module of the base: its name `key`, its layer, and its index in `PackTarget.all_modules`.
 
-    For an outer module, `layer` is None and the index counts the target's outer modules. `kind` is a name that the same
-    module has in all layers and for all experts.
+    For an outer module (the embedding or the head), `layer` is None and the index refers to the target's outer modules.
+    `kind` is a name that the same module has in all layers and for all experts.
 
     If the file stacks the tensors of `num_experts` experts, `key` is the name of the stack, and the module belongs to
     `expert`. As in PEFT, A has all ranks of expert 0, then all ranks of expert 1; B has rank 0 of all experts, then
-    rank 1. With `alternates`, the rows of B alternate between the gate and the up projection; a
-    packed file has all rows of the gate first.
+    rank 1. With `alternates`, the rows of B alternate between the gate and the up projection; a packed file has all
+    rows of the gate first.
     """
 
     key: str
@@ -47,11 +47,11 @@ class ModulePlace:
         return self.key if self.layer is None else module_key(self.layer, self.shape)
 
     def rank_of(self, a_shape: Sequence[int]) -> int:
-        """The rank of the module, given the shape of its A."""
+        """Return the rank of the module, given the shape of its tensor A."""
         return a_shape[0] // self.num_experts
 
     def a_rows(self, rank: int) -> range:
-        """The module's rows of A."""
+        """Return the module's rows of A."""
         return range(self.expert * rank, (self.expert + 1) * rank)
 
     @property
@@ -61,32 +61,35 @@ class ModulePlace:
 
     @property
     def a_name(self) -> str:
-        """The tensor A `[rank, in_features]`."""
+        """The name of the tensor A `[rank, in_features]`."""
         return TENSOR_PREFIX + self.key + (EMBEDDING_A_SUFFIX if self.shape.is_embedding else A_SUFFIX)
 
     @property
     def b_name(self) -> str:
-        """The tensor B `[out_features, rank]`."""
+        """The name of the tensor B `[out_features, rank]`."""
         return TENSOR_PREFIX + self.key + (EMBEDDING_B_SUFFIX if self.shape.is_embedding else B_SUFFIX)
 
     @property
     def magnitude_name(self) -> str:
-        """The vector `[out_features]` of a DoRA adapter."""
+        """The name of the magnitudes `[out_features]` of a DoRA adapter."""
         return TENSOR_PREFIX + self.key + MAGNITUDE_SUFFIX
 
     @property
     def bias_name(self) -> str:
-        """The vector `[out_features]` of an adapter that was trained with `lora_bias`."""
+        """The name of the bias `[out_features]` of an adapter that was trained with `lora_bias`."""
         return TENSOR_PREFIX + self.key + BIAS_SUFFIX
 
 
 def module_key(layer: int, module: LinearShape) -> str:
-    """The name of a layer's module in the base model."""
+    """Return the name of a layer's module in the base model."""
     return f"model.layers.{layer}.{module.name}"
 
 
 def module_places(target: PackTarget) -> Iterator[ModulePlace]:
-    """List the base's modules that an adapter may change, layer by layer, in every form that a file may use."""
+    """List the base's modules that an adapter may change, layer by layer.
+
+    A module of an expert is listed once for each form, stacked or separate, in which a file may store it.
+    """
     for index, shape in enumerate(target.outer_modules):
         yield ModulePlace(shape.name, None, index, shape, shape.name)
     for layer in range(target.geometry.num_layers):

@@ -1,4 +1,4 @@
-"""Reads some of the base's matrices from open files, in a process that can no longer open others."""
+"""Reads some of the base's matrices from files opened in advance, in a process that can no longer open files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class MatrixPlace:
 
 
 class OpenMatrices:
-    """Matrices by module, as `WeightRows`. The constructor opens their files. Raises OSError."""
+    """Matrices by module, as `WeightRows`. The constructor opens their files, and may raise OSError."""
 
     def __init__(self, places: Mapping[str, MatrixPlace]) -> None:
         self._places = {module: (os.open(place.path, os.O_RDONLY), place) for module, place in places.items()}
 
     def rows(self, module: str, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Rows `[begin, end)`, float32 `[end - begin, row_len]`."""
+        """Return rows `[begin, end)`, float32 `[end - begin, row_len]`."""
         descriptor, place = self._places[module]
         storage = STORAGE[place.dtype]
         row_bytes = place.row_len * storage.itemsize

@@ -37,12 +37,12 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _WIDEST_ITEMSIZE = 4
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_ENTRY_BYTES = 256
-"""Room for the name and the entry of an expert's tensor in a header, in bytes. Most need about 170."""
+"""Space for one expert tensor's name and entry in a header, in bytes. Most need about 170."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackTarget:
-    """One engine's layout.
+    """What adapters are validated and packed for: one engine's modules, page geometry and dtype.
 
     `modules` use PEFT's names within a layer, and some layers may lack a module; `dtype` is float32 or bfloat16.
     `experts` are the linears of the base's experts; `all_modules` lists them after `modules`.
@@ -76,7 +76,7 @@ class PackTarget:
 
     @property
     def all_modules(self) -> tuple[LinearShape, ...]:
-        """The modules of a layer in the order of the tables' axis and of the streams: `modules`, then the experts'."""
+        """The modules of a layer, in the order of rank tables, scale tables and pages: `modules`, then the experts'."""
         return _all_modules(self)
 
     @property
@@ -97,10 +97,10 @@ class PackTarget:
 
     @property
     def max_tensors_bytes(self) -> int:
-        """Size of the largest valid safetensors file: every module at the highest rank, in float32.
+        """Size of the largest valid safetensors file, in bytes: every module at its maximum rank, in float32.
 
-        It also has room for the whole weight of each outer module, with tokens beyond the base's vocabulary. Experts
-        have a lower maximum rank.
+        The size includes the whole weight of each outer module, with tokens beyond the base's vocabulary. Experts have
+        a lower maximum rank.
         """
         elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
         for num_rows, row_len in map(trained_rows_of, self.outer_modules):
@@ -131,12 +131,12 @@ class PackTarget:
 
     @property
     def max_pages(self) -> int:
-        """Number of pages that are enough for any adapter: every module at the highest rank, and all rows trained."""
+        """Number of pages that suffices for any adapter: every module at its maximum rank, and all rows trained."""
         outer_ranks = np.full(len(self.outer_modules), MAX_RANK, np.int32)
         try:
             without_rows = self.layout(self.equal_ranks(MAX_RANK), outer_ranks, has_affines=True).num_pages
         except ValueError:
-            # Offsets cannot address the largest adapter. Validation refuses every adapter with more than MAX_ELEMENTS.
+            # Offsets cannot address the largest adapter. Validation refuses adapters with more than MAX_ELEMENTS.
             without_rows = -(-MAX_ELEMENTS // self.geometry.adapter_elements)
         page_elements = self.geometry.flat.adapter_elements
         shapes = [trained_rows_of(self.shard(module).shape(module)) for module in self.outer_modules]
@@ -152,9 +152,9 @@ class PackTarget:
         return self.max_pages * self.geometry.total_page_bytes
 
     def equal_ranks(self, rank: int) -> npt.NDArray[np.int32]:
-        """The ranks `[num_layers, num_modules]` of an adapter with this rank on every module.
+        """Return the ranks, int32 `[num_layers, num_modules]`, of an adapter with this rank on every module.
 
-        Experts get at most their maximum rank. If one linear contains another, the adapter has only the larger one.
+        Experts get at most their maximum rank. If one expert linear contains another, only the larger one has a rank.
         """
         layers = range(self.geometry.num_layers)
         ranks = [rank] * len(self.modules)
@@ -173,8 +173,8 @@ class PackTarget:
     ) -> AdapterLayout:
         """Return the layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
 
-        `outer_ranks` is int32 `[num_outer_modules]`; if it is None, all outer modules have rank 0. `rows` are the
-        numbers of this rank's trained rows.
+        `outer_ranks` is int32 `[num_outer_modules]`; if it is None, all outer modules have rank 0. `rows` counts the
+        trained rows of the tensor-parallel rank `tp_rank`.
         """
         if outer_ranks is None:
             outer_ranks = np.zeros(len(self.outer_modules), np.int32)
@@ -184,13 +184,13 @@ class PackTarget:
         return _layout(self, *tables, has_affines, rows)
 
     def shard(self, module: LinearShape) -> Shard:
-        """Return this rank's part of a module, which is the whole module unless several GPUs share the model."""
+        """Return the part of a module for `tp_rank`, which is the whole module unless several GPUs share the model."""
         head_dim = self.geometry.head_dim
         kv_features = self.geometry.num_kv_heads * head_dim * self.tp_size
         return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
 
     def tokens(self, module: LinearShape, vocab_size: int | None = None) -> range:
-        """The tokens whose rows of an outer module belong to this rank.
+        """Return the tokens whose rows of an outer module belong to `tp_rank`.
 
         Tokens beyond the base's vocabulary belong to the last rank. `vocab_size` is an adapter's number of tokens, or
         None if it has the base's vocabulary.
@@ -213,7 +213,7 @@ class PackTarget:
             "tp_size": self.tp_size,
             "tp_rank": self.tp_rank,
         }
-        # Usual values are omitted, so that older packed files stay valid.
+        # Default values are omitted, so that older packed files stay valid.
         if self.has_fixed_vocabulary:
             document["has_fixed_vocabulary"] = True
         return document if self.experts is None else {**document, "experts": _experts_document(self.experts)}
@@ -237,7 +237,7 @@ class PackTarget:
 def _module_document(module: LinearShape) -> dict[str, Any]:
     document = asdict(module)
     if module.layers is None:
-        # Left out, so that packed files from before the field was added stay valid.
+        # Omitted, so that packed files written before this field existed stay valid.
         del document["layers"]
     return document
 
@@ -251,7 +251,7 @@ def _experts_document(experts: ExpertModules) -> dict[str, Any]:
     document = asdict(experts)
     for linear in document["linears"]:
         if not linear["alternates"]:
-            # Left out, so that packed files from before the field was added stay valid.
+            # Omitted, so that packed files written before this field existed stay valid.
             del linear["alternates"]
     return document
 
@@ -278,7 +278,8 @@ def _all_modules(target: PackTarget) -> tuple[LinearShape, ...]:
 def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: bool, rows: RowCounts) -> AdapterLayout:
     """Compute an adapter's layout.
 
-    Cached because this takes longer than checking a small adapter's bytes, and most adapters share a few layouts.
+    The result is cached: computing it takes longer than checking a small adapter's bytes, and most adapters share a
+    few layouts.
     """
     modules, outer_modules = (
         tuple(target.shard(module).shape(module) for module in group)
@@ -291,5 +292,5 @@ def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: b
 
 
 def _max_elements(modules: Iterable[LinearShape | ExpertLinear], rank: int = MAX_RANK) -> int:
-    """Number of elements of these modules at the highest rank, with a magnitude or bias per output."""
+    """Return the number of elements of these modules at this rank, with a magnitude or bias per output."""
     return sum(rank * (module.in_features + module.out_features) + module.out_features for module in modules)

@@ -5,7 +5,7 @@
     bytes [12, 44)  SHA-256 of the header
     then the header (JSON), zeros up to a multiple of 4096, and the payload up to the end of the file
 
-The header contains the payload's SHA-256, and one CRC-32 per module to identify a damaged module.
+The header contains the payload's SHA-256, and CRC-32s that identify the damaged module if the SHA-256 does not match.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
 _PREFIX = struct.Struct("<8sI32s")
 _PAYLOAD_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 16 << 20
-"""Largest header of a packed file, in bytes. Checksums of 40,000 modules of experts take 3 MB."""
+"""Largest header of a packed file, in bytes. The checksums of 40,000 expert modules take 3 MB."""
 
 FIRST_READ_BYTES = 16 << 10
 """Size of the first read, in bytes. Most headers fit into it."""
@@ -105,7 +105,7 @@ def read_packed(
     digest: str | None = None,
     allocate: HostMemory = plain_memory,
 ) -> PackedAdapter:
-    """Read a packed adapter into memory from `allocate`, verifying every byte.
+    """Read a packed adapter into memory that `allocate` returns, verifying every byte.
 
     Raises AdapterCorrupt if a checksum does not match, or if the file belongs to another adapter or target than
     requested.
@@ -123,10 +123,10 @@ def read_open_packed(
     digest: str | None,
     allocate: HostMemory,
 ) -> PackedAdapter:
-    """Read a packed adapter from an open file.
+    """Read a packed adapter from an open file. Raises the same errors as `read_packed`.
 
-    The payload is read in order, directly into its final memory, and `check` verifies each chunk as it is read. Payload
-    bytes that arrived with the header are read again.
+    The payload is read in order, directly into its final memory, and `check` processes each chunk as it is read.
+    Payload bytes that arrived with the header are read again.
     """
     header, payload_begin = _read_header(descriptor)
     try:
@@ -167,10 +167,10 @@ def read_open_packed(
 def _laid_out(
     target: bytes, ranks: bytes, outer_ranks: bytes, rows: bytes, has_affines: bool
 ) -> tuple[PackTarget, AdapterLayout]:
-    """The target and layout that a header's JSON describes.
+    """Return the target and the layout that a header's JSON describes.
 
-    Cached because layouts are costly and most adapters share a few. Raises KeyError, TypeError, ValueError or
-    DecodeError if either is invalid.
+    The result is cached: layouts are costly, and most adapters share a few. Raises KeyError, TypeError, ValueError or
+    DecodeError if the target or the layout is invalid.
     """
     found = PackTarget.from_document(json.loads(target))
     inner, outer = (np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks))
@@ -178,7 +178,7 @@ def _laid_out(
 
 
 def _read_header(descriptor: int) -> tuple[_Header, int]:
-    """The header, and the offset at which the payload begins."""
+    """Return the header, and the offset at which the payload begins."""
     start = os.pread(descriptor, FIRST_READ_BYTES, 0)
     if len(start) < _PREFIX.size:
         raise AdapterCorrupt("the packed file ends inside its header")
@@ -198,9 +198,9 @@ def _read_header(descriptor: int) -> tuple[_Header, int]:
 
 
 def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
-    """Return the CRC-32 of each module's elements, by module name, without absent modules.
+    """Return the CRC-32 of each module's elements, by name. Modules that the adapter does not change are left out.
 
-    A module's trained rows are listed separately; rows that several modules share belong to the first.
+    A module's trained rows have their own checksum; rows that several modules share belong to the first.
     """
     pages = payload.view(target.storage_dtype)
     checksums: dict[str, int] = {}

@@ -34,10 +34,10 @@ class PackedAdapter:
     """An adapter in the pool's format: each page of the payload is copied whole into one page of the pool.
 
     `scales` is float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 for an absent
-    module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is
-    `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer modules' stream is element `e` of the first
-    `layout.num_outer_pages` pages. Elements that belong to neither a row nor an id are zero. `base` is the fingerprint
-    of the base's weights if the payload depends on them, or None.
+    module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`. With `E` elements per layer in a page, element `e`
+    of layer `l`'s stream is `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer modules' stream is
+    element `e` of the first `layout.num_outer_pages` pages. Padding is zero. `base` is the fingerprint of the base's
+    weights if the payload depends on them, or None.
     """
 
     digest: str
@@ -53,13 +53,13 @@ class PackedAdapter:
 
 
 def needs_base(canonical: Path | bytes) -> bool:
-    """True if packing needs the base's weights, as for DoRA and for whole weights of the embedding or the head."""
+    """Return whether packing needs the base's weights, as for DoRA or for a whole weight of the embedding or head."""
     with CanonicalAdapter(canonical) as file:
         return _needs_base(file)
 
 
 def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None = None) -> PackedAdapter:
-    """Lay out a canonical adapter for `target`. `base` is required if the adapter `needs_base`.
+    """Lay out a canonical adapter for `target`. `base` is required if `needs_base(canonical)`.
 
     Raises AdapterCorrupt if the file is damaged, or AdapterRejected if the adapter was made for another base.
     """
@@ -129,7 +129,7 @@ def _needs_base(file: CanonicalAdapter) -> bool:
 
 
 class _StackedB:
-    """Reads a stack's B once for all its experts, because their columns alternate."""
+    """Reads a stack's B once for all its experts, because the experts' columns are interleaved."""
 
     def __init__(self, file: CanonicalAdapter, dtype: str) -> None:
         self._file = file
@@ -167,7 +167,7 @@ def _write(
         else:
             affine = _affine(file, place, base)
             if target.tp_rank and shape.out_features == place.shape.out_features:
-                # Every GPU has part of the inputs, and the outputs are added, so only one may add the shift.
+                # Every GPU has part of the inputs, and the outputs are added, so only one GPU may add the shift.
                 affine[1] = 0
             rows = _rows(to_pool_dtype(affine, target.dtype).T, shard.outputs).T
         part = part_layout(shape, index, rank, geometry.adapter_elements)
@@ -177,7 +177,7 @@ def _write(
 
 
 def _affine(file: CanonicalAdapter, place: ModulePlace, base: BaseWeights | None) -> npt.NDArray[np.float32]:
-    """Gain and shift of a module, float32 `[2, out_features]`; zeros if the adapter has neither for this module."""
+    """Return a module's gain and shift, float32 `[2, out_features]`; zeros if the adapter has neither for it."""
     scale = file.scales[place.key]
     if place.magnitude_name in file.header.tensors:
         assert base is not None, "packing a DoRA adapter needs the base's weights"

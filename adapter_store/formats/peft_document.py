@@ -7,7 +7,7 @@ from typing import Any
 
 
 def peft_document(ranks: Mapping[str, int], alpha: float | None, **facts: Any) -> dict[str, Any]:
-    """A configuration that names each module of `ranks` in full. With an `alpha` of None, every scale is 1.
+    """Return a configuration that names each module of `ranks` in full. If `alpha` is None, every scale is 1.
 
     `facts` are additional keys, such as `base_model_name_or_path`.
     """

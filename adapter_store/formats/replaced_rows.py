@@ -1,4 +1,4 @@
-"""The rows of the base's embedding and head that differ after PEFT has loaded an adapter, and their place in pages."""
+"""The rows of the base's embedding and head that differ after PEFT has loaded an adapter, and how they are packed."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ NO_TOKENS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class ReplacedRows:
-    """The tokens, ascending, whose rows an adapter replaces in each outer module; int64."""
+    """The tokens whose rows an adapter replaces in each outer module: IDs in ascending order, int64."""
 
     tokens: Mapping[str, npt.NDArray[np.int64]]
     counts: RowCounts
 
 
 def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: WeightRows | None) -> ReplacedRows:
-    """Find the rows that this rank has to replace. `base` is required if the adapter replaces whole weights.
+    """Find the rows that the tensor-parallel rank of `target` must replace.
 
-    Rows of a whole weight that equal the base's in the pool's dtype are left out. Raises AdapterRejected if the adapter
-    was made for another base.
+    `base` is required if the adapter replaces whole weights. Rows of a whole weight that equal the base's rows in the
+    pool's dtype are left out. Raises AdapterRejected if the adapter was made for another base.
     """
     modules = target.outer_modules
     if not file.trained.keys() <= {module.name for module in modules}:
@@ -77,7 +77,7 @@ def write_rows(
     stream: npt.NDArray[Any],
     target: PackTarget,
 ) -> None:
-    """Write the replaced rows and their ids into the outer stream."""
+    """Write the replaced rows and their token IDs into the stream of the outer modules."""
     for index, module in enumerate(target.outer_modules):
         tokens = replaced.tokens[module.name]
         if not len(tokens) or (layout.rows.is_shared and index):
@@ -109,7 +109,7 @@ class LoadedWeights:
         self._base = base
 
     def rows(self, module: str, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Rows `[begin, end)` of a module's weight, float32 `[end - begin, row_len]`."""
+        """Return rows `[begin, end)` of a module's weight, float32 `[end - begin, row_len]`."""
         trained = self._file.trained.get(module)
         if trained is None:
             return self._base.rows(module, begin, end)
@@ -130,7 +130,7 @@ class LoadedWeights:
 def _changed(
     file: CanonicalAdapter, module: LinearShape, rows: TrainedRows, target: PackTarget, base: WeightRows | None
 ) -> npt.NDArray[np.int64]:
-    """This tensor-parallel rank's tokens whose rows are trained or differ from the base's."""
+    """Return this tensor-parallel rank's tokens whose rows are trained or differ from the base's."""
     if not _fits(rows, file, module):
         raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
     tokens, ours = np.array(sorted(rows.ids), np.int64), target.tokens(module, file.vocab_size)
@@ -165,7 +165,7 @@ def _check_vocabulary(file: CanonicalAdapter, vocab_size: int, target: PackTarge
 
 
 def _fits(rows: TrainedRows, file: CanonicalAdapter, module: LinearShape) -> bool:
-    """True if the replaced rows have the shape of the base's rows."""
+    """Return whether the replaced rows fit the base's weight."""
     num_rows, row_len = trained_rows_of(module)
     num_rows = num_rows if file.vocab_size is None else file.vocab_size
     wanted = {rows.whole: (num_rows, row_len), rows.delta: (len(rows.ids), row_len)}

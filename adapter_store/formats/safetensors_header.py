@@ -44,7 +44,10 @@ class SafetensorsHeader:
 
 
 def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEADER_BYTES) -> int:
-    """Return the header's length, given the first nine or more bytes of a file, or the whole file if it is shorter."""
+    """Return the header's length, given at least the first nine bytes of a file, or the whole file if it is shorter.
+
+    Raises AdapterRejected.
+    """
     if file_size <= LENGTH_BYTES:
         raise AdapterRejected("truncated_file", f"a file of {file_size} bytes holds no tensors", TENSORS_FILE)
     # The first eight bytes are a length, so a valid file can look like a pickle; the ninth byte decides.

@@ -14,7 +14,7 @@ _OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share of a module's inputs and outputs, as half-open ranges in the order of the module's own tensors.
+    """One rank's share of a module's inputs and outputs, as half-open ranges of the whole module's indices.
 
     With `y = scale B (A x)`: if the inputs are split, each rank computes a partial sum with its part of A, and the
     outputs are added. If the outputs are split, each rank has all of A and its own rows of B, and the outputs are
@@ -30,7 +30,7 @@ class Shard:
 
 
 def shard_of(module: LinearShape, head_dim: int, kv_features: int, tp_size: int, tp_rank: int) -> Shard:
-    """Rank `tp_rank`'s part of a module; `kv_features` is the number of K outputs in the whole model.
+    """Return rank `tp_rank`'s part of a module; `kv_features` is the number of K outputs of one layer of the model.
 
     As usual, attention is split by heads, the feed-forward block by its inner features, and vocabularies by tokens.
     Raises ValueError if the module cannot be split into equal parts.

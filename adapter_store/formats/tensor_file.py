@@ -60,13 +60,13 @@ class TensorFile:
         return values.reshape(len(rows), *row_shape)
 
     def blocks(self, name: str) -> Iterator[range]:
-        """Divide a matrix into blocks of rows, so that a large one is never in memory as a whole."""
+        """Divide a matrix into blocks of rows, so that a large matrix need not be in memory as a whole."""
         num_rows, num_columns = self.header.tensors[name].shape
         step = max(1, BLOCK_ELEMENTS // max(1, num_columns))
         return (range(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
     def converted(self, name: str, dtype: str, rows: range | None = None) -> npt.NDArray[Any]:
-        """Read a tensor, or some of its rows, in the pool's `dtype`, float32 or the bits of bfloat16."""
+        """Read a tensor, or some of its rows, in the pool's `dtype`: float32, or the bits of bfloat16."""
         stored = self.header.tensors[name].dtype
         values = self.raw(name) if rows is None else self.raw_rows(name, rows)
         if dtype == "bfloat16" and stored == "BF16":

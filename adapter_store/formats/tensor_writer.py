@@ -1,4 +1,4 @@
-"""Writes a safetensors file of float32 matrices, one at a time, so that memory use is bounded by the largest."""
+"""Writes a safetensors file of float32 matrices one at a time, so memory use is bounded by the largest matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_tensors(
     shapes: Mapping[str, tuple[int, int]],
     tensor: Callable[[str], npt.NDArray[np.float32]],
 ) -> None:
-    """Write the tensors in the order of `shapes`; `tensor` makes each one when its turn comes."""
+    """Write the tensors in the order of `shapes`. `tensor` is called with a tensor's name just before it is written."""
     document: dict[str, object] = {}
     position = 0
     for name, (rows, columns) in shapes.items():

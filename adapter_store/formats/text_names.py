@@ -9,7 +9,7 @@ _TEXT = (
     ("model.text_model.", "model."),
 )
 _OTHER_PARTS = (
-    # Predicts several tokens at once. The model's own output does not depend on it.
+    # The layers for multi-token prediction, on which the model's ordinary output does not depend.
     "mtp.",
     *(
         level + part
@@ -39,7 +39,7 @@ _OTHER_PARTS = (
 
 
 def text_name(stored: str) -> str | None:
-    """The name of the same tensor in a text-only model, or None if a text-only model does not need the tensor."""
+    """Return the tensor's name in a text-only model, or None if a text-only model does not need the tensor."""
     if stored.startswith(_OTHER_PARTS):
         return None
     for prefix, replacement in _TEXT:
@@ -49,7 +49,7 @@ def text_name(stored: str) -> str | None:
 
 
 def text_module(name: str) -> str:
-    """The same module's name, or the end of its name, in a text-only model.
+    """Return the module's name, or the end of its name, in a text-only model.
 
     `model.language_model.layers.0.mlp.up_proj` of transformers 5, `language_model.model.layers.0.mlp.up_proj` of
     earlier versions and `language_model.lm_head` lose the part that names the text decoder, and so does

@@ -1,4 +1,4 @@
-"""The rows of the base's embedding and head that an adapter replaces, because they were trained themselves."""
+"""The rows of the base's embedding and head that an adapter replaces, rather than changing them by LoRA."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.kernels.layout import NO_ROWS, RowCounts
 
 WEIGHT_SUFFIX = ".weight"
-"""The module's own weight `[vocab_size, hidden_size]`; a copy of the base's weight has the same suffix."""
+"""Suffix of a module's own trained weight `[vocab_size, hidden_size]`, or of a copy of the base's weight."""
 BASE_SUFFIXES = (WEIGHT_SUFFIX, ".base_layer.weight", ".token_adapter.base_layer.weight")
 """Suffixes of a copy of the base's weight in a PEFT file. Loading the adapter overwrites the base's weight with it."""
 UNUSED_SUFFIXES = (".original_module.weight", ".modules_to_save.weight")
-"""Other copies that PEFT saves of a module in `modules_to_save`. PEFT does not use them with the adapter."""
+"""Suffixes of other copies that PEFT saves for a module in `modules_to_save` but does not use with the adapter."""
 DELTA_SUFFIX = ".token_adapter.trainable_tokens_delta"
-"""The rows of `trainable_token_indices`, `[len(ids), hidden_size]`."""
+"""Suffix of the rows trained with `trainable_token_indices`, `[len(ids), hidden_size]`."""
 
 
 def outer_weight_names(key: str) -> tuple[str, ...]:
-    """All names that PEFT can give a tensor that contains an outer module's weight or some of its rows."""
+    """Return all names that PEFT can give a tensor that contains an outer module's weight or some of its rows."""
     return tuple(TENSOR_PREFIX + key + suffix for suffix in (*BASE_SUFFIXES, *UNUSED_SUFFIXES, DELTA_SUFFIX))
 
 
@@ -48,12 +48,12 @@ class TrainedRows:
         return self.whole is not None or set(tokens).issubset(self.ids)
 
     def max_count(self, tokens: range) -> int:
-        """The number of rows of `tokens` that are replaced, if no row of a whole weight equals the base's."""
+        """Return how many rows of `tokens` are replaced, assuming that no row of a whole weight equals the base's."""
         return len(tokens) if self.whole is not None else sum(token in tokens for token in self.ids)
 
 
 def max_row_counts(trained: Mapping[str, TrainedRows], target: PackTarget, vocab_size: int | None = None) -> RowCounts:
-    """The largest number of rows replaced in each outer module; equal rows of a tied base are stored once.
+    """Return the largest number of rows replaced in each outer module; equal rows of a tied base are stored once.
 
     `vocab_size` is the adapter's number of tokens, or None if it has the base's vocabulary.
     """

@@ -115,7 +115,7 @@ def convert_gguf(
 
 
 def _targets(file: GgufFile, pair: _Pair, architecture: str, head_dim: int | None) -> tuple[_Target, _Target]:
-    """A and B of a module, in PEFT's shapes."""
+    """Return A and B of a module, in PEFT's shapes."""
     a, b = file.tensors[pair.a].shape, file.tensors[pair.b].shape
     if pair.is_embedding:
         a = (a[1], a[0])
@@ -149,7 +149,7 @@ def _architecture(metadata: Mapping[str, Any]) -> str:
 
 
 def _alpha(metadata: Mapping[str, Any]) -> float | None:
-    """The alpha of all modules, or None if every scale is 1."""
+    """Return the alpha of all modules, or None if every scale is 1."""
     alpha = metadata.get("adapter.lora.alpha", 0.0)
     if type(alpha) is not float or not math.isfinite(alpha) or alpha < 0:
         raise ConversionRefused("alpha_out_of_range", "alpha must be a number, at least 0", "adapter.lora.alpha")
@@ -157,7 +157,7 @@ def _alpha(metadata: Mapping[str, Any]) -> float | None:
 
 
 def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata for the configuration: the invocation tokens and the base's name."""
+    """Return the metadata for the configuration: the invocation tokens and the base's name."""
     facts: dict[str, Any] = {}
     tokens = metadata.get("adapter.alora.invocation_tokens")
     if tokens is not None:
@@ -169,7 +169,7 @@ def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(file: GgufFile, architecture: str) -> dict[str, _Pair]:
-    """The tensors of each module, by the module's name in PEFT."""
+    """Return the tensors of each module, by the module's name in PEFT."""
     halves: dict[str, dict[str, tuple[str, str]]] = {}
     for name in file.tensors:
         match = _NAME.fullmatch(name)
@@ -197,7 +197,7 @@ def _key(layer: str | None, kind: str, architecture: str) -> str | None:
 
 
 def _place(item: tuple[str, _Pair]) -> tuple[int, str]:
-    """Sorts modules outside the layers first, then by layer."""
+    """Return a sort key: modules outside the layers come first, then each layer's modules."""
     parts = item[0].split(".")
     return (int(parts[2]) if len(parts) > 2 else -1, item[0])
 

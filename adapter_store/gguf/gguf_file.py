@@ -2,7 +2,7 @@
 
 The format, little-endian: `GGUF`, the version, the number of tensors, the number of metadata entries; each entry's key,
 type and value; each tensor's name, dimensions (the fastest first), type and offset; padding; the tensors' data. The
-`gguf` package maps the file and trusts its counts and lengths, so it is not used here; tests compare with it.
+`gguf` package maps the file and trusts its counts and lengths, so it is not used here; tests compare the results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_DIMENSION = 1 << 31
 _MAX_ALIGNMENT = 1 << 16
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""The format of each numeric value type."""
+"""The `struct` format of each numeric or boolean value type."""
 _LAYOUTS = {kind: struct.Struct(f"<{kind}") for kind in _SCALARS.values()}
 _STRING, _ARRAY = 8, 9
 
@@ -91,7 +91,7 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file of matrices whose header has passed all checks. Raises ConversionRefused if a check fails."""
+    """An open GGUF file that contains only matrices. Raises ConversionRefused if a check of the header fails."""
 
     def __init__(self, path: Path) -> None:
         self._file = _open(path)
@@ -121,7 +121,7 @@ class GgufFile:
 
 
 class _Header:
-    """Parses the start of a file of `file_size` bytes. Reads never go beyond the bytes at hand."""
+    """Parses the start of a file of `file_size` bytes, without reading beyond the given bytes."""
 
     def __init__(self, start: bytes, file_size: int) -> None:
         self._start = start
@@ -149,7 +149,7 @@ class _Header:
         return metadata, self._placed(declared, self._data_start(metadata))
 
     def _declared(self, num_tensors: int) -> Iterator[GgufTensor]:
-        """The tensors, with `begin` relative to the data."""
+        """Yield the tensors, with `begin` relative to the data."""
         for _ in range(num_tensors):
             name = self._string()
             num_dimensions = self._count("I", _MAX_DIMENSIONS, "dimensions", name)

@@ -47,7 +47,7 @@ class BucketSource:
 
 @contextmanager
 def _translated(name: str, max_bytes: int) -> Iterator[None]:
-    """Translate errors from reading a bucket into the version's errors."""
+    """Translate errors of the blob store into AdapterRejected or SourceUnavailable."""
     try:
         yield
     except BlobNotFound:

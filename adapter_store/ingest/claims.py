@@ -57,9 +57,9 @@ class Verdict:
 class VersionClaims:
     """One server's claims. Each state change is one transaction, and only the server that holds the claim makes it.
 
-    pending -> validating (claimed) -> ready or rejected. Any server can claim a version that was returned to the queue,
-    or after its claim has expired. `accept` records the digest while the version is still `validating`, before any blob
-    is stored, so that every blob has a row.
+    pending -> validating (claimed) -> ready or rejected. Any server can claim a version that was returned to the queue
+    or whose claim has expired. `accept` records the digest while the version is still `validating`, before any
+    permanent blob is stored, so that every permanent blob has a row.
     """
 
     def __init__(self, database: Database, lease_s: float = LEASE_S, limits: StockLimits | None = None) -> None:
@@ -71,7 +71,7 @@ class VersionClaims:
         """Unique to this process. After a restart, earlier claims count as another server's."""
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
-        """Claim a version, or return None if it is ready, rejected, postponed, or claimed by another server."""
+        """Claim a version, or return None if it has a verdict, is postponed, or is already claimed."""
         columns = adapter_versions.c
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -88,7 +88,7 @@ class VersionClaims:
         return ClaimedVersion(version, upload)
 
     def renew(self, version_id: str) -> None:
-        """Extend the claim by another lease. Raises ClaimLost."""
+        """Extend the claim to one lease from now. Raises ClaimLost."""
         with self._database.write() as connection:
             expires_us = self._database.now_us(connection) + self._lease_us
             self._change(connection, version_id, {"claim_expires_us": expires_us})
@@ -102,8 +102,7 @@ class VersionClaims:
             self._change(connection, version_id, {"state": "pending", "claimed_by": None, "claim_expires_us": due_us})
 
     def announce(self, claimed: ClaimedVersion, num_bytes: Mapping[str, int]) -> None:
-        """Record the sizes of files in an operator's bucket before copying them. They count against the quota
-        immediately.
+        """Record the sizes of a source's files before copying them. The sizes count against the quota immediately.
 
         Raises ClaimLost, or AdapterRejected if the sizes exceed the tenant's quota.
         """
@@ -125,7 +124,10 @@ class VersionClaims:
             connection.execute(change.values(files=announced))
 
     def record_files(self, claimed: ClaimedVersion, files: Sequence[UploadFile]) -> None:
-        """Record the files from an operator's bucket. Raises AdapterRejected if another version has the same bytes."""
+        """Record the files copied from a source.
+
+        Raises ClaimLost, or AdapterRejected if another version of the adapter has the same bytes.
+        """
         sha256 = files_sha256(files)
         assert sha256 is not None
         version = claimed.version
@@ -139,9 +141,9 @@ class VersionClaims:
             connection.execute(update(uploads).where(uploads.c.id == claimed.upload.id).values(files=declared))
 
     def accept(self, version: AdapterVersion, verdict: Verdict) -> None:
-        """Record that validation has passed, with the optional files.
+        """Record that a version has passed validation, and store its optional files.
 
-        Raises ClaimLost, or AdapterRejected if these weights are quarantined.
+        Raises ClaimLost, or AdapterRejected if another version with these weights is quarantined.
         """
         checksums = verdict.files.checksums
         facts = {
@@ -160,9 +162,9 @@ class VersionClaims:
             replace_further_files(connection, version.id, verdict.files)
 
     def publish(self, version: AdapterVersion) -> None:
-        """Make an accepted version ready, and the default if the adapter has none.
+        """Make an accepted version ready, and make it the default if the adapter has no default version.
 
-        Raises ClaimLost, or AdapterRejected if the same weights have been quarantined since validation.
+        Raises ClaimLost, or AdapterRejected if a version with the same weights was quarantined after `accept`.
         """
         with self._database.write() as connection:
             lock_adapter(connection, version.adapter_id)
@@ -198,7 +200,7 @@ class VersionClaims:
 
 
 class ClaimRenewal:
-    """Renews a claim three times per lease, on a thread that runs until the `with` block exits.
+    """Renews a claim three times per lease, on a thread that runs while the `with` block does.
 
     If the claim is lost anyway, the next change to the version raises ClaimLost.
     """

@@ -37,7 +37,7 @@ class ExportedFile:
         self._canonical = canonical
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the file's bytes. Only one chunk is in memory at a time."""
+        """Yield the file's bytes, without holding a whole tensors file in memory."""
         if self._header is None or self._canonical is None:
             yield self._content
         else:

@@ -9,8 +9,8 @@ from enum import StrEnum
 class Failpoint(StrEnum):
     """Points just after each step of ingestion, in order.
 
-    After a crash at any step, this or another server completes or removes the upload, in `recover`, `process` or
-    `remove_abandoned`. The tests kill a process at each of these points.
+    After a crash at any step, a server completes or removes the upload, in `recover`, `process` or `remove_abandoned`
+    of `Ingest`. The tests kill a process at each of these points.
     """
 
     UPLOAD_DECLARED = "upload declared"
@@ -19,7 +19,7 @@ class Failpoint(StrEnum):
     VERSION_ADDED = "version added"
     CLAIMED = "claimed"
     SOURCE_RECORDED = "source recorded"
-    """Reached only if the server takes the files from an operator's bucket."""
+    """Reached only if the server fetches the files from an operator's bucket or a hub."""
     FILES_FETCHED = "files fetched"
     VALIDATED = "validated"
     ACCEPTED = "accepted"
@@ -30,7 +30,7 @@ class Failpoint(StrEnum):
     PACKED_STORED = "packed file stored"
     PUBLISHED = "published"
     REJECTED = "rejected"
-    """Reached instead of the steps between FILES_FETCHED and PUBLISHED."""
+    """Reached instead of PUBLISHED if the version is rejected."""
     FIRST_FILE_DELETED = "first uploaded file deleted"
     FILES_DELETED = "uploaded files deleted"
 

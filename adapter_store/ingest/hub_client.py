@@ -1,6 +1,6 @@
 """The three calls of the Hugging Face hub's API that read an adapter's files, bounded in time and memory.
 
-huggingface_hub makes the same calls, but without a limit on the time or the size of an answer. Tests compare the two.
+huggingface_hub makes the same calls, but without a limit on the time or the size of a response. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CONNECT_S, READ_S = 5.0, 20.0
 """Longest time to connect or to wait for more bytes, in seconds."""
 
 ANSWER_S = 30.0
-"""Longest time for an answer about a repository, in seconds."""
+"""Longest time for a response about a repository, in seconds."""
 
 MIN_BYTES_PER_S = 256 << 10
-"""Slowest download, in bytes per second, after the first `ANSWER_S` seconds."""
+"""Lowest accepted rate of a download, in bytes per second. A download may take `ANSWER_S` longer than at this rate."""
 
 MAX_ANSWER_BYTES = 256 << 10
 MAX_REDIRECTS = 5
@@ -39,7 +39,7 @@ _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository. `digest` is the SHA-256 of a large file, and the git hash of a small one."""
+    """A file of a repository. `digest` is the SHA-256 of a large (Git LFS) file, or the Git hash of a small file."""
 
     name: str
     size: int
@@ -76,7 +76,7 @@ class HubClient:
         self._headers = {"user-agent": "loramux"} | ({"authorization": f"Bearer {token}"} if token else {})
 
     def resolve(self, repository: str, revision: str) -> str:
-        """Return the full hash of the commit that a branch, tag or commit hash names."""
+        """Return the full hash of the commit to which a branch, tag or commit hash refers."""
         path = f"/api/models/{repository}/revision/{quote(revision, safe='')}"
         answer: _Revision = self._answer(httpx.Request("GET", self._url(path), params={"expand": "sha"}), _Revision)
         if not _COMMIT.fullmatch(answer.sha):
@@ -91,7 +91,7 @@ class HubClient:
         return {entry.path: _file(entry) for entry in entries if entry.type == "file" and entry.path in names}
 
     def chunks(self, repository: str, commit: str, file: HubFile) -> Iterator[bytes]:
-        """Yield the bytes of a file. The hub can send any number, so the caller must stop when it has enough."""
+        """Yield the bytes of a file. The hub may send more than `file.size` bytes, so the caller must count them."""
         request = httpx.Request("GET", self._url(f"/{repository}/resolve/{commit}/{file.name}"))
         deadline = time.monotonic() + ANSWER_S + file.size / MIN_BYTES_PER_S
         with self._response(request, follow_redirects=True) as response:

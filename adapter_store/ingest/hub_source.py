@@ -52,7 +52,7 @@ class HubLocation:
         return replace(self, commit=commit)
 
     def resolve(self, hub: HubClient) -> str:
-        """Return the commit of the revision. Raises AdapterRejected if it is not the expected one."""
+        """Return the revision's commit. Raises AdapterRejected if it is not the expected commit."""
         commit = hub.resolve(self.repository, self.revision)
         if self.commit not in (None, commit):
             raise AdapterRejected(
@@ -64,7 +64,7 @@ class HubLocation:
 
 
 class HubSource:
-    """The known files of a repository at a commit; see `Source`. Each file is verified against the hub's hash."""
+    """The adapter files in a repository at a commit; see `Source`. Each file is verified against the hub's hash."""
 
     def __init__(self, hub: HubClient, location: HubLocation) -> None:
         assert location.commit is not None
@@ -105,7 +105,7 @@ class HubSource:
 
 
 def _hash_of(path: Path, file: HubFile) -> str:
-    """Return the SHA-256 of a large file, or the git hash of a small one, which includes a header with the size."""
+    """Return the SHA-256 of a large file, or the Git hash of a small file, which covers a header with the size."""
     hashed: _Hash
     if file.is_large:
         hashed = hashlib.sha256()

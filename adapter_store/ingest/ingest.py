@@ -45,13 +45,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class Ingest:
     """Turns uploads into versions. Blocking: call it from threads.
 
-    `scratch_dir` belongs to this process alone. `recover` empties it. A crash at any of the points in `failpoints.py`
-    leaves at most a row that a server completes or removes once its claim has expired. Acknowledged versions survive.
+    `scratch_dir` belongs to this process alone. `recover` empties it. After a crash at any of the points in
+    `failpoints.py`, a server completes or removes the upload once any claim on its version has expired. Acknowledged
+    versions survive.
 
     Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
-    operator can create versions from a bucket. `is_presigning` lets clients put their files into the blob store
-    directly, if the store supports that. `check_template` decides whether an uploaded chat template can be
-    served, and `check_vocabulary` whether added tokens extend the base's tokenizer.
+    operator can create versions from a bucket or a hub. `is_presigning` lets clients put their files into the blob
+    store directly, if the store supports that. `check_template` decides whether an uploaded chat template can be
+    served, and `check_vocabulary` decides whether added tokens extend the base's tokenizer.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class Ingest:
         """Set when a version may need `process`. IngestWorker waits for this event."""
 
     def create_upload(self, adapter_id: str, files: Sequence[UploadFile]) -> Upload:
-        """Declare a version's two files, and its optional ones. Their sizes count against the quota immediately.
+        """Declare a version's two required files and any optional files.
+
+        The declared sizes count against the tenant's quota immediately.
 
         Raises AdapterNotFound, UploadRefused, LimitReached, or the registry's limit errors.
         """
@@ -122,7 +125,9 @@ class Ingest:
         return upload
 
     def presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
-        """Return signed requests that let the client put files into the blob store. Other files go to the server.
+        """Return signed requests that let the client put files into the blob store.
+
+        The client sends files without a signed request to the server.
 
         If signing fails, the upload is deleted, because the client never receives the upload's identifier.
         """
@@ -157,7 +162,7 @@ class Ingest:
             self._blobs.delete(key)
 
     def put_file(self, upload_id: str, name: str, chunks: Iterable[bytes], num_bytes: int | None = None) -> None:
-        """Receive one file. The bytes must match the declaration. A client can send a file again.
+        """Receive one file, whose bytes must match the declaration. A client can send a file again.
 
         If the caller passes `num_bytes`, it is checked before any byte is read. Raises UploadNotFound or UploadRefused.
         """
@@ -202,7 +207,7 @@ class Ingest:
         return added.version
 
     def create_version_from(self, adapter_id: str, source_url: str) -> AdapterVersion:
-        """Create a version from files in an allowed bucket or hub repository; only for platform administrators.
+        """Create a version from files in an allowed bucket or hub repository, for a platform administrator.
 
         A hub revision's current commit is recorded. If the revision moves before the files are fetched, the version is
         rejected. Raises AdapterNotFound, UploadRefused, AdapterRejected, or SourceUnavailable if the hub cannot be

@@ -27,7 +27,7 @@ UNFINISHED: tuple[JobState, ...] = ("queued", "running")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestJob:
-    """The processing of one version, from upload to publication. `server_id` is the server that is processing it."""
+    """The processing of one version. `server_id` is the server that is processing it now, or None."""
 
     id: str
     state: JobState
@@ -46,7 +46,7 @@ class IngestJob:
 
 
 class IngestJobs:
-    """Lists versions as jobs. A job has its version's identifier with another prefix. Blocking and read-only."""
+    """Lists versions as jobs. A job's identifier is its version's, with the prefix `job_`. Blocking and read-only."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

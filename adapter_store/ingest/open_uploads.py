@@ -16,7 +16,7 @@ class OpenUploads:
     num_uploads: int
     num_bytes: int
     first_expires_us: int | None
-    """When the first open upload expires, or None if no upload is open."""
+    """When the first of the open uploads will expire, in microseconds since 1970, or None if no upload is open."""
 
 
 def open_uploads_of(connection: Connection, tenant_id: str, now_us: int) -> OpenUploads:

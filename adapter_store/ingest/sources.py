@@ -25,7 +25,7 @@ class Source(Protocol):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is recorded in the version's report."""
+        """Facts to record in the version's report."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -66,7 +66,7 @@ class AdapterSources:
         return url.rstrip("/")
 
     def pin(self, url: str) -> str:
-        """Check a URL, and add the current commit of a hub's revision. A bucket's URL only loses trailing slashes.
+        """Check a URL. Return a hub's URL with the revision's current commit, or a bucket's without trailing slashes.
 
         Raises UploadRefused, AdapterRejected or SourceUnavailable.
         """
@@ -88,5 +88,5 @@ class AdapterSources:
 
 
 def is_allowable(url: str) -> bool:
-    """Return True if the text is a valid entry of the setting. An entry allows everything below its location."""
+    """Return whether a URL is a valid element of `AdapterSources.allowed`. It allows everything below its location."""
     return any(form.fullmatch(url) is not None for form in (_BUCKET, _ALLOWED_HUB))

@@ -14,7 +14,7 @@ from loramux.migrations.schema import adapter_versions, adapters, uploads
 MAX_OPEN_UPLOADS = 64
 """Maximum number of open uploads per tenant."""
 MAX_OPEN_LARGEST = 16
-"""Limit on the bytes declared by a tenant's open uploads, in multiples of the base's largest possible adapter."""
+"""Limit on the bytes declared by a tenant's open uploads, in multiples of the largest possible upload."""
 MAX_PENDING_VERSIONS = 64
 """Maximum number of versions per tenant that are waiting for validation or being validated."""
 

@@ -29,7 +29,7 @@ from loramux.migrations.paging import Page, keyset_rows
 from loramux.migrations.schema import adapter_versions, uploads
 
 LEASE_US = 30_000_000
-"""Lifetime of a claim that is not renewed, in microseconds. By then its server has died or is hanging."""
+"""Lifetime of a claim, in microseconds. A server that does not renew its claim in this time is dead or hanging."""
 _MAX_NAMES = 500
 """Maximum number of identifiers in one query."""
 
@@ -135,9 +135,9 @@ class UploadRows:
         return added
 
     def add_version_from(self, adapter_id: str, source_url: str, lifetime_us: int) -> AdapterVersion:
-        """Create a pending version. A server fetches its files from `source_url` within `lifetime_us`.
+        """Create a pending version, whose files a server fetches from `source_url` within `lifetime_us` microseconds.
 
-        If a version from that source is still pending, that version is returned. Raises AdapterNotFound.
+        If an earlier version from that source has no verdict yet, that version is returned. Raises AdapterNotFound.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -178,7 +178,7 @@ class UploadRows:
         return upload_of(row)
 
     def uploads_in_use(self, upload_ids: Collection[str]) -> set[str]:
-        """Return the uploads that are open or used by an unfinished version, so that their files are still needed."""
+        """Return the uploads whose files are still needed: open uploads, and uploads of versions without a verdict."""
         wanted: set[str] = set()
         asked = sorted(upload_id for upload_id in upload_ids if is_identifier(upload_id))
         for start in range(0, len(asked), _MAX_NAMES):
@@ -186,7 +186,7 @@ class UploadRows:
         return wanted
 
     def forget_expired(self, age_us: int) -> None:
-        """Delete the rows of unused uploads that expired at least `age_us` ago."""
+        """Delete the rows of unused uploads that expired more than `age_us` microseconds ago."""
         with self._database.write() as connection:
             expired_us = self._database.now_us(connection) - age_us
             connection.execute(delete(uploads).where(uploads.c.state == "open", uploads.c.expires_us < expired_us))
@@ -225,7 +225,7 @@ class UploadRows:
 
 
 def is_free(now_us: int) -> ColumnElement[bool]:
-    """Matches versions that are unclaimed and not postponed.
+    """Match versions that a server may claim: neither postponed nor under an unexpired claim.
 
     A claim that expires more than two leases from now was made before the clock was set back, and does not count.
     """
@@ -234,12 +234,12 @@ def is_free(now_us: int) -> ColumnElement[bool]:
 
 
 def files_sha256(files: Collection[UploadFile]) -> str | None:
-    """SHA-256 of an upload's file checksums, equal for identical uploads, or None if a checksum is not yet known."""
+    """Return the SHA-256 of an upload's file checksums, which is equal for identical uploads, or None without files."""
     checksums = {file.name: file.sha256 for file in files}
     if not checksums:
         return None
     named = [checksums[name] for name in UPLOAD_FILES]
-    # Optional files are tagged with their names, so that an upload without them keeps the checksum that it always had.
+    # Only optional files are tagged with their names: checksums of uploads without them predate optional files.
     named += [f"{name} {checksums[name]}" for name in FURTHER_FILES if name in checksums]
     return hashlib.sha256("".join(named).encode()).hexdigest()
 
@@ -247,7 +247,7 @@ def files_sha256(files: Collection[UploadFile]) -> str | None:
 def identical_version(
     connection: Connection, adapter_id: str, sha256: str, but: str = ""
 ) -> Row[*tuple[Any, ...]] | None:
-    """Find an adapter's first version with the same bytes, apart from `but` and rejected versions."""
+    """Find an adapter's first version with the same bytes, ignoring the version `but` and rejected versions."""
     columns = adapter_versions.c
     query = select(columns.id, columns.number, columns.upload_id).where(
         columns.adapter_id == adapter_id,

@@ -194,7 +194,7 @@ class VersionProcessor:
         # Stop here if this server's claim has expired.
         self._claims.renew(version.id)
         if version.digest is not None:
-            # When an earlier attempt reached this point, the source may have contained different files.
+            # An earlier attempt may have reached this point when the source contained different files.
             self._delete_originals(version.id)
         self._blobs.put(config_key(version.id), job.config)
         self._at_failpoint(Failpoint.CONFIG_KEPT)
@@ -214,7 +214,7 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.REJECTED)
 
     def _is_stored(self, version: AdapterVersion) -> bool:
-        """Return True if all blobs of an accepted version exist, so that its uploaded files are no longer needed."""
+        """Return whether all blobs that cannot be rebuilt exist, so that the uploaded files are no longer needed."""
         if version.digest is None:
             return False
         keys = (config_key(version.id), header_key(version.id), canonical_key(version.digest))

@@ -34,7 +34,7 @@ class IngestWorker:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Finish the current version and stop. Close the validator first to avoid waiting for a validation."""
+        """Stop after the current version, waiting up to `timeout_s`. Close the validator first to end a validation."""
         self._is_stopping.set()
         self._ingest.has_pending.set()
         self._thread.join(timeout_s)

@@ -19,7 +19,7 @@ from loramux.adapter_store.validation.peft_config import MAX_NAMES
 from loramux.kernels.layout import MAX_EXPERT_RANK, MAX_RANK
 
 MAX_ADAPTERS = 16
-"""Maximum number of adapters in one merge. All their matrices of one module are in memory at the same time."""
+"""Maximum number of adapters in one merge. Their A or B matrices of one module are in memory at the same time."""
 
 MAX_WEIGHT = 1000.0
 
@@ -49,9 +49,10 @@ def merge_adapters(
 ) -> None:
     """Write the merged adapter's two files into `directory`. Raises MergeRefused.
 
-    The tensors equal the result of PEFT's `add_weighted_adapter` in float32, without the zero padding: with `cat`, the
-    rank of a module is the sum over the adapters that change it. The scale of every module is 1. With `use_rslora`,
-    PEFT scales the merged adapter once more, but this function does not.
+    The tensors equal the result of PEFT's `add_weighted_adapter` in float32, apart from the random choices of the DARE
+    methods, and without the zero padding: with `cat`, the rank of a module is the sum of its ranks in the adapters that
+    change it. The scale of every module is 1. With `use_rslora`, PEFT scales the merged adapter once more, but this
+    function does not.
     """
     check_weights(weights)
     members = _members(adapters, weights)
@@ -84,7 +85,7 @@ _Member = tuple[PlainLora, PlainModule, float]
 
 
 def _members(adapters: Sequence[PlainLora], weights: Sequence[float]) -> dict[str, list[_Member]]:
-    """The adapters that change each module, with their weights."""
+    """Return the adapters that change each module, with their weights."""
     members: dict[str, list[_Member]] = {}
     for adapter, weight in zip(adapters, weights, strict=True):
         for key, module in adapter.modules.items():
@@ -140,6 +141,6 @@ def _concatenated(members: Sequence[_Member], name: str, is_a: bool) -> Matrix:
 
 
 def _recorded(first: PlainLora) -> dict[str, str]:
-    """The configuration entries that describe the base, from the first adapter."""
+    """Return the configuration entries that describe the base, from the first adapter."""
     recorded = {name: first.config.recorded.get(name) for name in ("base_model_name_or_path", "revision")}
     return {name: value for name, value in recorded.items() if value is not None}

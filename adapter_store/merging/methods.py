@@ -1,9 +1,10 @@
-"""The methods of combining one matrix of several adapters, with the results of PEFT in float32.
+"""The methods of combining one matrix of several adapters, with the same results as PEFT in float32.
 
 - `linear`: the weighted sum.
 - `ties` (arXiv:2306.01708): each matrix keeps its largest values; where the signs differ, the majority's values are
   averaged.
-- `dare_linear` and `dare_ties` (arXiv:2311.03099): each matrix keeps random values, scaled to keep its mean.
+- `dare_linear` and `dare_ties` (arXiv:2311.03099): each matrix keeps random values, rescaled to preserve its expected
+  value.
 
 `cat` combines the factors A and B of a module at once: see `merge.py`.
 """
@@ -44,7 +45,7 @@ class MergeMethod(StrEnum):
 
 
 class SignRule(StrEnum):
-    """How to find the majority sign: by the sum of the values, or by the number of adapters."""
+    """How to find the majority sign: by the sum of the values, or by the number of adapters with each sign."""
 
     TOTAL = "total"
     FREQUENCY = "frequency"
@@ -70,7 +71,7 @@ class MergeSettings:
 
 
 def combine(name: str, matrices: Sequence[Matrix], weights: Sequence[float], settings: MergeSettings) -> Matrix:
-    """Combine the adapters' matrices of one tensor, which have equal shapes. `name` seeds the random choices."""
+    """Combine several adapters' matrices for the tensor `name`, which have equal shapes."""
     if settings.method.is_random:
         masks = (random_mask(settings, name, index, matrix.shape) for index, matrix in enumerate(matrices))
         matrices = [_rescaled(matrix, mask, settings.density) for matrix, mask in zip(matrices, masks, strict=True)]
@@ -87,7 +88,7 @@ def combine(name: str, matrices: Sequence[Matrix], weights: Sequence[float], set
 
 
 def keep_largest(matrix: Matrix, density: float) -> Matrix:
-    """Keep the share `density` of the matrix's values, largest first. Of equal values, the first are kept."""
+    """Keep the share `density` of the values, largest magnitudes first. Of equal magnitudes, the first are kept."""
     num_kept = int(density * matrix.size)
     if num_kept == matrix.size:
         return matrix
@@ -102,7 +103,7 @@ def keep_largest(matrix: Matrix, density: float) -> Matrix:
 
 
 def random_mask(settings: MergeSettings, name: str, index: int, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """Mask of a tensor's values that adapter `index` keeps. It depends only on the arguments."""
+    """Return the mask of the values of the tensor `name` that adapter `index` keeps. It is deterministic."""
     if settings.density == 1:
         return np.ones(shape, np.bool_)
     random = np.random.default_rng((settings.seed, index, zlib.crc32(name.encode())))

@@ -35,14 +35,14 @@ _NOT_PLAIN = (
     "alora_invocation_tokens",
     "target_parameters",
 )
-"""Settings that an adapter consisting only of products B A does not have."""
+"""Settings that are unset in a plain LoRA adapter, which consists only of products B A."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainModule:
     """One module of an adapter: `scale * B A`, with A `[rank, in_features]` and B `[out_features, rank]`.
 
-    `a_name` and `b_name` are PEFT's current names.
+    `a_name` and `b_name` are the tensors' names as current versions of PEFT write them.
     """
 
     key: str
@@ -55,7 +55,7 @@ class PlainModule:
 
 
 class PlainLora:
-    """An open directory with a plain LoRA adapter. Raises MergeRefused, with `name` as `param`, for any other."""
+    """An open directory with a plain LoRA adapter. Raises MergeRefused, with `name` as `param`, if it has none."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name
@@ -83,7 +83,7 @@ class PlainLora:
         self._file.__exit__(kind, error, trace)
 
     def tensor(self, name: str) -> Matrix:
-        """A matrix by its current name, in float32."""
+        """Return a matrix in float32, by the name that current versions of PEFT give it."""
         return self._file.float32(self._names[name])
 
     def _read_config(self, path: Path) -> PeftConfig:
@@ -135,5 +135,5 @@ class PlainLora:
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Sorts `layers.2` before `layers.10`."""
+    """Return a sort key that puts `layers.2` before `layers.10`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in key.split(".")]

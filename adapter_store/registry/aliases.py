@@ -118,7 +118,9 @@ class AdapterAliases:
         return targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
-        """Delete an alias and its history. A new alias with this name continues the revision numbers.
+        """Delete an alias and its history except for the last entry.
+
+        From that entry, a new alias with this name continues the revision numbers.
 
         Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default alias, or AliasChanged if the alias is no
         longer at `expected_revision`.

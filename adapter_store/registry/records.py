@@ -79,7 +79,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class AliasChange:
-    """An alias's targets as of one revision, and the key (or "system") that set them."""
+    """An alias's targets as of one revision, and the API key (or "system") that set them."""
 
     id: str
     name: str
@@ -111,7 +111,7 @@ class UploadFile:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Files for a future version. An upload is open until it is used or expires.
+    """Files for a future version. An upload is open until it is used, cancelled or expired.
 
     An upload with a `source_url` counts as used from its creation, and has no `files` until a server has read them from
     that source.

@@ -52,7 +52,7 @@ class StockLimits(Protocol):
 class AdapterRegistry:
     """Adapters and versions in SQL. `Ingest` creates new versions.
 
-    `reserved_names` cannot be used for adapters. The served base model's name is one of them.
+    Adapters cannot have any of the `reserved_names`, such as the served base model's name.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class AdapterRegistry:
 
         A digest prefix has 12 to 64 hexadecimal digits. A prefix that matches two different digests resolves to
         nothing. If an alias names several versions, equal `sticky` strings resolve to the same version while the
-        weights are unchanged. A version whose weight grows keeps its strings. With `caller_id`, only adapters that this
-        tenant owns or was granted are considered.
+        weights are unchanged. If the newest version's share grows, it keeps its strings. With `caller_id`, only
+        adapters that this tenant owns or was granted are considered.
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None
@@ -222,12 +222,15 @@ def check_slug(text: str, param: str) -> None:
 
 
 def owner_of(adapter_id: str) -> ScalarSelect[str]:
-    """A subquery for the tenant that owns an adapter."""
+    """Return a subquery for the tenant that owns an adapter."""
     return select(adapters.c.tenant_id).where(adapters.c.id == adapter_id).scalar_subquery()
 
 
 def lock_adapter(connection: Connection, adapter_id: str) -> None:
-    """Lock an adapter's row until the transaction ends, so that its versions and aliases change one at a time."""
+    """Lock an adapter's row until the transaction ends, so that its versions and aliases change one at a time.
+
+    Raises AdapterNotFound.
+    """
     found = None
     if is_identifier(adapter_id):
         query = select(adapters.c.id).where(adapters.c.id == adapter_id).with_for_update()
@@ -241,7 +244,7 @@ def lock_tenant(connection: Connection, tenant_id: str) -> None:
 
     A transaction that also locks an adapter's row must lock that row first.
     """
-    # FOR NO KEY UPDATE does not block rows that only reference the tenant, so the tenant's requests continue.
+    # FOR NO KEY UPDATE does not block inserts of rows that reference the tenant, so the tenant's requests continue.
     query = select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True)
     connection.execute(query).scalar_one()
 

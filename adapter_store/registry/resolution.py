@@ -27,7 +27,7 @@ def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]
     Its bound parameters are `tenant` and `adapter`; for an alias or a number, `wanted`; for a digest, the range
     `[wanted, end)`; with `has_caller`, `caller_id`, the tenant that must own the adapter or have been granted it.
     """
-    # Cached because building the statement takes longer than running it on SQLite.
+    # The statement is cached because building it takes longer than running it on SQLite.
     query = _select_in_service().where(tenants.c.slug == bindparam("tenant"), adapters.c.name == bindparam("adapter"))
     query = query.order_by(adapter_versions.c.number.desc())
     if has_caller:
@@ -44,9 +44,10 @@ def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]
 
 @functools.cache
 def default_models() -> Select[*tuple[Any, ...]]:
-    """Select the versions that bare names resolve to for `caller_id`: its own adapters first, by ascending weight.
+    """Select the versions to which bare names resolve for the tenant `caller_id`.
 
-    `wanted` is the alias that a bare name resolves to.
+    The tenant's own adapters come first. Each adapter's versions are sorted by ascending weight. `wanted` is the alias
+    to which a bare name resolves.
     """
     by_name = (tenants.c.id != bindparam("caller_id"), tenants.c.slug, adapters.c.name)
     by_weight = (adapter_alias_targets.c.weight, adapter_versions.c.number)
@@ -70,12 +71,12 @@ def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
 
 
 def version_digest_of(columns: ReadOnlyColumnCollection[str, Column[Any]]) -> ColumnElement[str]:
-    """The digest in a version's name: the digest of its weights if there are no optional files."""
+    """Return an expression for a version's digest, which is that of its weights if there are no optional files."""
     return func.coalesce(columns.version_digest, columns.digest)
 
 
 def adapter_ref(row: Row[*tuple[Any, ...]]) -> AdapterRef:
-    """The AdapterRef of a row that begins with the columns of `_select_in_service`."""
+    """Return the AdapterRef of a row that begins with the columns of `_select_in_service`."""
     ref = AdapterRef(*row[:_NUM_FACTS])
     # The column is a JSON list, or NULL.
     return replace(ref, invocation_tokens=tuple(ref.invocation_tokens or ()))

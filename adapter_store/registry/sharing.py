@@ -59,7 +59,7 @@ class AdapterGrants:
         """Revoke a grant for future requests. Raises GrantNotFound.
 
         `tenant` is an identifier or a slug. The same statement runs whether or not the tenant exists, so that its
-        duration does not reveal this to the owner.
+        duration does not reveal to the owner which tenants exist.
         """
         refusal = GrantNotFound("the tenant was not granted the adapter")
         if not SLUG.fullmatch(tenant):

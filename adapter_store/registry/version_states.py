@@ -42,7 +42,11 @@ class VersionStates:
         return self._change(adapter_id, number, ("ready", "archived", "quarantined"), "quarantined", may_be_named=True)
 
     def restore(self, adapter_id: str, number: int, from_states: Collection[VersionState]) -> AdapterVersion:
-        """Put a version back into service. Raises VersionNotReady if its state is not in `from_states`."""
+        """Put a version back into service.
+
+        Raises AdapterNotFound, VersionNotFound, or VersionNotReady if its state is neither `ready` nor in
+        `from_states`.
+        """
         return self._change(adapter_id, number, (*from_states, "ready"), "ready", may_be_named=True)
 
     def set_disabled(self, adapter_id: str, is_disabled: bool) -> Adapter:
@@ -51,7 +55,7 @@ class VersionStates:
             now_us = self._database.now_us(connection)
             change = update(adapters).where(adapters.c.id == adapter_id)
             if is_disabled:
-                # Keep the time of the first call.
+                # If the adapter is already disabled, keep the original time.
                 change = change.where(adapters.c.disabled_us.is_(None))
             was_disabled = select(adapters.c.disabled_us.is_not(None)).where(adapters.c.id == adapter_id)
             before = {"is_disabled": bool(connection.execute(was_disabled).scalar())}

@@ -57,10 +57,11 @@ class DiskTier:
     files and the few in `set_aside` do not count toward the bound.
 
     A reader holds a shared `flock` on its file, and an eviction tries to take an exclusive one, so neither waits for
-    the other. Changes also need the directory's lock. Reads do not. A process that hangs while holding that lock delays
-    each addition by up to 5 s. The files' access times record the order of use, which therefore survives restarts. Only
-    this class sets these times. The kernel releases a process's locks when the process dies. The unfinished files of a
-    dead process are removed at the next start, or when an engine adds a file at least a minute after its last sweep.
+    the other. Changes, but not reads, also need the directory's lock. A process that hangs while holding that lock
+    delays each addition by up to 5 s. The files' access times record the order of use, which therefore survives
+    restarts. Only this class sets these times. The kernel releases a process's locks when the process dies. The
+    unfinished files of a dead process are removed at the next start, or when an engine adds a file more than a minute
+    after its last sweep.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:
@@ -116,7 +117,8 @@ class DiskTier:
     def add(self, digest: str, file: Path) -> None:
         """Move a finished file into the tier.
 
-        The file is deleted if evicting every file that is not being read does not free enough space.
+        The file is deleted if it is larger than the tier, or if too little space is free after the eviction of all
+        files that are not being read.
         """
         status = file.stat()
         if status.st_size > self._max_bytes:
@@ -170,7 +172,10 @@ class DiskTier:
                 self._evict(self._max_bytes)
 
     def contents(self) -> TierContents:
-        """Return the files in the tier, except files that other engines added since this engine's last change."""
+        """Return the tier's size and use, and list the files with this engine's pack key.
+
+        Files that other engines have added since this engine's last change are missing.
+        """
         now_ns = time.time_ns()
         with self._lock:
             own = ((path, known) for path, known in reversed(self._files.items()) if path.parent == self._own)

@@ -45,11 +45,12 @@ def _gone(_memory: npt.NDArray[np.uint8], when_gone: Callable[[], None]) -> None
 
 
 class HostSlab:
-    """Allocates pieces of `memory`, uint8 `[num_bytes]`, first fit, or ordinary memory if no free range is large
-    enough.
+    """Allocates pieces of `memory`, uint8 `[num_bytes]`, by first fit. Thread-safe.
+
+    If no free range is large enough, `allocate` returns ordinary memory.
 
     Registering memory with the GPU driver is slow and blocks other threads' calls, so it is done once for the whole
-    host tier. A piece is freed when the last array that views it is gone. Thread-safe.
+    host tier. A piece is freed when the last array that views it is gone.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
@@ -72,7 +73,10 @@ class HostSlab:
         return np.empty(num_bytes, np.uint8) if begin is None else self._piece(begin, num_bytes)
 
     def occupy(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Claim the piece at `begin`, which an earlier slab allocated in the same memory."""
+        """Claim the piece at `begin`, which an earlier slab allocated in the same memory.
+
+        Raises ValueError if the piece is not free.
+        """
         end = begin + _rounded(num_bytes)
         with self._lock:
             self._take_up()
@@ -133,7 +137,7 @@ class EngineMemory:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Return the offset and length of each piece that `take_unused` has not yet returned."""
+        """The offset and length of each piece that `take_unused` has not yet returned."""
         return list(self._pieces.items())
 
     @property

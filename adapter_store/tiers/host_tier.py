@@ -32,10 +32,10 @@ class _Group:
 
 
 class HostTier:
-    """Must be used from one thread only. Leased adapters are never evicted, even if the tier exceeds its bound.
+    """Packed adapters in host memory. Use it from one thread only.
 
-    The bound takes precedence over the floors. An unleased adapter under a floor is evicted only if no other adapter
-    can be.
+    Leased adapters are never evicted, even if the tier exceeds `max_bytes`. That bound takes precedence over the
+    floors, but an unleased adapter that a floor protects is evicted only if no other adapter can be evicted.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -79,11 +79,11 @@ class HostTier:
         self._evict()
 
     def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
-        """Keep up to `floor_bytes` of these adapters from being evicted in favour of others.
+        """Keep up to `floor_bytes` of these adapters from being evicted in favour of other adapters.
 
-        Within a group, the least recently used adapters can still be evicted as long as the others fill the floor.
-        Replaces the group's previous floor. A floor of 0 removes it. Raises ValueError, and changes nothing, if all
-        floors together exceed the tier.
+        Within a group, the least recently used adapters can still be evicted as long as the rest fills the floor.
+        Replaces the group's previous floor. A floor of 0 removes it. Raises ValueError, and changes nothing, if the
+        floor is negative or all floors together exceed the tier.
         """
         others = sum(one.floor_bytes for name, one in self._groups.items() if name != group)
         if floor_bytes < 0 or others + floor_bytes > self._max_bytes:
@@ -96,7 +96,7 @@ class HostTier:
         self._groups[group] = _Group(members, floor_bytes, used)
 
     def held(self) -> dict[Tier, Held]:
-        """Bytes in use and evictions, for `TierFigures`."""
+        """Return the bytes in use and the number of evictions, for `TierFigures`."""
         return {"host": Held(self.used_bytes, self.num_evictions)}
 
     def contents(self) -> TierContents:

@@ -63,9 +63,9 @@ class _Download:
 class PackedSource:
     """Loads packed adapters for one target from disk, or from the blob store if they are not on disk. Thread-safe.
 
-    Concurrent fetches of one adapter are correct but duplicate work. An engine requests each adapter only once. If an
-    engine requests an adapter again after a cancellation, the new fetch takes over the running download, so repeated
-    cancellations do not accumulate downloads.
+    Concurrent fetches of one adapter are correct but duplicate work, so an engine runs only one at a time. If it
+    requests an adapter again after a cancellation, the new fetch takes over the running download, so downloads do not
+    accumulate.
 
     The following is verified:
 
@@ -76,8 +76,8 @@ class PackedSource:
     - the pages at later reads, while the file's inode, size and modification time are unchanged: the lane sums recorded
       at the first read.
 
-    The check always covers the bytes in memory after the read. A file with wrong bytes is set aside and downloaded
-    again. If the blob store's packed file is missing or wrong, it is rebuilt from the canonical file.
+    The check always covers the bytes in memory after the read. A corrupt file is set aside and downloaded again. If the
+    blob store's packed file is missing or corrupt, it is rebuilt from the canonical file.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class PackedSource:
     def fetch(self, digest: str, cancellation: Cancellation) -> PackedAdapter:
         """Load an adapter into memory from `allocate`. Blocks. Raises AdapterUnavailable or AdapterCorrupt.
 
-        A read from disk runs to completion on the caller's thread. While it waits for the blob store, a cancelled fetch
-        raises LoadCancelled immediately. The download stops after its current step, but if it was fetching a packed
-        file, it still stores that file on disk.
+        A read from disk runs to completion on the caller's thread. A fetch that is cancelled while it waits for the
+        blob store raises LoadCancelled immediately. The download stops after its current step, but if it was fetching a
+        packed file, it still stores that file on disk.
         """
         if not _DIGEST.fullmatch(digest):
             raise AdapterUnavailable("the requested adapter is not a digest")
@@ -306,9 +306,7 @@ class PackedSource:
         return packed
 
     def _keep_unless(self, check_wanted: Callable[[], None], digest: str, file: Path) -> None:
-        """If the fetch was cancelled during the download, keep the file on disk anyway, and raise the cancellation
-        again.
-        """
+        """Call `check_wanted`. If it raises, keep the downloaded file on disk anyway."""
         try:
             check_wanted()
         except BaseException:

@@ -10,7 +10,7 @@ from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 
 class StagedAdapter:
-    """A lease on an adapter in host memory. Release it once."""
+    """A lease on an adapter in host memory. The holder must release it."""
 
     __slots__ = ("_give_back", "packed", "stages")
 

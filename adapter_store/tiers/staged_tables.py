@@ -1,7 +1,7 @@
 """The ranks and scales of an adapter's layers as bytes, sent from the staging process to the engine.
 
-The tables of hundreds of experts take 200 KB, which is too much for a packet. Because they usually repeat a few values,
-they are compressed.
+The tables of hundreds of experts take 200 KB, which is too much for a packet. They are compressed, which is effective
+because they usually repeat a few values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ITEM_BYTES = 4
 
 
 def table_bytes(packed: PackedAdapter) -> bytes:
-    """The int32 ranks, followed by the float32 scales."""
+    """Return the int32 ranks, followed by the float32 scales."""
     return packed.layout.ranks.astype(np.int32).tobytes() + packed.scales.astype(np.float32).tobytes()
 
 
@@ -32,12 +32,12 @@ def decompress(compressed: bytes) -> bytes:
 
 
 def num_table_bytes(shape: tuple[int, int]) -> int:
-    """Size of tables `[num_layers, num_modules]`."""
+    """Return the size in bytes of the two tables, each `[num_layers, num_modules]`."""
     return 2 * math.prod(shape) * _ITEM_BYTES
 
 
 def parse_tables(tables: bytes, shape: tuple[int, int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """The ranks and scales of `table_bytes`, both of this shape."""
+    """Return the ranks and scales in the output of `table_bytes`, both with this shape."""
     half = num_table_bytes(shape) // 2
     ranks, scales = np.frombuffer(tables[:half], np.int32), np.frombuffer(tables[half:], np.float32)
     return ranks.reshape(shape), scales.reshape(shape).copy()

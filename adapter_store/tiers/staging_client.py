@@ -77,10 +77,10 @@ class StagingClient:
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and the adapters that it has
     staged stay valid. `memory` contains the adapters, except any that do not fit.
 
-    Must be used from one thread only, and never blocks. It has no thread, because a thread would take the GIL after
-    each of its system calls, for milliseconds in an S3 client. An engine step that waits for the GIL loses another
-    tenth of a millisecond until it is woken. `wake` is called when `poll` has a result that does not make `fileno`
-    readable. Raises StagingRefused if no process can be started.
+    Use it from one thread only. Only `await_opened` and `close` block. The client has no thread of its own, because a
+    thread takes the GIL after each of its system calls: an S3 client holds it for milliseconds, and an engine step that
+    waits for the GIL loses another tenth of a millisecond until it is woken. `wake` is called when `poll` has a result
+    that does not make `fileno` readable. The constructor raises StagingRefused if no process can be started.
     """
 
     def __init__(
@@ -154,8 +154,9 @@ class StagingClient:
     # Called by the adapter pool
 
     def request(self, digest: str) -> None:
-        """Start loading an adapter into host memory. `poll` returns the result. A digest can have only one request at a
-        time.
+        """Start loading an adapter into host memory. `poll` returns the result.
+
+        A digest can have only one request at a time.
         """
         assert digest not in self._requests
         assert digest not in self._results
@@ -190,6 +191,7 @@ class StagingClient:
         self._reserve()
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
+        """Return the results of requests that have finished since the last call."""
         has_unsent = self._link is not None and self._link.has_unsent
         if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
             self._receive()
@@ -222,7 +224,7 @@ class StagingClient:
         return (host,) if self._disk is None else (host, self._disk)
 
     def counts(self) -> LoadCounts:
-        """Total counts of this process and all its staging processes."""
+        """Return the total counts of this process and all its staging processes."""
         return added(self.figures.snapshot(), self._counts_of_processes())
 
     def close(self) -> None:
@@ -364,11 +366,11 @@ class StagingClient:
         self._results[request.digest] = NotStaged(request.digest, message, request.stages)
 
     def _reserve(self) -> None:
-        """Reserve room for pending adapters, assuming that each is as large as the last loaded adapter."""
+        """Reserve room for the adapters being loaded, assuming that each is as large as the last loaded adapter."""
         self._host.reserve(self._last_bytes * min(len(self._requests), self._config.num_threads))
 
     def _lose(self, link: StagingLink) -> None:
-        """The process is gone. Repeat its unanswered requests with another process, or fail them."""
+        """Handle the end of the process: queue its unanswered requests for another process, or fail them."""
         self._link = None
         code = link.end()
         if self._refusal is None:

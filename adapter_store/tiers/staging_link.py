@@ -30,10 +30,10 @@ OPEN_S = 30.0
 """Time limit for a process to open its tiers, in seconds."""
 
 PING_S = 2.0
-"""A process with a pending answer is pinged after this silence, in seconds."""
+"""A process that owes an answer is pinged after this many seconds without a message."""
 
 SILENCE_S = 10.0
-"""A process that does not answer a ping for this many seconds is stopped or hanging, and is killed."""
+"""A process that does not answer a ping within this many seconds is assumed to hang, and is killed."""
 
 COMMAND = (sys.executable, "-m", "loramux.adapter_store.tiers.staging_process")
 
@@ -92,7 +92,7 @@ class StagingLink:
             self._unsent.popleft()
 
     def packets(self) -> Iterator[tuple[FromStaging, list[int]]]:
-        """Return the packets that have arrived, with their descriptors, which the caller must close."""
+        """Yield the packets that have arrived, with their descriptors, which the caller must close."""
         while not self.is_lost:
             try:
                 packet, descriptors, _, _ = socket.recv_fds(self._end, MAX_PACKET_BYTES, 1)
@@ -137,7 +137,7 @@ class StagingLink:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with the blob store credentials and module path but without allocator tuning."""
+    """Return this process's environment and module path, without allocator tuning and with one thread for BLAS."""
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     # One thread, because packing a DoRA adapter multiplies large matrices while the engine needs its cores.
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OPENBLAS_NUM_THREADS": "1"}

@@ -41,7 +41,7 @@ class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Occupied(msgspec.Struct, frozen=True, tag=True):
     """Pieces of the shared memory that an earlier process allocated: the offset and length of each, in bytes.
 
-    Sent before any other request. The engine releases these pieces in the usual way.
+    Sent before any other request. The engine releases these pieces with Release, like any others.
     """
 
     pieces: tuple[tuple[int, int], ...]
@@ -55,7 +55,7 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Cancel a request, which is still answered."""
+    """Cancel a request. The process still answers it."""
 
     number: int
 
@@ -87,7 +87,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """The adapter's pages begin at offset `begin` of the shared memory, and stay there until they are released.
+    """The adapter's pages begin at offset `begin` of the shared memory, and stay there until the engine releases them.
 
     If they did not fit, `begin` is None and the packet carries the descriptor of separate memory with only these pages.
     Ranks and scales are int32 and float32, as in `PackedAdapter`. `tables` contains the layers' ranks and scales,

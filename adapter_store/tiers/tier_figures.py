@@ -131,7 +131,7 @@ _NOTHING = Held(0, 0)
 
 @dataclass(slots=True)
 class TimedStage:
-    """A stage in progress. The stage may set `num_bytes` once it knows the number."""
+    """A stage in progress. The timed code may set `num_bytes` once it knows the number."""
 
     num_bytes: int
 
@@ -142,10 +142,10 @@ def closed() -> BreakerState:
 
 
 class TierFigures:
-    """One process's counts.
+    """One process's counts. Thread-safe.
 
-    `held` returns the bytes and evictions of its bounded tiers, and `breaker` its blob store's breaker state.
-    Thread-safe.
+    `held` returns the bytes and evictions of the process's bounded tiers, and `breaker` returns the state of its blob
+    store's circuit breaker.
     """
 
     def __init__(
@@ -179,13 +179,13 @@ class TierFigures:
 
     @property
     def noted(self) -> list[PassedStage] | None:
-        """The calling thread appends its stages to this list: see `noting`."""
+        """The list to which the calling thread's stages are appended, or None: see `noting`."""
         noted: list[PassedStage] | None = getattr(self._thread, "noted", None)
         return noted
 
     @contextmanager
     def noting(self, stages: list[PassedStage] | None) -> Iterator[None]:
-        """Within the block, collect in `stages` the stages of one load that the calling thread counts."""
+        """Within the block, append each stage that the calling thread counts to `stages`."""
         before = self.noted
         self._thread.noted = stages
         try:

@@ -18,7 +18,7 @@ from loramux.kernels.layout import MAX_EXPERT_RANK, MAX_RANK, ExpertModules
 class ExpectedModule(ModulePlace):
     """A module that the adapter changes by `scale * B A`, with A `[rank, in]` and B `[out, rank]`.
 
-    `vector_name` is the tensor of its magnitude or bias, `[out]`, or None if it has neither.
+    `vector_name` names the tensor of its magnitude or bias, `[out]`, or is None if it has neither.
     """
 
     rank: int
@@ -29,8 +29,8 @@ class ExpectedModule(ModulePlace):
 def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapping[str, int]) -> list[ExpectedModule]:
     """Return the modules that PEFT would target, layer by layer.
 
-    `ranks_in_file` maps the key of each module with tensors to its rank. It replaces the configuration's regular
-    expressions, and shows whether the experts are targeted: see `_Targets`.
+    `ranks_in_file` maps the key of each module with tensors to its rank. It is used instead of the configuration's
+    regular expressions, and shows whether the experts are targeted: see `_Targets`.
 
     As in PEFT, `all-linear` leaves out `lm_head`, and with `layers_to_transform` the embedding must be named in full,
     `model.embed_tokens`. Raises AdapterRejected for a name that matches no module, so that typos do not go unnoticed.
@@ -67,7 +67,7 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
 
 
 def scale_of(config: PeftConfig, key: str, rank: int) -> float:
-    """The factor of the product `B A` of a module with this rank."""
+    """Return the factor of the product `B A` of the module `key` with this rank."""
     return _scale(config, NamePatterns(config.alpha_pattern).value(key, config.alpha), rank)
 
 
@@ -110,7 +110,7 @@ class _Targets:
         self._excluded = name_set(config.exclude_modules)
 
     def name_of(self, place: ModulePlace) -> str | None:
-        """The name that rank and alpha patterns match for the module, or None if it is not targeted."""
+        """Return the name that rank and alpha patterns match for the module, or None if it is not targeted."""
         for parameter in parameters_of(place, self._experts):
             if self._parameters.match(parameter) is not None:
                 return parameter
@@ -148,7 +148,7 @@ class _Targets:
 
 
 def parameters_of(place: ModulePlace, experts: ExpertModules | None) -> list[str]:
-    """The names that `target_parameters` may use for the module's own weight."""
+    """Return the names that `target_parameters` may use for the module's own weight."""
     if place.is_stacked:
         return [place.key]
     if place.layer is None or place.is_expert:

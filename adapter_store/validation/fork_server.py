@@ -78,7 +78,10 @@ class ForkServer:
         return None if running is None else running.process.pid
 
     def run(self, request: bytes, wall_s: float) -> Ended:
-        """Run a fork with `request` as its standard input. Raises ForkServerFailed if the process cannot fork."""
+        """Run a fork with `request` as its standard input.
+
+        The fork is killed after `wall_s` seconds. Raises ForkServerFailed if the forking process cannot start or exits.
+        """
         with (
             self._turn,
             tempfile.TemporaryFile() as stdin,
@@ -178,7 +181,7 @@ def last_line(said: bytes) -> str:
 
 
 def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
-    """Return in a new fork for each request of a ForkServer. Its socket is standard input.
+    """Return in a new fork for each request of a ForkServer, whose socket is this process's standard input.
 
     The fork leads its own session and has the request as its standard input. The fork's process group is killed when
     the fork exceeds its time limit or the ForkServer closes the socket. The forking process exits with the ForkServer,

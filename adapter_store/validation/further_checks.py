@@ -39,7 +39,7 @@ def check_template_syntax(source: str) -> None:
 
 
 def accept_vocabulary(vocabulary: AddedVocabulary) -> None:
-    """Accept any vocabulary, in a program that has no tokenizer."""
+    """Accept any vocabulary, for programs that have no tokenizer."""
 
 
 def check_further_files(

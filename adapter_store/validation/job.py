@@ -14,7 +14,7 @@ _OWN_MEMORY_BYTES = 512 << 20
 _OWN_FILE_BYTES = 16 << 20
 MIN_TIME_S = 10.0
 BYTES_PER_S = 20 << 20
-"""Bytes, read and written, per second of the time limit; `MIN_TIME_S` covers the first `MIN_TIME_S * BYTES_PER_S`.
+"""The time limit allows one second for this many bytes, read or written, but never less than `MIN_TIME_S` in total.
 
 An idle core processes more than six times as many bytes per second. For example, on an AMD EPYC with a bfloat16 pool,
 the largest adapter for a base like Llama-3.1-8B (all modules, head and embedding at rank 256 in float32, 2,818 MiB)
@@ -68,7 +68,7 @@ class Limits:
 
     @classmethod
     def for_upload(cls, target: PackTarget, tensors_bytes: int) -> Limits:
-        """Return limits for `tensors_bytes` of tensors, with memory for the base's largest valid adapter.
+        """Return limits for a tensors file of `tensors_bytes`, with memory for the largest valid adapter for the base.
 
         The pages and part of the file are never in memory together, so the larger of the two determines the limit. The
         time limit grows with the size of the upload, so a small file gets only the minimum of 10 s.

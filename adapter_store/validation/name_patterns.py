@@ -1,4 +1,4 @@
-"""The names in a PEFT configuration. A name stands for all modules with names that end with it."""
+"""The names in a PEFT configuration. `NAME` stands for all modules whose names are `NAME` or end with `.NAME`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 def suffixes(key: str) -> Iterator[str]:
-    """The names that stand for the module `key`: `a.b.c` is named by `a.b.c`, `b.c` and `c`."""
+    """Yield the names that stand for the module `key`: `a.b.c`, `b.c` and `c` stand for `a.b.c`."""
     yield key
     at = key.find(".")
     while at >= 0:
@@ -26,14 +26,14 @@ class NamePatterns(Generic[V]):
             self._values.setdefault(name, (order, value))
 
     def value(self, key: str, default: V) -> V:
-        """The value of the first name that stands for `key`."""
+        """Return the value of the first name that stands for `key`, or `default`."""
         if not self._values:
             return default
         found = [self._values[name] for name in suffixes(key) if name in self._values]
         return min(found, key=lambda one: one[0])[1] if found else default
 
     def match(self, key: str) -> str | None:
-        """The longest name that stands for `key`, or None."""
+        """Return the longest name that stands for `key`, or None."""
         return next((name for name in suffixes(key) if name in self._values), None) if self._values else None
 
 

@@ -16,7 +16,7 @@ from loramux.kernels.layout import MAX_RANK
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 65536.0
 MAX_NAMES = 4096
-"""Maximum number of names in one list or pattern. No base has this many modules, and comparing all of them is fast."""
+"""Maximum number of names in one list or pattern, few enough to compare quickly."""
 
 _MAX_RECORDED_LEN = 500
 _MAX_REGEX_LEN = 4096
@@ -98,7 +98,7 @@ class PeftConfig:
     """The fields of a LoRA configuration that affect the result.
 
     Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers; `layers` is
-    None for every layer. `modules_to_save` contains the keys of modules whose own weights were trained as a whole, and
+    None for all layers. `modules_to_save` contains the keys of modules whose own weights were trained as a whole, and
     `token_indices` the keys of modules with the tokens whose rows were trained. A tenant's regular expressions never
     run: if one selects modules (`targets_from_tensors`) or ranks (`ranks_from_tensors`), the tensors of the file show
     what it selected. `invocation_tokens` is empty unless the adapter is an activated LoRA (aLoRA).
@@ -129,7 +129,7 @@ class PeftConfig:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The keys in use, apart from the invocation tokens, that an adapter of only products B A does not have."""
+        """The keys that set additional vectors or weights besides the products B A."""
         used = {
             "use_dora": self.use_dora,
             "lora_bias": self.lora_bias,
@@ -268,7 +268,7 @@ def _layers_pattern(value: Any) -> Any:
 
 
 def _check_initialisation(value: Any) -> None:
-    """Refuse initialisations that changed the base's weights, with the way to convert the adapter."""
+    """Refuse initialisations that changed the base's weights, and say how to convert the adapter."""
     if isinstance(value, str) and value.lower().startswith(_CHANGES_BASE):
         _refuse(
             "unsupported_config",
@@ -301,7 +301,7 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
 
 
 def _without_prefix(name: str) -> str:
-    """PEFT writes `.*\\.gate_up_proj` for experts whose gate and up it fused, which means `gate_up_proj`."""
+    """Turn `.*\\.gate_up_proj`, which PEFT writes for experts with fused gate and up weights, into `gate_up_proj`."""
     literal = name.removeprefix(_ANY_PARENT).replace("\\.", ".")
     return literal if name.startswith(_ANY_PARENT) and _is_literal(literal) else name
 

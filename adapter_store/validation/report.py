@@ -26,7 +26,7 @@ class CheckList:
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """Record the outcome of the check `name`. If it raises AdapterRejected, attach the whole list to the error."""
+        """Record the outcome of the check `name`. If it raises AdapterRejected, attach all outcomes to the error."""
         assert name in CHECKS
         start = time.perf_counter()
         outcome = "failed"
@@ -51,7 +51,7 @@ class CheckList:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """A finding that is probably unintended but does not prevent serving; `params` lists the first affected modules."""
+    """A probable mistake that does not prevent serving; `params` lists the first affected modules or tensors."""
 
     code: str
     message: str
@@ -92,7 +92,7 @@ class Report:
         return max(effect.largest for effect in self.effects)
 
     def document(self) -> dict[str, Any]:
-        """Return the facts that are stored with a version."""
+        """Return the facts to store with the version."""
         facts = {
             "num_modules": len(self.scales),
             "num_parameters": self.num_parameters,
@@ -138,7 +138,7 @@ def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
 
 
 def _largest_of_experts(effects: Sequence[Effect]) -> list[Effect]:
-    """All effects, but for experts only the largest of each kind and layer."""
+    """Return all effects, but for experts only the largest of each kind and layer."""
     largest: dict[tuple[str, int | None], Effect] = {}
     for effect in effects:
         place = effect.module.kind, effect.module.layer

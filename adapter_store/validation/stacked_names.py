@@ -20,14 +20,14 @@ from loramux.adapter_store.validation.tensor_names import TensorNames
 
 
 def with_stacked_names(names: TensorNames, config: PeftConfig, target: PackTarget) -> TensorNames:
-    """Translate the names of targeted parameters. Raises AdapterRejected if a tensor has two names."""
+    """Translate the names of targeted parameters. Raises AdapterRejected if two tensors get the same name."""
     if target.experts is None or not config.target_parameters:
         return names
     return replace(names, originals=_renamed(names.originals, _translations(config, target)))
 
 
 def _translations(config: PeftConfig, target: PackTarget) -> dict[str, str]:
-    """The current name of each module, by its name in the file, both without the part of the tensor."""
+    """Map each module's name in the file to its current name. Neither has the suffix of a tensor."""
     experts = target.experts
     assert experts is not None
     named = name_set(config.target_parameters)

@@ -27,8 +27,8 @@ _PEFT_PREFIX = "base_model.model."
 _PARALLEL = "module."
 _HEAD = "lm_head"
 _MAX_DEPTH = 2
-# The two halves of an embedding are tensors themselves, not modules with a weight. PEFT's magnitude vectors have been
-# both.
+# PEFT stores the two matrices of an embedding's LoRA as plain tensors, not as modules with a weight. Versions of PEFT
+# store magnitude vectors in either way.
 _WEIGHTS = {
     "lora_A": (".weight",),
     "lora_B": (".weight", ".bias"),
@@ -73,7 +73,7 @@ class _Spelling:
     adapter: str | None
 
     def completed_by(self, other: _Spelling) -> _Spelling:
-        """This style, with fields that are None taken from another name's style."""
+        """Return this style, with fields that are None taken from another name's style."""
         return replace(
             self,
             inner_part=other.inner_part if self.inner_part is None else self.inner_part,

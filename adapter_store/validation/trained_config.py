@@ -14,7 +14,7 @@ _SAVED, _TOKENS = "modules_to_save", "trainable_token_indices"
 
 
 def parse_modules_to_save(value: Any) -> frozenset[str]:
-    """The modules that were trained as a whole. Raises AdapterRejected."""
+    """Return the modules that were trained as a whole. Raises AdapterRejected."""
     if not value and (value is None or isinstance(value, (list, dict, bool))):
         return frozenset()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -27,7 +27,7 @@ def parse_modules_to_save(value: Any) -> frozenset[str]:
 
 
 def parse_token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The tokens whose rows were trained, in file order, by module. Raises AdapterRejected."""
+    """Return the tokens whose rows were trained, in file order, by module. Raises AdapterRejected."""
     if not value and (value is None or isinstance(value, (list, dict, bool))):
         return ()
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """The weights of the embedding and head that an adapter's files contain, and the rows of the base that they replace.
 
-By PEFT's rules, the weights of a module are, in this order: the base's; a copy of the base's weight in the file, which
-overwrites it when the adapter is loaded; the module's own weight, if it is in `modules_to_save`; the rows of
+PEFT starts with the base's weight of a module. Each of the following then replaces all or part of it, in this order: a
+copy of the base's weight in the file; the module's own weight, if the module is in `modules_to_save`; the rows of
 `trainable_token_indices`. A LoRA of the module is added to the result. If the base ties its head to its embedding, a
 copy of the base's weight overwrites both, and the head also uses the embedding's trained rows.
 """

@@ -1,4 +1,4 @@
-"""Checks whether an uploaded pair of files is an adapter for the served base; fails closed, with a code."""
+"""Checks whether an upload's configuration and tensors form an adapter for the served base."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int | None) -> None:
 def _matrices(
     file: TensorFile, entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]
 ) -> Iterator[tuple[ExpectedModule, npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
-    """Each module with its A `[rank, in_features]` and B `[out_features, rank]`; a stack is read once."""
+    """Yield each module with its A `[rank, in_features]` and B `[out_features, rank]`; a stack is read once."""
     for _, modules in groupby(expected, key=lambda module: module.key):
         stack: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
         for module in modules:
@@ -151,7 +151,7 @@ def _matrices(
 
 
 def _ranks(file: TensorFile, config: PeftConfig, target: PackTarget) -> dict[str, int]:
-    """The rank of each of the base's modules that has an A in the file, by the module's key."""
+    """Return the rank of each of the base's modules that has an A in the file, by the module's key."""
     names = with_stacked_names(current_names(file.header.tensors), config, target)
     shapes = {name: file.header.tensors[original].shape for name, original in names.originals.items()}
     places = ((place, shapes.get(place.a_name)) for place in module_places(target))
@@ -183,7 +183,7 @@ def _check_names(
 ) -> None:
     """Check that `entries`, keyed by current names, are the expected tensors.
 
-    Errors use the file's own tensor names.
+    Errors about a tensor in the file use its name in the file.
     """
     wanted = {name for module in expected for name in (module.a_name, module.b_name, module.vector_name) if name}
     wanted |= parts.shapes.keys()
@@ -231,7 +231,7 @@ def _check_names(
 
 
 def _beyond_experts(names: Collection[str], target: PackTarget) -> tuple[int, str] | None:
-    """The first expert that the base lacks, with the name of a tensor for it, or None."""
+    """Return the first expert that the base lacks, with the name of a tensor for it, or None."""
     found = ((int(match[1]), name) for name in names if (match := _EXPERT.search(name)) is not None)
     num_experts = 0 if target.experts is None else target.experts.num_experts
     return min((one for one in found if one[0] >= num_experts), default=None)

@@ -70,11 +70,11 @@ class Validator(Protocol):
 class SubprocessValidator:
     """Validates in `python -m loramux.adapter_store.validation.worker`, which limits and confines itself.
 
-    Its CPU time limit is 10 s, or more for a large upload: see `Limits.for_upload`. Its wall-clock limit is ten times
-    that, because it yields to all other processes. `timeout_s` (wall-clock) and `memory_bytes` replace the derived
-    limits, `command` replaces the process's command, and `niceness` is its niceness. If the machine lacks one of the
-    `required` sandbox measures, the process exits before reading any file. With a `base`, the process can read its
-    embedding and head to check an activated LoRA.
+    The process's CPU time limit is 10 s, or more for a large upload: see `Limits.for_upload`. Its wall-clock limit is
+    ten times as long, because it yields to all other processes. `timeout_s` replaces both time limits, `memory_bytes`
+    and `file_bytes` replace the other derived limits, and `command` replaces the process's command. If the machine
+    lacks one of the `required` sandbox measures, the process exits before reading any file of the upload. With a
+    `base`, the process can read the base's embedding and head to check an activated LoRA.
 
     An adapter whose process exceeds a limit is rejected permanently (`validation_killed`, `validation_timeout`). If the
     disk is full or the server is stopping, the adapter is retried instead.
@@ -122,7 +122,7 @@ class SubprocessValidator:
         self._processes.close()
 
     def _places(self, job: ValidationJob, target: PackTarget) -> dict[str, Any]:
-        """Where the base's embedding and head are, if this upload may need them and they are on this machine."""
+        """Return where the base's embedding and head are stored, if this upload may need them and they can be read."""
         if self._base is None or not _mentions_invocation(job.config):
             return {}
         try:
@@ -172,7 +172,7 @@ class SubprocessValidator:
         return replace(decoded.accepted, report=decoded.accepted.report | {"usage": decoded.usage})
 
     def _note_missing(self, missing: list[str]) -> None:
-        """Log, once, the sandbox measures that this machine lacks."""
+        """Log the sandbox measures that this machine lacks, unless the last validation lacked the same ones."""
         if missing != self._missing:
             self._missing = missing
             if missing:
@@ -214,7 +214,7 @@ def _check_end(ended: Ended) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Python's minimal environment: no credentials, and a single thread, because each thread reserves address space."""
+    """Return a minimal environment without credentials, and with one thread, as each thread reserves address space."""
     roots = [str(Path(place).parent.absolute()) for place in loramux.__path__]
     return {
         "PATH": os.environ.get("PATH", os.defpath),

@@ -73,7 +73,7 @@ class ResizedVocabulary:
 def resized_vocabulary(
     config: PeftConfig, target: PackTarget, entries: Mapping[str, TensorEntry]
 ) -> ResizedVocabulary | None:
-    """The vocabulary that the file's embedding and head were resized to, or None if they have the base's size.
+    """Return the vocabulary to which the file's embedding and head were resized, or None if they were not resized.
 
     Without a whole weight, trained tokens beyond the base's vocabulary extend it. `entries` are the file's tensors by
     current names.

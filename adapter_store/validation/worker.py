@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy.random  # noqa: F401 - numpy imports it late, when this process may open nothing more
+import numpy.random  # noqa: F401 - numpy would import it on first use, when this process cannot open files any more
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.base_weights import WeightRows

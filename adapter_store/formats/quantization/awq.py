@@ -1,4 +1,4 @@
-"""AWQ checkpoints with 4 bits, in the layout of its GEMM kernels."""
+"""4-bit AWQ checkpoints, in the layout of AWQ's GEMM kernels."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class AwqFormat:
 
 
 def _by_output(words: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """The codes of words `[n, out / 8]` as `[out, n]`."""
+    """Return the codes of words `[n, out / 8]` as uint8 `[out, n]`."""
     codes = words_as_codes(words, 4).reshape(words.shape[0], -1, _PER_WORD)
     return codes[..., _PLACES].reshape(words.shape[0], -1).T
 

@@ -60,13 +60,13 @@ class Checkpoint:
     plain: Mapping[str, MappedTensor]
 
     def with_coded(self, other: Checkpoint) -> Checkpoint:
-        """This checkpoint, with quantised weights from another checkpoint."""
+        """Return this checkpoint, with quantised weights from another checkpoint."""
         plain = {name: tensor for name, tensor in self.plain.items() if name not in other.coded}
         return Checkpoint({**self.coded, **other.coded}, plain)
 
 
 def parse_format(config: Mapping[str, Any]) -> WeightFormat | None:
-    """The format that a `config.json` names, or None if its weights are not quantised. Raises BaseNotSupported."""
+    """Return the format that a `config.json` names, or None if it names none. Raises BaseNotSupported."""
     quantization = config.get("quantization_config") or config.get("compression_config")
     if not quantization:
         return None
@@ -82,7 +82,7 @@ def parse_format(config: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def read_format(model_dir: Path) -> WeightFormat | None:
-    """The format of a model directory. Raises BaseNotSupported, OSError or ValueError."""
+    """Return the format of a model directory, or None. Raises BaseNotSupported, OSError or ValueError."""
     path = model_dir / "config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
     if not isinstance(config, dict):

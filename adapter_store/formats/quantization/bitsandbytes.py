@@ -36,9 +36,9 @@ class _State:
 class BitsAndBytesFormat:
     """4-bit weights, two in a byte with the higher bits first, or int8 weights.
 
-    Scales of 4-bit weights (`absmax`) belong to blocks of consecutive weights. They can themselves be quantised
-    in blocks (double quantisation). The scales of int8 weights, `SCB`, are the rows' largest magnitudes, for which the
-    code is 127.
+    Scales of 4-bit weights (`absmax`) belong to blocks of consecutive weights. They can themselves be quantised in
+    blocks (double quantisation). The scales of int8 weights (`SCB`) are the rows' largest magnitudes, which have the
+    code 127 or -127.
     """
 
     bits: int
@@ -92,7 +92,7 @@ def _four_bits(parts: Parts) -> QuantizedWeight:
     codebook = parts.floats(".weight.quant_map").reshape(-1)
     if codebook.size != 16:
         raise parts.wrong(".weight.quant_map", f"has {codebook.size} values, not 16")
-    # Groups must divide both rows and blocks, so they are smaller if a row is not a whole number of blocks.
+    # A group must divide both a row and a block. It is smaller than a block if a row is not a whole number of blocks.
     group = math.gcd(in_features, state.block)
     if group % 2:
         raise parts.wrong(".weight", f"packs rows of {in_features} weights, an odd number")

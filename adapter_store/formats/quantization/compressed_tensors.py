@@ -44,12 +44,12 @@ class Scheme:
 class CompressedTensorsFormat:
     """The kinds of weights of a checkpoint, with at most one scheme each. The stored tensors show a weight's kind.
 
-    - int8: `weight` int8; or `weight_packed`, four codes in an int32;
+    - int8: `weight` int8; or `weight_packed` int32, four codes in a word, each the value plus 128;
     - int4: `weight_packed` int32, eight codes in a word, each the value plus 8;
     - fp8: `weight` float8_e4m3fn;
     - fp4: `weight_packed` uint8, two values of mxfp4 or nvfp4 in a byte.
 
-    Scales of activations, keys and values are ignored, because loramux does not quantise these.
+    Stored scales of activations, keys and values are ignored, because loramux does not use them.
     """
 
     schemes: tuple[tuple[str, Scheme], ...]
@@ -138,7 +138,7 @@ def _check_stored_shape(parts: Parts, *shape: int) -> None:
 
 
 def _zero_codes(parts: Parts, bits: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Zero points as unsigned codes `[out, groups]`. If the weight is packed, they are packed along the outputs."""
+    """Return the zero points as unsigned codes `[out, groups]`. In int32 words, they are packed along the outputs."""
     suffix = ".weight_zero_point"
     if parts.tensor(suffix, "I8", "I32").dtype == "I8":
         zeros = flip_sign(parts.array(suffix, "I8", shape))

@@ -23,7 +23,7 @@ _SCALES = (".weight_scale_inv", ".weight_scale")
 class Fp8Format:
     """Weights in float8_e4m3fn with scales for the tensor, for channels, or for blocks `[outputs, inputs]`.
 
-    Scales of activations are ignored, because loramux does not quantise activations.
+    Stored scales of activations are ignored, because loramux does not use them.
     """
 
     block: tuple[int, int] | None

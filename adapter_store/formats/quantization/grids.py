@@ -1,4 +1,4 @@
-"""Converts per-weight, per-output, per-group and per-block scales to scales of groups."""
+"""Converts per-tensor, per-output, per-group and per-block scales to scales of groups."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from loramux.adapter_store.formats.quantization.parts import Parts
 def grouped_scales(
     parts: Parts, suffix: str, shape: tuple[int, int], block: tuple[int, int] | None
 ) -> npt.NDArray[np.float32]:
-    """The scales of a weight `[out, in]`, spread over `[out, groups]`.
+    """Return the scales of a weight `[out, in]`, spread over `[out, groups]`.
 
-    With `block`, a scale belongs to a rectangle of outputs and inputs; rectangles at the ends may be smaller.
+    With `block`, a scale belongs to a rectangle of outputs and inputs; rectangles at the edges may be smaller.
     """
     scales = parts.scales(suffix)
     out_features, in_features = shape
@@ -39,7 +39,7 @@ def grouped_scales(
 
 
 def check_group(parts: Parts, suffix: str, num_groups: int, in_features: int, group: int | None) -> None:
-    """Raise BaseNotSupported unless the inputs form `num_groups` groups of `group` inputs. None means one group."""
+    """Raise BaseNotSupported unless the inputs form `num_groups` groups of `group` inputs, or one group if None."""
     wanted = 1 if group is None else in_features / group
     if num_groups != wanted:
         size = "all" if group is None else group

@@ -1,4 +1,4 @@
-"""Changes the order in which codes of 4 bits are packed."""
+"""Packs and unpacks 4-bit codes, and changes their order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def unpack(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 def pack(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """The inverse of `unpack`."""
+    """Pack codes along the last axis, the inverse of `unpack`."""
     packed: npt.NDArray[np.uint8] = codes[..., 1::2] << np.uint8(4)
     packed |= codes[..., ::2]
     return packed

@@ -29,7 +29,7 @@ class CodedWeight(Protocol):
 class Parts:
     """The tensors of one module, by the suffixes of their names. `module` is the common prefix.
 
-    If a tensor is missing or does not fit the format, methods raise BaseNotSupported with its name.
+    If a tensor is missing or does not fit the format, methods raise BaseNotSupported with the tensor's name.
     """
 
     module: str
@@ -53,7 +53,7 @@ class Parts:
         return tensor.array()
 
     def floats(self, suffix: str) -> npt.NDArray[np.float32]:
-        """Finite values of any shape, exactly as stored."""
+        """Return a tensor's values in float32, without rounding. Values that are not finite raise BaseNotSupported."""
         tensor = self.tensor(suffix, *STORAGE, "F8_E4M3", "F8_E8M0")
         if tensor.dtype == "F8_E4M3":
             values = E4M3.take(tensor.array())
@@ -66,7 +66,7 @@ class Parts:
         return values
 
     def scales(self, suffix: str) -> npt.NDArray[np.float32]:
-        """Finite values other than 0. A scale of 0 would erase its weights, and no quantiser writes it."""
+        """Return a tensor's scales in float32. A scale of 0 would erase its weights, so it raises BaseNotSupported."""
         values = self.floats(suffix)
         if not values.all():
             raise self.wrong(suffix, "contains a scale of 0")

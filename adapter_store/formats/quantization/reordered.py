@@ -31,9 +31,10 @@ class ReorderedWeight:
 
 
 def inputs_by_group(parts: Parts, suffix: str, in_features: int, num_groups: int) -> npt.NDArray[np.int64] | None:
-    """Sort the inputs by their groups, which a tensor int32 `[in]` contains. Return None if they are already sorted.
+    """Return the inputs sorted by group, or None if they are already sorted or the tensor is missing.
 
-    Raises BaseNotSupported if the groups differ in size.
+    The tensor named by `suffix`, int32 `[in]`, contains the group of each input. Raises BaseNotSupported if the groups
+    differ in size.
     """
     if not parts.has(suffix):
         return None

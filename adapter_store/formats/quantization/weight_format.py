@@ -28,11 +28,11 @@ class WeightFormat(Protocol):
         ...
 
     def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
-        """Whether a module's tensors, by suffix, form a quantised weight. If not, they are ordinary tensors."""
+        """Return whether a module's tensors, by suffix, form a quantised weight. If not, they are ordinary tensors."""
         ...
 
     def weight_name(self, module: str) -> str:
-        """The weight's name in a checkpoint that is not quantised."""
+        """Return the weight's name in a checkpoint that is not quantised."""
         ...
 
     def shape(self, parts: Parts) -> tuple[int, ...]: ...
@@ -54,9 +54,9 @@ def affine_weight(
     scales: npt.NDArray[np.float32],
     zero_codes: npt.NDArray[np.uint8] | None,
 ) -> QuantizedWeight:
-    """Weights `(code - zero) * scale` with unsigned codes. Without zero points, the middle code is 0.
+    """Return the weight `(code - zero) * scale` for unsigned codes. 4-bit codes are packed, two in a byte.
 
-    4-bit codes are packed.
+    Without zero points, `zero` is the middle code, 8 or 128.
     """
     middle = 8 if bits == 4 else 128
     if zero_codes is not None and not (zero_codes == middle).all():
@@ -81,7 +81,7 @@ def integer(config: Mapping[str, Any], name: str, allowed: tuple[int, ...]) -> i
 
 
 def group_size(config: Mapping[str, Any]) -> int | None:
-    """`group_size`, or None if a group covers all inputs."""
+    """Return `group_size`, or None if a group covers all inputs."""
     value = config.get("group_size")
     if value in (None, -1):
         return None
