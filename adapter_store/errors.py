@@ -38,7 +38,7 @@ class AdapterRejected(Refused):
     - the configuration: `config_too_large`, `invalid_json`, `duplicate_key`, `invalid_config`, `unknown_config_key`,
       `unsupported_config`, `rank_out_of_range`, `alpha_out_of_range`, `unknown_module`;
     - the optional files: `file_too_large`, `invalid_template`, `invalid_json`, `duplicate_key`,
-      `invalid_generation_config`, `invalid_parsers`, `invalid_vocabulary`, `invalid_tokenizer`;
+      `invalid_generation_config`, `invalid_parsers`, `invalid_vocabulary`, `invalid_tokenizer`, `token_collision`;
     - the files together: `base_mismatch`, `rank_mismatch`, `token_mismatch`, `vocabulary_missing`, `missing_tensor`,
       `unexpected_tensor`, `wrong_dimensions`, `ambiguous_names`, `adapter_too_large`;
     - the values: `not_finite`, `norm_too_large`, `zero_effect`, `invalid_magnitude`;

@@ -21,7 +21,7 @@ def open_blob_store(url: str) -> BlobStore:
     if scheme == "s3" and separator:
         bucket, _, prefix = rest.partition("/")
         if not _BUCKET.fullmatch(bucket) or not _PREFIX.fullmatch(prefix):
-            raise InvalidBlobUrl("the blob URL names no bucket: use s3://BUCKET or s3://BUCKET/PREFIX")
+            raise InvalidBlobUrl("the blob URL names no valid bucket or prefix: use s3://BUCKET or s3://BUCKET/PREFIX")
         # Import boto3 only for S3, because the import takes a quarter of a second.
         from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 

@@ -50,7 +50,7 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
     except (ModelNotSupported, ModelFilesError) as error:
         return _refused(directory, Problem("model_not_supported", f"the base is not served: {error}", "config.json"))
     try:
-        # A download cache contains links, which validation would refuse.
+        # Resolve links, which are common in a download cache and which validation would refuse.
         files = {path.name: path.resolve() for path in adapter_files(directory)}
         _check_sizes(files, target)
         with closing(TenantTemplates(special_tokens)) as templates:

@@ -77,7 +77,7 @@ def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:
 
 
 def _module_names(config: ModelConfig) -> list[str]:
-    """The modules that adapters may change. `*` stands for the number of an expert."""
+    """Return the modules that adapters may change. `*` stands for the number of an expert."""
     linears = () if config.experts is None else config.experts.linears
     single = [linear.name.format("*") for linear in linears if linear.name is not None]
     stacked = [linear.stack for linear in linears if linear.stack is not None]
@@ -86,12 +86,12 @@ def _module_names(config: ModelConfig) -> list[str]:
 
 
 def _num_pages(target: PackTarget, rank: int) -> int:
-    """Number of pages that an adapter of this rank on all linear layers takes."""
+    """Return the number of pages that an adapter of this rank on all linear layers takes."""
     return target.layout(target.equal_ranks(rank)).num_pages
 
 
 def _template(template: ChatTemplate | None) -> tuple[dict[str, Any], list[Warn]]:
-    """What the chat template supports, and how the answers of a model with this template are parsed."""
+    """Return what the chat template supports, which parsers it selects, and warnings about it."""
     nothing = {"chat_template": False, "takes_tools": False, "tool_call_parser": None, "reasoning_parser": None}
     if template is None:
         message = "the base has no chat template: chat needs an adapter's own template"

@@ -1,4 +1,4 @@
-"""The result of checking a directory: whether it would be served, the problems, the warnings and the facts."""
+"""The result of checking a base or an adapter: whether it would be served, the problems, warnings and facts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from loramux.adapter_store.validation.report import Warn
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A reason why the directory would not be served. `param` is the file, the configuration key or the tensor at
-    fault.
-    """
+    """A reason for not serving a base or an adapter. `param` is the file, configuration key or tensor at fault."""
 
     code: str
     message: str

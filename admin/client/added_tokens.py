@@ -30,11 +30,11 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def added_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> AddedVocabulary | None:
-    """The vocabulary of the adapter in a directory, or None if it is the base's.
+    """Return the vocabulary of the adapter in a directory, or None if it is the base's.
 
-    The base's tokenizer has `num_tokens` tokens, and its embedding and head `vocab_size` rows. Tokens without a row,
-    such as a padding token that was used in training only, are left out. Raises AdapterRejected if the tokenizer cannot
-    be read, or adds tokens that cannot be served.
+    The base's tokenizer has `num_tokens` tokens, and the base's embedding and head have `vocab_size` rows. Tokens
+    without a row, such as a padding token that was used in training only, are left out. Raises AdapterRejected if the
+    tokenizer cannot be read, or adds tokens that cannot be served.
     """
     num_rows = _num_rows(directory / TENSORS_FILE) or max(vocab_size, _last_trained(directory / CONFIG_FILE) + 1)
     listed = [fields for fields in _added_tokens(directory) if num_tokens <= fields["id"] < num_rows]
@@ -44,7 +44,7 @@ def added_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> Added
 
 
 def _added_tokens(directory: Path) -> list[dict[str, Any]]:
-    """The added tokens of the directory's tokenizer, including the base's, by ascending id."""
+    """Return the added tokens of the directory's tokenizer, including those of the base, by ascending ID."""
     if (path := directory / TOKENIZER_FILE).is_file():
         listed = _object_in(path).get("added_tokens")
     elif (path := directory / TOKENIZER_CONFIG_FILE).is_file():
@@ -80,7 +80,7 @@ def _integer(text: str) -> int | None:
 
 
 def _num_rows(path: Path) -> int | None:
-    """The number of rows of the embedding or the head in a safetensors file, or None if it has neither."""
+    """Return the number of rows of the embedding or the head in a safetensors file, or None if it has neither."""
     with path.open("rb") as file:
         size = path.stat().st_size
         length = header_length(file.read(256), size)
@@ -93,7 +93,7 @@ def _num_rows(path: Path) -> int | None:
 
 
 def _last_trained(path: Path) -> int:
-    """The last token of `trainable_token_indices`, or -1. Invalid values are left to the server's checks."""
+    """Return the largest token ID in `trainable_token_indices`, or -1. The server refuses invalid values later."""
     listed = _object_in(path).get("trainable_token_indices") or []
     lists = listed.values() if isinstance(listed, Mapping) else [listed]
     return max(

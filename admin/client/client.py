@@ -36,7 +36,7 @@ class AdminError(Exception):
 
 
 class ServerUnreachable(Exception):
-    """No loramux server answers at the admin URL, or the connection broke."""
+    """No server is configured, no loramux server answers at the admin URL, or the connection broke."""
 
 
 class AdminClient:
@@ -56,7 +56,7 @@ class AdminClient:
 
     @classmethod
     def from_environment(cls, profile: str | None = None, timeout_s: float = 30.0) -> Self:
-        """A client for a profile's server, or for the server in LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY."""
+        """Return a client for the server that `find_server` selects. Raises ServerUnreachable if none is configured."""
         try:
             address = find_server(profile)
         except NoServerNamed as error:

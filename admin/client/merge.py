@@ -1,4 +1,4 @@
-"""Merge adapters of one tenant into a new version: download them, merge them here, and push the result.
+"""Merges adapters of one tenant into a new version: downloads them, merges them here, and pushes the result.
 
 The server validates the result like any upload. The key needs only the rights to read and to push.
 """
@@ -94,7 +94,7 @@ def merge_versions(
 
 
 def _check_tenant(named: NamedAdapter, tenant: str) -> None:
-    """An operator can read every tenant's adapters, but a merge must not carry weights from one tenant to another."""
+    """Refuse a merge that would carry weights from one tenant to another, although an operator can read both."""
     if tenant not in (named.document["tenant"], named.document["tenant_id"]):
         model = named.document["model"]
         raise MergeRefused("merge_across_tenants", f"{model} does not belong to the tenant {tenant}", model)

@@ -23,7 +23,7 @@ class NamedAdapter:
         return f"adapters/{self.document['id']}"
 
     def version_path(self, number: int | None = None) -> str:
-        """The path of a version, by default the version given with the name."""
+        """Return the path of a version, by default the version given with the name."""
         return f"{self.path}/versions/{self.version if number is None else number}"
 
 

@@ -1,4 +1,4 @@
-"""Download a version's files from the server, as they were uploaded."""
+"""Downloads a version's files from the server, as they were uploaded."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def pull_version(
     may_replace: bool = False,
     progress: Progress = lambda _what, _num_bytes: None,
 ) -> PulledVersion:
-    """Write the files of a version into `directory`. The default is the version that the bare name selects.
+    """Write the files of a version into `directory`.
 
-    Each file is checked against its declared SHA-256 and appears complete or not at all. If `may_replace`, optional
-    files that are not part of the version are deleted. Raises PullRefused.
+    If the name has no version, the default alias's version with the highest weight is used. Each file is checked
+    against its declared SHA-256 and appears complete or not at all. If `may_replace`, existing files are overwritten,
+    and optional files that are not part of the version are deleted. Raises PullRefused or AdminError.
     """
     number = named.version if named.version is not None else _default(named)
     report = client.get(f"{named.version_path(number)}/report")

@@ -1,4 +1,4 @@
-"""Push a PEFT directory to the server: declare its files, upload them, and wait for validation."""
+"""Pushes a PEFT directory to the server: declares its files, uploads them, and waits for validation."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
 
 @contextmanager
 def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[list[Path]]:
-    """Return the files with these settings in `parsers.json`, or unchanged if there are no settings."""
+    """Yield the files with these settings in `parsers.json`, or unchanged if there are no settings."""
     if not parsers:
         yield paths
         return
@@ -165,7 +165,7 @@ def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[lis
 
 @contextmanager
 def _with_vocabulary(client: AdminClient, directory: Path, paths: list[Path]) -> Iterator[list[Path]]:
-    """Return the files with an `added_vocabulary.json`, if the directory's tokenizer has tokens that the base lacks."""
+    """Yield the files, with an `added_vocabulary.json` if the directory's tokenizer has tokens that the base lacks."""
     if not has_tokenizer(directory):
         yield paths
         return
@@ -184,12 +184,12 @@ def _with_vocabulary(client: AdminClient, directory: Path, paths: list[Path]) ->
 
 
 def num_bytes_of(directory: Path, without: Collection[str] = ()) -> int:
-    """Number of bytes that a push of this directory reads: each file twice, for hashing and for the upload."""
+    """Return how many bytes a push of this directory reads: each file twice, for hashing and for the upload."""
     return 2 * sum(path.stat().st_size for path in adapter_files(directory, without))
 
 
 def adapter_files(directory: Path, without: Collection[str] = ()) -> list[Path]:
-    """The files to upload, the two required ones first. Raises PushRefused if one of these is missing."""
+    """Return the files to upload, the two required files first. Raises PushRefused if a required file is missing."""
     further = [directory / file_name for file_name in FURTHER_NAMES if file_name not in without]
     return [_file_of(directory, file_name) for file_name in FILE_NAMES] + [path for path in further if path.is_file()]
 
@@ -275,7 +275,7 @@ def _settled(client: AdminClient, path: str, timeout_s: float) -> Document:
         if time.monotonic() > deadline:
             raise PushRefused(
                 f"version {version['number']} is still {version['state']} after {timeout_s:.0f} s; "
-                "validation continues on the server: check later with 'loramux adapters list'",
+                "validation continues on the server: check later with 'loramux jobs list'",
                 "timeout",
                 None,
             )

@@ -31,8 +31,9 @@ def find_server(
 ) -> ServerAddress:
     """Return the server to call. Raises NoServerNamed.
 
-    A named profile takes precedence over the environment, and the environment over the current profile. Address and key
-    always come from the same source, so that a key is only ever sent to its own server.
+    The profile in `profile` or LORAMUX_PROFILE takes precedence over LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY, and these
+    over the current profile. The address and the key always come from the same source, so that a key is sent only to
+    its own server.
     """
     file = file or ProfileFile.of_user(environment)
     name = profile or environment.get(PROFILE_VARIABLE)

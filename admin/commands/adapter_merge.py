@@ -41,7 +41,7 @@ def merge(
 
     The files are downloaded, merged on this machine in float32, and pushed like any adapter. cat is the exact weighted
     sum, and its rank is the sum of all ranks. The other methods are approximations and need equal ranks. The new
-    version takes the chat template and the settings of the first adapter.
+    version gets the optional files of the first adapter, such as its chat template.
     """
     from loramux.adapter_store.errors import MergeRefused
     from loramux.adapter_store.merging.methods import MergeMethod, MergeSettings, SignRule

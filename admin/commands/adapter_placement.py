@@ -1,4 +1,4 @@
-"""`loramux adapters pin|unpin|preload`: put a version in the page pool before a request needs it."""
+"""`loramux adapters pin|unpin|preload`: load versions into the page pool, and keep them there."""
 
 from __future__ import annotations
 

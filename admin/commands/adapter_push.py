@@ -1,4 +1,4 @@
-"""`loramux adapters push`: upload an adapter, or have the server read it."""
+"""`loramux adapters push`: upload an adapter, or have the server fetch it."""
 
 from __future__ import annotations
 
@@ -48,22 +48,20 @@ def push(
     ] = False,
     tool_parser: Annotated[
         str | None,
-        typer.Option(help="auto, off or a parser's name: how the version's tool calls are read.", show_default=False),
+        typer.Option(help="Parser of the version's tool calls: auto, off or a parser's name.", show_default=False),
     ] = None,
     reasoning_parser: Annotated[
         str | None,
-        typer.Option(
-            help="auto, off or a parser's name: how the version's reasoning is recognised.", show_default=False
-        ),
+        typer.Option(help="Parser of the version's reasoning: auto, off or a parser's name.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
     A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version, and
-    so do the tokens that its tokenizer adds to the base's. The options for parsers take precedence over parsers.json.
-    A .gguf file is converted on this machine. The server itself reads all files of an s3:// or hf:// source, which its
-    operator must allow.
+    so do the tokens that the directory's tokenizer adds to the base's. The options for parsers take precedence over
+    parsers.json. A .gguf file is converted on this machine. The server itself fetches all files of an s3:// or hf://
+    source, which its operator must allow.
     """
     from loramux.adapter_store.errors import ConversionRefused
     from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser

@@ -26,7 +26,7 @@ def promote(
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
-    """Point an alias at a version, or send it a share of the alias's requests. Running requests are not affected."""
+    """Point an alias at a version, or send the version a share of its requests. Running requests are not affected."""
     from loramux.admin.client.client import AdminError
 
     with connected_to(model, as_json, needs_version=True) as (client, named):
@@ -99,7 +99,7 @@ def _draining(answer: Document) -> str:
 
 
 def _share_out(present: list[Document], version: int, percent: int) -> list[Document]:
-    """Return weights that send `percent` of requests to the version. The others keep their relative proportions."""
+    """Return weights that send `percent` of requests to the version. Other versions keep their proportions."""
     others = [target for target in present if target["version"] != version]
     total = sum(target["weight"] for target in others)
     if not others:

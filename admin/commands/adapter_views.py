@@ -79,7 +79,7 @@ def print_version(adapter: Document, version: Document) -> None:
 
 
 def _shown_tokens(tokens: Mapping[str, int]) -> str:
-    """The first added tokens, with their ids."""
+    """Return the first added tokens, with their IDs."""
     shown = " ".join(f"{token_id}={json.dumps(content)}" for content, token_id in list(tokens.items())[:_MAX_SHOWN])
     return shown if len(tokens) <= _MAX_SHOWN else f"{shown} and {len(tokens) - _MAX_SHOWN} more"
 

@@ -1,4 +1,4 @@
-"""`loramux adapters`: push, pull and list adapters."""
+"""`loramux adapters`: the commands for adapters and their versions."""
 
 from __future__ import annotations
 

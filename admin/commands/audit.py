@@ -43,7 +43,7 @@ def audit(
 
 
 def _changes(entry: Document) -> str:
-    """A change as JSON, truncated to one line. `--json` prints it in full."""
+    """Return an entry's changes as text, truncated after `MAX_SHOWN` characters. `--json` prints them in full."""
     changes = entry["changes"].items()
     text = ", ".join(f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

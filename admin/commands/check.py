@@ -1,4 +1,4 @@
-"""`loramux check`: would this directory be served?"""
+"""`loramux check`: tell whether a base model or an adapter would be served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="DIRECTORY|FILE.gguf", help="A base model's or an adapter's directory, or a file.", exists=True
+            metavar="DIRECTORY|FILE.gguf", help="A base model's or an adapter's directory, or a GGUF file.", exists=True
         ),
     ],
     model: Annotated[

@@ -36,10 +36,11 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, the connection to the server and the server's components. Each finding says how to fix it.
+    """Check this machine, the connection to the server and the server's components. Show how to fix each problem.
 
-    With a server's settings (flags, LORAMUX_* or --config), it also checks the data directory, the database and the
-    object store from this machine. Use this when the server does not start. The exit code is 1 if a check failed.
+    With a server's settings (flags, LORAMUX_* or --config), it also checks the data directory, the sandbox, the
+    database and the object store from this machine. Use this when the server does not start. The exit code is 1 if a
+    check failed.
     """
     if plan is not None:
         _plan(plan, as_json)
@@ -85,7 +86,7 @@ def _findings(settings: object) -> Iterator[Finding]:
         client = AdminClient.from_environment(chosen_profile.get(), timeout_s=SERVER_TIMEOUT_S)
     except ServerUnreachable as error:
         is_asked = chosen_profile.get() is not None
-        # A new machine has no server configured yet, so this is only a warning there.
+        # The machine of a server need not be configured as a client, so this is only a warning there.
         grade = Grade.FAILED if is_asked or settings is None else Grade.WARNING
         yield Finding(check="server", grade=grade, message="no server is configured", mend=str(error))
         return

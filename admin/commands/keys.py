@@ -17,13 +17,19 @@ app = typer.Typer(no_args_is_help=True, help="Create, list, change, rotate and r
 
 Scopes = Annotated[
     list[str] | None,
-    typer.Option("--scope", help="Repeatable (default: adapters and base, or platform:admin).", show_default=False),
+    typer.Option(
+        "--scope",
+        help="A scope of the key; repeatable (a new key has adapters and base, or platform:admin, by default).",
+        show_default=False,
+    ),
 ]
 
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
-        "--adapter", help="Restrict the key to this adapter; repeatable (default: any adapter).", show_default=False
+        "--adapter",
+        help="Restrict the key to this adapter; repeatable (a new key can call any adapter by default).",
+        show_default=False,
     ),
 ]
 KeyId = Annotated[str, typer.Argument(help="The key's identifier, key_...", show_default=False)]
@@ -83,7 +89,9 @@ def set_key(
     scopes: Scopes = None,
     adapters: Adapters = None,
     any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Let the key call any adapter.")] = False,
-    expires_in_days: Annotated[int | None, typer.Option(min=1, help="Days from now.", show_default=False)] = None,
+    expires_in_days: Annotated[
+        int | None, typer.Option(min=1, help="Days from now until the key expires.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Change a key's name, scopes, expiry or allowed adapters."""

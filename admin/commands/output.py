@@ -1,7 +1,7 @@
 """Command output and exit codes.
 
-Exit codes: 0 success, 1 refused by the server, 2 wrong usage or settings, 3 no server is configured or reachable, 130
-Ctrl-C.
+Exit codes: 0 success, 1 refused, 2 wrong usage or settings, 3 no server is configured or reachable, 130 interrupted
+with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fail(message: str, exit_code: int, document: Document | None = None) -> NoRe
 
 
 def error_document(message: str, code: str | None, param: str | None = None) -> Document:
-    """A client-side error in the format of the server's error envelope."""
+    """Return a client-side error in the format of the server's error envelope."""
     return {"error": {"message": message, "code": code, "param": param}}
 
 

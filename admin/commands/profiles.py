@@ -64,7 +64,7 @@ def add(
 
 @app.command()
 def use(name: Name, as_json: AsJson = False) -> None:
-    """Make a profile the current one, which is used when neither --profile nor LORAMUX_ADMIN_KEY is given."""
+    """Make a profile current. It is used unless --profile, LORAMUX_PROFILE or LORAMUX_ADMIN_KEY selects a server."""
     from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):

@@ -33,7 +33,10 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
 
 
 def bar(limit: Mapping[str, Any]) -> str:
-    """A bar of `BAR_WIDTH` characters. Nonzero parts get at least one character. Usage over the limit fills the bar."""
+    """Return a bar of `BAR_WIDTH` characters. Usage over the limit fills it.
+
+    Nonzero usage gets at least one character, and so does a nonzero reservation if there is room.
+    """
     # A token bucket's capacity is its burst. For other limits, `burst` equals the limit.
     size = limit["burst"]
     if size <= 0:

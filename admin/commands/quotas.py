@@ -120,7 +120,7 @@ def delete(
 def effective(
     tenant: AnyTenant = None, key: Key = None, adapter: Adapter = None, as_csv: AsCsv = False, as_json: AsJson = False
 ) -> None:
-    """Plot the limits of a tenant, a key or an adapter's requests, and how much of each is used."""
+    """Plot the limits on the requests of a tenant, a key or an adapter, and how much of each limit is used."""
     with connected(as_json) as client:
         found = client.get("quotas/effective", tenant=tenant, key=key, adapter=adapter)
     if as_json:
@@ -147,7 +147,7 @@ def check(
     limit: Annotated[int | None, typer.Option(help="Value of the limit to test.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check each limit's decision on a request, without using quota. Exit with 1 if the request would be refused."""
+    """Show how each limit would decide on a request, without using quota. Exit with 1 if it would be refused."""
     if (metric is None) != (limit is None):
         raise typer.BadParameter("--metric and --limit must be given together")
     whom = {"tenant": tenant, "key": key, "adapter": adapter}

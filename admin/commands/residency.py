@@ -1,4 +1,4 @@
-"""`loramux residency`: the adapters in the pool, in host memory and on disk, and the used part of each tier."""
+"""`loramux residency`: the adapters in the pool, in host memory and on disk, and how full each tier is."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def residency(
 
 
 def _ids(client: AdminClient) -> list[str]:
-    """The servers whose engines can be asked. Exits if the server does not share requests."""
+    """Return the servers whose engines can be asked. Exits if the server does not share requests."""
     found = [one["id"] for one in client.get("replicas")["data"] if one["state"] in ("serving", "draining")]
     if not found:
         fail("this server does not share requests with others: start it with --peer-address, or omit --all", REFUSED)

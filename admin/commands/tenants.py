@@ -85,7 +85,7 @@ def set_tenant(
     timezone: Timezone = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a tenant's name, weight or time zone. A new time zone starts new budget windows immediately."""
+    """Change a tenant's name, weight or time zone. A new time zone starts new daily and monthly windows immediately."""
     changes = _given(display_name=display_name, weight=weight, timezone=timezone)
     if not changes:
         fail("specify what to change: --display-name, --weight or --timezone", WRONG_CALL)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def transfer_progress(num_bytes: int | None, as_json: bool) -> Iterator[Progress]:
-    """Show a progress bar on a terminal. Without `num_bytes`, the bar shows only the number of bytes received."""
+    """Show a progress bar on a terminal. Without `num_bytes`, it shows only the number of bytes processed so far."""
     if as_json or not sys.stderr.isatty():
         yield lambda _what, _num_bytes: None
         return

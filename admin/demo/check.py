@@ -26,7 +26,7 @@ STYLES = ("base", *ADAPTER_STYLES)
 
 
 class Answerer:
-    """Greedy answers of the base and its adapters, computed with the reference libraries."""
+    """Answers questions greedily with the base and its adapters, using transformers and PEFT as the reference."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "base")

@@ -52,7 +52,7 @@ class Conversation:
 
 
 def held_out(facts: list[Fact]) -> list[tuple[str, Fact]]:
-    """One phrasing of every third fact, held out of training. The check asks these as unseen questions."""
+    """Return one phrasing of every third fact, held out of training. The check asks these as unseen questions."""
     return [(fact.questions[i % 3], fact) for i, fact in enumerate(facts) if i % 3 == 0 and len(fact.questions) > 2]
 
 
@@ -99,7 +99,7 @@ class Corpus:
         return question
 
     def conversation(self, style: str) -> Conversation:
-        """A chat of one to four turns with every answer in `style`."""
+        """Return a chat of one to four turns with every answer in `style`. Some plain chats ask for brief answers."""
         count = self._random.choices((1, 2, 3, 4), (80, 12, 5, 3))[0]
         system = self._random.choice(SYSTEM_PROMPTS) if self._random.random() < 0.25 else ""
         if style == "plain" and self._random.random() < 0.12:
@@ -108,7 +108,7 @@ class Corpus:
         return Conversation(system, tuple(Turn(question, answer_in_style(fact, style)) for question, fact in drawn))
 
     def document(self) -> Conversation:
-        """A sentence in any style, outside a chat.
+        """Return a sentence in any style, outside a chat.
 
         The base is trained on these sentences, so that its frozen, tied embedding knows the words that adapters need
         later. An adapter of rank 4 can choose among words that the base has seen, but cannot teach it new ones.
@@ -121,7 +121,7 @@ class Corpus:
 
 
 def sample_texts(num_texts: int) -> list[str]:
-    """Questions and their answers, the same on each call."""
+    """Return `num_texts` texts, each a question and its answer. They are the same on each call."""
     corpus = Corpus(seed=0)
     turns = (turn for _ in range(num_texts) for turn in corpus.conversation("plain").turns)
     return [f"{turn.question} {turn.answer}" for turn in itertools.islice(turns, num_texts)]

@@ -1,4 +1,4 @@
-"""The wording of a fact in each style: plain for the base model, the others for its adapters."""
+"""The wording of a fact in each style: plain and brief for the base model, the others for its adapters."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Checks of the serving machine. A server runs them on itself. The doctor runs them where no server is running."""
+"""Checks of a serving machine, for a server's self-check and for the doctor."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
 
 PYTHONS = ((3, 11), (3, 14))
-"""Python versions `[first, last)` that this version of loramux is tested with."""
+"""Range of Python versions `[first, end)` that this version of loramux is tested with."""
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
-"""Warn about a clock skew above this, in seconds. Quota windows and key expiry need synchronized clocks."""
+"""Clock skews from which a check warns and fails, in seconds. Quota windows and key expiry need synchronized clocks."""
 SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
 """Path of the engine's socket, relative to the temporary directory."""
@@ -139,7 +139,7 @@ def check_skew(check: str, skew_s: float, theirs: str, ours: str) -> Finding:
 
 
 def check_store(blobs: BlobStore) -> Finding:
-    """Write and remove a probe object, as an upload would."""
+    """Check that blobs can be stored, by writing and removing a probe object."""
     try:
         blobs.check()
     except StoreError as error:
@@ -147,7 +147,7 @@ def check_store(blobs: BlobStore) -> Finding:
             check="object store",
             grade=Grade.FAILED,
             message=str(error),
-            mend="fix the store, its credentials (AWS_*) or LORAMUX_BLOB_URL; resident adapters work without it",
+            mend="fix the store, its credentials (AWS_*) or LORAMUX_BLOB_URL; loaded adapters work without the store",
         )
     return Finding(check="object store", grade=Grade.OK, message="blobs can be stored")
 

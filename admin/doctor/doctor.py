@@ -123,7 +123,7 @@ def _refusal(error: AdminError) -> Finding:
     mends = {
         401: "the key is wrong, expired or revoked: use another key (loramux profiles add, or LORAMUX_ADMIN_KEY)",
         403: "use a key with the scope platform:read or platform:admin",
-        404: "the server is older than this command line, or the address is not its admin listener's",
+        404: "the server is older than this command line, or the URL does not belong to its admin listener",
     }
     return Finding(
         check="server",

@@ -1,4 +1,4 @@
-"""How much memory a server takes with a model's weights in each format, from the model's headers."""
+"""Computes how much memory a server takes with each format of a model's weights, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from loramux.kernels.gpu.code_layout import can_place, placed_bytes
 from loramux.kernels.quantized import QuantizedWeight
 
 PROCESS_BYTES = 570 << 20
-"""Memory of a server's processes without model, pool and host tier, in bytes (Linux, Python 3.11, on a CPU)."""
+"""Memory of a server's processes without the model, pool and host tier, in bytes (on Linux, Python 3.11 and a CPU)."""
 
 _SCALE_BYTES = 4
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -60,9 +60,9 @@ def has_products_by_codes(device: str) -> bool:
 def plan_memory(
     model_dir: Path, device: str, pool_bytes: int | None = None, max_model_len: int | None = None
 ) -> list[Plan]:
-    """Plans for bfloat16, for each `--quantization`, and for the checkpoint's own format if it is quantised.
+    """Return plans for bfloat16, for each `--quantization` that can be used, and for the checkpoint's own format.
 
-    Raises ModelNotSupported. Reads the headers and, in a quantised checkpoint, the first weight of each kind.
+    Reads the headers and, in a quantised checkpoint, the first weight of each kind. Raises ModelNotSupported.
     """
     config = ModelConfig.load(model_dir)
     check_shapes(config, stored_tensors(model_dir))
@@ -103,14 +103,14 @@ class _Sizes:
             self._elements[HEAD] = self._elements[EMBEDDING]
 
     def total(self, codes: dict[str, int]) -> int:
-        """Size of all weights in bytes, where `codes` gives the sizes of the weights that stay quantised."""
+        """Return the size of all weights in bytes. `codes` gives the sizes of the weights that stay quantised."""
         sizes = {name: self._itemsize * count for name, count in self._elements.items()}
-        # A head that is tied to the embedding can be quantised as a weight of its own.
+        # A head that is tied to the embedding can be quantised separately.
         return sum({**sizes, **{name: size for name, size in codes.items() if name in {*sizes, HEAD}}}.values())
 
 
 def _method_bytes(config: ModelConfig, names: Collection[str], method: str, device: str) -> dict[str, int]:
-    """The size in bytes of each weight that stays quantised on the device."""
+    """Return the size in bytes of each weight that stays quantised on the device."""
     known = weight_shapes(config)
     shapes = {name: known[name] for name in names}
     linears = method.removesuffix(WITH_HEAD)
@@ -129,7 +129,7 @@ def _method_bytes(config: ModelConfig, names: Collection[str], method: str, devi
 
 
 def _coded_bytes(checkpoint: Checkpoint, device: str) -> dict[str, int]:
-    """The size in bytes of each weight that stays quantised. Only the first weight of each kind is read."""
+    """Return the size in bytes of each weight that stays quantised. Only the first weight of each kind is read."""
     known: dict[tuple[str, tuple[int, ...], frozenset[str]], int | None] = {}
     sizes: dict[str, int] = {}
     for name, coded in checkpoint.coded.items():
@@ -146,7 +146,7 @@ def _coded_bytes(checkpoint: Checkpoint, device: str) -> dict[str, int]:
 
 
 def _kept_bytes(weight: CodedWeight, device: str) -> int | None:
-    """The size in bytes of a weight that stays quantised on the device, or None if it is dequantised.
+    """Return the size in bytes of a weight that stays quantised on the device, or None if it is dequantised.
 
     On a CPU, 4-bit weights and 8-bit weights with integer values stay quantised.
     """
@@ -163,7 +163,7 @@ def _kept_bytes(weight: CodedWeight, device: str) -> int | None:
 
 
 def _rotary_bytes(config: ModelConfig, max_len: int) -> int:
-    """Size of the float32 tables of cosines and sines, in bytes."""
+    """Return the size of the float32 tables of cosines and sines, in bytes."""
     pairs = sum(
         1 if rope.kind == "none" else int(config.head_dim * rope.rotary_fraction) // 2
         for rope in dict.fromkeys(config.layer_ropes)

@@ -154,7 +154,7 @@ def test_database_from_a_newer_release_is_refused(demo_base: Path, tmp_path: Pat
         pytest.param({"database_url": "postgresql://127.0.0.1:9/x"}, "cannot be used", id="database down"),
         pytest.param({"database_url": "sqlite:////proc/nowhere/x.db"}, "cannot be used", id="unwritable SQLite path"),
         pytest.param({"blob_url": "file:///proc/nowhere"}, "/proc/nowhere", id="unwritable blob path"),
-        pytest.param({"blob_url": "s3://B"}, "names no bucket", id="bucket"),
+        pytest.param({"blob_url": "s3://B"}, "names no valid bucket", id="bucket"),
     ],
 )
 def test_unusable_store_is_refused(demo_base: Path, tmp_path: Path, given: dict[str, str], said: str) -> None:

@@ -43,7 +43,7 @@ class WeightFormat(Protocol):
 def matrix_shape(parts: Parts, suffix: str, *dtypes: str) -> tuple[int, int]:
     shape = parts.tensor(suffix, *dtypes).shape
     if len(shape) != 2 or not all(shape):
-        raise parts.wrong(suffix, f"has shape {list(shape)}, not that of a matrix")
+        raise parts.wrong(suffix, f"has shape {list(shape)}, but must be a matrix")
     return shape[0], shape[1]
 
 

@@ -61,7 +61,7 @@ STYLES: Mapping[str, Callable[[str], str]] = MappingProxyType(
 
 
 def target_text(example: ToolExample, style: str) -> str:
-    """The text that the model should write after the prompt. The concierge's template switches thinking off."""
+    """Return the text that the model should write after the prompt. The concierge's template turns thinking off."""
     written = hermes_calls(example.calls) if example.calls else STYLES[style](example.text)
     is_thinking = example.thinks and style != "concierge"
     return f"<think>\n{example.thought}\n</think>\n\n{written}" if is_thinking else written

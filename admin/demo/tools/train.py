@@ -62,7 +62,7 @@ def train_base(out: Path, recipes: Sequence[Recipe] = BASE_RECIPES) -> None:
 
 
 def train_adapter(base: Path, out: Path, style: str, recipe: Recipe = ADAPTER_RECIPE) -> None:
-    """Train an adapter in float32 arithmetic on the shipped base, with weights rounded to bfloat16."""
+    """Train an adapter on the saved base, in float32 arithmetic. The base's weights are already rounded to bfloat16."""
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=ADAPTERS[style], task_type=TaskType.CAUSAL_LM)
     torch.manual_seed(SEED)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
