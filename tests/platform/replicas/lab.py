@@ -143,12 +143,21 @@ async def open_replica(
         served.close()
 
 
-async def acquaint(*replicas: Replica) -> None:
-    """Let the replicas beat until each is connected to every other."""
-    async with asyncio.timeout(PATIENCE_S):
-        while any(replica.metric("loramux_peers", state="connected") < len(replicas) - 1 for replica in replicas):
-            await beat(*replicas)
-            await asyncio.sleep(0.02)
+@asynccontextmanager
+async def two_replicas(
+    database: Database, threads: Executor, directory: Path
+) -> AsyncIterator[tuple[Replica, Replica]]:
+    """Two connected servers. The first forwards its requests to the second until a test changes that."""
+    async with (
+        open_replica("rep_a", database, threads, directory) as first,
+        open_replica("rep_b", database, threads, directory) as second,
+    ):
+        async with asyncio.timeout(PATIENCE_S):
+            while any(replica.metric("loramux_peers", state="connected") < 1 for replica in (first, second)):
+                await beat(first, second)
+                await asyncio.sleep(0.02)
+        first.router.wanted = [second.id]
+        yield first, second
 
 
 async def beat(*replicas: Replica) -> None:

@@ -17,7 +17,7 @@ from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.ready_adapters import digest_of
-from tests.platform.replicas.lab import Replica, acquaint, beat, open_replica, until
+from tests.platform.replicas.lab import Replica, beat, two_replicas, until
 
 pytestmark = pytest.mark.anyio
 
@@ -47,11 +47,9 @@ async def open_pair(
     database: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, directory: Path
 ) -> AsyncIterator[Pair]:
     async with (
-        open_replica("rep_a", database, threads, directory) as first,
-        open_replica("rep_b", database, threads, directory) as second,
+        two_replicas(database, threads, directory) as (first, second),
         open_gateway(database, tokenizer, threads, routed=(first.engine, first.scripted)) as gateway,
     ):
-        await acquaint(first, second)
         yield Pair(gateway=gateway, first=first, second=second)
 
 
@@ -86,7 +84,6 @@ async def test_request_that_had_not_started_survives_the_death_of_its_server(
     accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
-        pair.first.router.wanted = ["rep_b"]
         pair.second.scripted.script = lambda add: Script(token_ids=(1,) * 8, stall_after=0)
         asking = asyncio.create_task(pair.complete())
         await until(lambda: len(pair.second.scripted.adds) == 1)
@@ -104,7 +101,6 @@ async def test_request_that_had_started_ends_with_an_error_and_pays_what_it_got(
     accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
-        pair.first.router.wanted = ["rep_b"]
         pair.second.scripted.script = lambda add: Script(token_ids=add.prompt[:1] * 8, stall_after=3)
         body = {"model": "base", "prompt": "abc", "max_tokens": 8, "stream": True}
         lines: list[str] = []
@@ -134,7 +130,6 @@ async def test_adapter_held_by_another_server_is_no_cold_load(
         pair.gateway.limit("cold_loads_per_minute", 0)
         pair.second.scripted.resident[digest_of("acme/held@1")] = 1
         await beat(pair.second, pair.first)
-        pair.first.router.wanted = ["rep_b"]
         assert (await pair.complete(model="held"))["status"] == 200
         assert (await pair.complete(model="cold"))["status"] == 429
         assert [add.digest for add in pair.second.scripted.adds] == [digest_of("acme/held@1")]

@@ -14,25 +14,29 @@ from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.replicas import presence, replica_book
 from loramux.platform.replicas.replica_table import ReplicaTable, Summary
 from tests.platform.ready_adapters import digest_of
-from tests.platform.replicas.lab import acquaint, add, beat, collect, open_replica, own_row, until
+from tests.platform.replicas.lab import Replica, add, beat, collect, open_replica, own_row, two_replicas, until
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def replicas(
+    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, anyio_backend: object
+) -> AsyncIterator[tuple[Replica, Replica]]:
+    async with two_replicas(accounts, threads, tmp_path) as replicas:
+        yield replicas
 
 
 async def test_replicas_find_each_other_and_forward(
     clocked: Database, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    async with (
-        open_replica("rep_a", clocked, threads, tmp_path) as first,
-        open_replica("rep_b", clocked, threads, tmp_path) as second,
-    ):
+    async with two_replicas(clocked, threads, tmp_path) as (first, second):
         digest = digest_of("acme/one")
         second.scripted.resident[digest] = 1
-        await acquaint(first, second)
+        await beat(second, first)
         assert first.engine.holds_elsewhere(digest)
         assert not second.engine.holds_elsewhere(digest)
 
-        first.router.wanted = ["rep_b"]
         tokens, end = await collect(first.engine.submit(add("forwarded", 6, digest=digest, traceparent="00-trace")))
         assert tokens == [5, 6, 7, 5, 6, 7]
         assert (end.reason, end.prompt_tokens, end.completion_tokens) == ("length", 3, 6)
@@ -49,24 +53,17 @@ async def test_replicas_find_each_other_and_forward(
         assert len(first.scripted.adds) == 1
 
 
-async def test_limits_reach_the_engine_that_runs_the_sequence(
-    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path
-) -> None:
-    async with (
-        open_replica("rep_a", accounts, threads, tmp_path) as first,
-        open_replica("rep_b", accounts, threads, tmp_path) as second,
-    ):
-        await acquaint(first, second)
-        first.router.wanted = ["rep_b"]
-        second.scripted.script = lambda one: Script(token_ids=tuple(range(20)), stall_after=10)
-        stream = first.engine.submit(add("long", 5, pause_s=60.0))
-        assert await receive(stream, 5) == [0, 1, 2, 3, 4]
-        first.engine.extend("long", 15)
-        # The engine stalls after ten tokens.
-        assert await receive(stream, 5) == [5, 6, 7, 8, 9]
-        first.engine.abort("long", keep=3)
-        _, end = await collect(stream)
-        assert (end.reason, end.completion_tokens) == ("abort", 3)
+async def test_limits_reach_the_engine_that_runs_the_sequence(replicas: tuple[Replica, Replica]) -> None:
+    first, second = replicas
+    second.scripted.script = lambda one: Script(token_ids=tuple(range(20)), stall_after=10)
+    stream = first.engine.submit(add("long", 5, pause_s=60.0))
+    assert await receive(stream, 5) == [0, 1, 2, 3, 4]
+    first.engine.extend("long", 15)
+    # The engine stalls after ten tokens.
+    assert await receive(stream, 5) == [5, 6, 7, 8, 9]
+    first.engine.abort("long", keep=3)
+    _, end = await collect(stream)
+    assert (end.reason, end.completion_tokens) == ("abort", 3)
 
 
 async def receive(stream: AsyncIterator[SequenceOutput | Finished], num_tokens: int) -> list[int]:
@@ -78,107 +75,86 @@ async def receive(stream: AsyncIterator[SequenceOutput | Finished], num_tokens: 
     return tokens
 
 
-async def test_draining_replica_gets_no_new_requests_and_finishes_the_old(
-    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path
-) -> None:
-    async with (
-        open_replica("rep_a", accounts, threads, tmp_path) as first,
-        open_replica("rep_b", accounts, threads, tmp_path) as second,
-    ):
-        await acquaint(first, second)
-        first.router.wanted = ["rep_b"]
-        second.scripted.script = lambda one: Script(token_ids=(1,) * 50, stall_after=1)
-        stream = first.engine.submit(add("running", 50))
-        await anext(stream)
-        assert second.presence.num_relayed == 1
-        second.presence.drain()
-        await beat(second, first)
-        assert [view.id for view in first.router.views if view.is_draining] == ["rep_b"]
-        assert first.metric("loramux_peers", state="draining") == 1
-        await collect(first.engine.submit(add("next")))
-        assert [one.sequence_id for one in first.scripted.adds] == ["next"]
-        # A draining server still runs requests that it has accepted itself if no other server can.
-        first.presence.drain()
-        await beat(first)
-        assert (await collect(first.engine.submit(add("accepted"))))[1].reason == "length"
-        first.engine.abort("running")
-        assert isinstance((await collect(stream))[1], Finished)
-        await until(lambda: second.presence.num_relayed == 0)
+async def test_draining_replica_gets_no_new_requests_and_finishes_the_old(replicas: tuple[Replica, Replica]) -> None:
+    first, second = replicas
+    second.scripted.script = lambda one: Script(token_ids=(1,) * 50, stall_after=1)
+    stream = first.engine.submit(add("running", 50))
+    await anext(stream)
+    assert second.presence.num_relayed == 1
+    second.presence.drain()
+    await beat(second, first)
+    assert [view.id for view in first.router.views if view.is_draining] == ["rep_b"]
+    assert first.metric("loramux_peers", state="draining") == 1
+    await collect(first.engine.submit(add("next")))
+    assert [one.sequence_id for one in first.scripted.adds] == ["next"]
+    # A draining server still runs requests that it has accepted itself if no other server can.
+    first.presence.drain()
+    await beat(first)
+    assert (await collect(first.engine.submit(add("accepted"))))[1].reason == "length"
+    first.engine.abort("running")
+    assert isinstance((await collect(stream))[1], Finished)
+    await until(lambda: second.presence.num_relayed == 0)
 
 
 async def test_draining_replica_refuses_sequences_of_servers_that_have_not_heard_of_it(
-    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path
+    replicas: tuple[Replica, Replica],
 ) -> None:
-    async with (
-        open_replica("rep_a", accounts, threads, tmp_path) as first,
-        open_replica("rep_b", accounts, threads, tmp_path) as second,
-    ):
-        await acquaint(first, second)
-        first.router.wanted = ["rep_b"]
-        second.scripted.script = lambda one: Script(token_ids=(1,) * 50, stall_after=1)
-        running = first.engine.submit(add("running", 50))
-        await anext(running)
-        second.presence.drain()
-        assert (await collect(first.engine.submit(add("late"))))[1].reason == "length"
-        assert [one.sequence_id for one in first.scripted.adds] == ["late"]
-        assert [one.sequence_id for one in second.scripted.adds] == ["running"]
-        assert first.metric("loramux_forwarded_sequences_total", outcome="moved") == 1
-        first.engine.abort("running")
-        assert (await collect(running))[1].reason == "abort"
+    first, second = replicas
+    second.scripted.script = lambda one: Script(token_ids=(1,) * 50, stall_after=1)
+    running = first.engine.submit(add("running", 50))
+    await anext(running)
+    second.presence.drain()
+    assert (await collect(first.engine.submit(add("late"))))[1].reason == "length"
+    assert [one.sequence_id for one in first.scripted.adds] == ["late"]
+    assert [one.sequence_id for one in second.scripted.adds] == ["running"]
+    assert first.metric("loramux_forwarded_sequences_total", outcome="moved") == 1
+    first.engine.abort("running")
+    assert (await collect(running))[1].reason == "abort"
 
 
 async def test_without_the_database_known_replicas_stay(
-    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replicas: tuple[Replica, Replica], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with (
-        open_replica("rep_a", accounts, threads, tmp_path) as first,
-        open_replica("rep_b", accounts, threads, tmp_path) as second,
-    ):
-        await acquaint(first, second)
-        first.router.wanted = ["rep_b"]
-        # Only the first server loses the database.
-        monkeypatch.setattr(first.presence._table, "_database", Database(f"sqlite:///{tmp_path}/nowhere/loramux.db"))
-        for _ in range(3):
-            await beat(first)
-        await collect(first.engine.submit(add("forwarded")))
-        assert len(second.scripted.adds) == 1
-        # Once the connection between the two servers has failed, too, the first server runs requests itself.
-        await second.listener.close()
-        await until(lambda: not first.presence._peers["rep_b"].is_ready)
+    first, second = replicas
+    # Only the first server loses the database.
+    monkeypatch.setattr(first.presence._table, "_database", Database(f"sqlite:///{tmp_path}/nowhere/loramux.db"))
+    for _ in range(3):
         await beat(first)
-        await collect(first.engine.submit(add("alone")))
-        assert len(first.scripted.adds) == 1
+    await collect(first.engine.submit(add("forwarded")))
+    assert len(second.scripted.adds) == 1
+    # Once the connection between the two servers has failed, too, the first server runs requests itself.
+    await second.listener.close()
+    await until(lambda: not first.presence._peers["rep_b"].is_ready)
+    await beat(first)
+    await collect(first.engine.submit(add("alone")))
+    assert len(first.scripted.adds) == 1
+    await first.presence.close()
 
 
 async def test_database_that_hangs_holds_one_thread_and_no_request(
-    accounts: Database, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replicas: tuple[Replica, Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with (
-        open_replica("rep_a", accounts, threads, tmp_path) as first,
-        open_replica("rep_b", accounts, threads, tmp_path) as second,
-    ):
-        await acquaint(first, second)
-        first.router.wanted = ["rep_b"]
-        monkeypatch.setattr(presence, "EXCHANGE_WAIT_S", 0.01)
-        answers, calls = asyncio.Event(), []
-        call = first.presence._call
+    first, second = replicas
+    monkeypatch.setattr(presence, "EXCHANGE_WAIT_S", 0.01)
+    answers, calls = asyncio.Event(), []
+    call = first.presence._call
 
-        async def hang(function: Callable[..., Any], *arguments: Any) -> Any:
-            calls.append(function)
-            await answers.wait()
-            return await call(function, *arguments)
+    async def hang(function: Callable[..., Any], *arguments: Any) -> Any:
+        calls.append(function)
+        await answers.wait()
+        return await call(function, *arguments)
 
-        first.presence._call = hang
-        for _ in range(3):
-            await beat(first)
-        assert len(calls) == 1
-        await collect(first.engine.submit(add("forwarded")))
-        assert len(second.scripted.adds) == 1
-        monkeypatch.undo()
-        answers.set()
+    first.presence._call = hang
+    for _ in range(3):
         await beat(first)
-        await beat(first)
-        assert len(calls) == 2, "the first beat takes the late answer"
+    assert len(calls) == 1
+    await collect(first.engine.submit(add("forwarded")))
+    assert len(second.scripted.adds) == 1
+    monkeypatch.undo()
+    answers.set()
+    await beat(first)
+    await beat(first)
+    assert len(calls) == 2, "the first beat takes the late answer"
 
 
 async def test_row_of_a_killed_server_is_deleted_by_another(
