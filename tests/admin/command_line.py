@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer.testing
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from loramux.admin.cli import app
 from tests.admin.admin_side import ADMIN_KEY
@@ -21,13 +21,17 @@ Run = Callable[..., Any]
 """Runs `loramux` with arguments. The result has exit_code, stdout and stderr."""
 
 
+def invoke(*arguments: object, **options: Any) -> Result:
+    """Run `loramux` in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
 def command_line(url: str, monkeypatch: pytest.MonkeyPatch, config: Path) -> Run:
     """Profiles are stored under `config`."""
     monkeypatch.setenv("LORAMUX_ADMIN_URL", url)
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
-    runner = CliRunner()
-    return lambda *arguments, **options: runner.invoke(app, [str(argument) for argument in arguments], **options)
+    return invoke
 
 
 def printed_json(result: Any) -> dict[str, Any]:
