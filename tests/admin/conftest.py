@@ -19,7 +19,7 @@ from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
 from tests.admin.app_client import client_of
 from tests.admin.command_line import Run, command_line
 from tests.admin.peft_directory import MakeAdapter, write_peft_directory
-from tests.admin.running_server import RunningServer, start_server
+from tests.admin.running_server import RunningServer, SharedServer, open_shared_server, start_server
 
 
 @pytest.fixture
@@ -72,9 +72,17 @@ def admin_server(admin_side: AdminSide) -> Iterator[RunningServer]:
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[SharedServer]:
+    with open_shared_server() as server:
+        yield server
+
+
 @pytest.fixture
-def admin_url(admin_server: RunningServer) -> str:
-    return admin_server.url
+def admin_url(admin_side: AdminSide, shared_server: SharedServer) -> str:
+    """The URL of the services on the module's server, for tests that leave no request running."""
+    shared_server.app = create_admin_app(admin_side.services)
+    return shared_server.url
 
 
 @pytest.fixture

@@ -3,11 +3,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
-from starlette.types import ASGIApp
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.admin.server.http_servers import HttpServer
 from loramux.admin.server.listeners import bind, url_of
@@ -40,3 +42,23 @@ def start_server(app: ASGIApp) -> RunningServer:
                 break
             time.sleep(0.02)
     return RunningServer(url, server, thread)
+
+
+class SharedServer:
+    """A server for several tests, because stopping one takes 0.2 s. Each test replaces the app."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp = Response(status_code=503)
+        self.url = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+@contextmanager
+def open_shared_server() -> Iterator[SharedServer]:
+    shared = SharedServer()
+    running = start_server(shared)
+    shared.url = running.url
+    yield shared
+    running.stop()

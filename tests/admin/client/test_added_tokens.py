@@ -17,7 +17,6 @@ from loramux.admin.client.added_tokens import added_vocabulary
 from loramux.admin.client.client import AdminClient
 from loramux.admin.client.push import PushRefused, push_adapter
 from tests.admin.admin_side import ADMIN_KEY
-from tests.admin.running_server import RunningServer
 
 NUM_TOKENS, VOCAB_SIZE = 60, 70
 FLAGS = {"special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
@@ -90,8 +89,8 @@ def test_a_malformed_tokenizer_is_refused(make_adapter: Callable[..., Path], tex
     assert refused.value.code == code
 
 
-def test_a_push_uploads_the_added_tokens(admin_server: RunningServer, make_adapter: Callable[..., Path]) -> None:
-    with AdminClient(admin_server.url, ADMIN_KEY) as client:
+def test_a_push_uploads_the_added_tokens(admin_url: str, make_adapter: Callable[..., Path]) -> None:
+    with AdminClient(admin_url, ADMIN_KEY) as client:
         client.post("tenants", {"slug": "acme"})
         directory = with_tokenizer(make_adapter(), (60, "<a>"), (61, "<b>"))
         pushed = push_adapter(client, directory, "acme", "support")

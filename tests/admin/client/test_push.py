@@ -10,12 +10,11 @@ import pytest
 from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
 from loramux.admin.client.push import PushRefused, push_adapter
 from tests.admin.admin_side import ADMIN_KEY
-from tests.admin.running_server import RunningServer
 
 
 @pytest.fixture
-def client(admin_server: RunningServer) -> Iterator[AdminClient]:
-    with AdminClient(admin_server.url, ADMIN_KEY) as client:
+def client(admin_url: str) -> Iterator[AdminClient]:
+    with AdminClient(admin_url, ADMIN_KEY) as client:
         client.post("tenants", {"slug": "acme"})
         yield client
 
@@ -51,12 +50,12 @@ class BusyServer(AdminClient):
 
 
 def test_push_retries_when_server_is_busy(
-    admin_server: RunningServer, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    admin_url: str, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
     monkeypatch.setattr("loramux.admin.client.push.time", clock)
-    with BusyServer(admin_server.url, ADMIN_KEY) as client:
+    with BusyServer(admin_url, ADMIN_KEY) as client:
         client.post("tenants", {"slug": "acme"})
         assert push_adapter(client, make_adapter(), "acme", "support").version == 1
         assert client.num_puts == 6
@@ -64,7 +63,7 @@ def test_push_retries_when_server_is_busy(
 
 
 def test_push_does_not_retry_refused_file(
-    admin_server: RunningServer, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    admin_url: str, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: AdminClient, url: str, size: int, chunks: Iterable[bytes]) -> None:
         raise AdminError(400, "the bytes have another SHA-256", "checksum_mismatch", "sha256")
@@ -72,7 +71,7 @@ def test_push_does_not_retry_refused_file(
     clock = SimpleNamespace(sleep=lambda _: pytest.fail("it was sent again"), monotonic=time.monotonic)
     monkeypatch.setattr(AdminClient, "put_bytes", refuse)
     monkeypatch.setattr("loramux.admin.client.push.time", clock)
-    with AdminClient(admin_server.url, ADMIN_KEY) as client:
+    with AdminClient(admin_url, ADMIN_KEY) as client:
         client.post("tenants", {"slug": "acme"})
         with pytest.raises(AdminError) as refused:
             push_adapter(client, make_adapter(), "acme", "support")

@@ -18,7 +18,6 @@ from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.app_client import client_of
 from tests.admin.console.signed_in_browser import Browser
 from tests.admin.rest.adapters.pushed_versions import declared, new_adapter, push
-from tests.admin.running_server import RunningServer
 
 METRIC = "cold_loads_per_minute"
 
@@ -81,8 +80,8 @@ async def test_uploads_beyond_the_cap_get_a_retry_after(
 
 
 @pytest.fixture
-def client(admin_server: RunningServer) -> Iterator[AdminClient]:
-    with AdminClient(admin_server.url, ADMIN_KEY) as client:
+def client(admin_url: str) -> Iterator[AdminClient]:
+    with AdminClient(admin_url, ADMIN_KEY) as client:
         client.post("tenants", {"slug": "acme"})
         yield client
 
@@ -121,12 +120,12 @@ class CrowdedServer(AdminClient):
 
 
 def test_push_waits_while_the_tenant_is_at_its_limits(
-    admin_server: RunningServer, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    admin_url: str, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
     monkeypatch.setattr("loramux.admin.client.push.time", clock)
-    with CrowdedServer(admin_server.url, ADMIN_KEY) as client:
+    with CrowdedServer(admin_url, ADMIN_KEY) as client:
         client.refused = []
         client.post("tenants", {"slug": "acme"})
         assert push_adapter(client, make_adapter(), "acme", "support").version == 1

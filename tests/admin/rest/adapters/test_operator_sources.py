@@ -23,7 +23,6 @@ from loramux.platform.quotas.policies import QuotaPolicies
 from tests.admin.admin_side import ADMIN_KEY
 from tests.admin.rest.adapters.pushed_versions import new_adapter
 from tests.admin.rest.tenants_and_keys import new_bearer
-from tests.admin.running_server import RunningServer
 
 pytestmark = pytest.mark.anyio
 
@@ -89,10 +88,10 @@ async def test_version_is_registered_from_a_bucket(
 
 
 def test_register_source_makes_the_server_copy_the_files(
-    admin_server: RunningServer, bucket: Path, make_adapter: Callable[..., Path]
+    admin_url: str, bucket: Path, make_adapter: Callable[..., Path]
 ) -> None:
     source = place(bucket, make_adapter(), "one")
-    with AdminClient(admin_server.url, ADMIN_KEY) as client:
+    with AdminClient(admin_url, ADMIN_KEY) as client:
         client.post("tenants", {"slug": "acme"})
         pushed = register_source(client, source, "acme", "support")
         assert (pushed.model, pushed.version) == ("acme/support", 1)

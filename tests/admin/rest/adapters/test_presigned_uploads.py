@@ -26,7 +26,6 @@ from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.schema import idempotency_keys
 from tests.adapter_store.waiting import wait_until
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
-from tests.admin.running_server import RunningServer
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 SIZE = 4096
@@ -89,8 +88,8 @@ def make_wide(tmp_path: Path) -> Callable[[int], Path]:
 
 
 @pytest.fixture
-def client(admin_server: RunningServer) -> Iterator[AdminClient]:
-    with AdminClient(admin_server.url, ADMIN_KEY) as client:
+def client(admin_url: str) -> Iterator[AdminClient]:
+    with AdminClient(admin_url, ADMIN_KEY) as client:
         client.post("tenants", {"slug": "acme"})
         yield client
 
