@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -43,8 +44,7 @@ def import_kernels(*names: str) -> list[ModuleType]:
     """Modules of `loramux.kernels.gpu`, compiled if there is a GPU and interpreted otherwise."""
     if HAS_GPU:
         return [importlib.import_module(f"loramux.kernels.gpu.{name}") for name in names]
-    with _interpreted_triton():
-        return [importlib.import_module(f"loramux.kernels.gpu.{name}") for name in names]
+    return [_interpreted_modules()[name] for name in names]
 
 
 def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +56,13 @@ def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if numbers < [3, 7] and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("this triton's interpreter cannot loop up to a tensor with this numpy")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@cache
+def _interpreted_modules() -> dict[str, ModuleType]:
+    """All modules with kernels. Tests share them, because another copy of Triton takes over 0.1 s."""
+    with _interpreted_triton():
+        return {name: importlib.import_module(f"loramux.kernels.gpu.{name}") for name in TRITON_MODULES}
 
 
 @contextmanager
@@ -105,7 +112,8 @@ def _prepare_once_a_launch(interpreter: Any) -> None:
 
         def forget() -> None:
             restore()
-            prepared.discard(names)
+            # A device function of another module stays patched only during the launch.
+            prepared.clear()
 
         scope.restore = forget
         return scope
