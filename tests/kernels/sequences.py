@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from loramux.kernels.tables import AttentionBatch, PoolViews
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 
 LAYER = 1
 
@@ -71,3 +71,23 @@ def store(kernels: Any, k: torch.Tensor, v: torch.Tensor, layer: int, batch: Att
     num_rows, _, head_dim = k.shape
     cos, sin = torch.ones(num_rows, head_dim // 2), torch.zeros(num_rows, head_dim // 2)
     kernels.rotate_and_store(torch.zeros(num_rows, 1, head_dim), k, v, cos, sin, layer, batch)
+
+
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute attention for one sequence's last rows in float64."""
+    group_size = spec.num_heads // spec.num_kv_heads
+    k, v = (x.double().repeat_interleave(group_size, 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.double(), k) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    key = torch.arange(k.shape[0], device=q.device)
+    position = key[k.shape[0] - q.shape[0] :, None]
+    is_visible = key <= position
+    if spec.sliding_window is not None:
+        is_visible &= key > position - spec.sliding_window
+    scores = scores.masked_fill(~is_visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, q.shape[0], 1)), -1)
+    return torch.einsum("hts,shd->thd", torch.softmax(scores, -1)[..., : k.shape[0]], v)

@@ -8,28 +8,9 @@ import torch
 
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
-from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, store
+from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention, store
 
 NUM_LAYERS = 2
-
-
-def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    out = torch.empty(q.shape, dtype=torch.float64)
-    first = k.shape[0] - q.shape[0]
-    for t in range(q.shape[0]):
-        begin = 0 if spec.sliding_window is None else max(0, first + t + 1 - spec.sliding_window)
-        for head in range(spec.num_heads):
-            kv_head = head * spec.num_kv_heads // spec.num_heads
-            scores = k[begin : first + t + 1, kv_head].double() @ q[t, head].double() * spec.scale
-            if spec.soft_cap is not None:
-                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            num_keys = scores.shape[0]
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[head : head + 1].double()))
-            out[t, head] = torch.softmax(scores, 0)[:num_keys] @ v[begin : first + t + 1, kv_head].double()
-    return out
 
 
 HEADS = {

@@ -15,7 +15,7 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
-from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups
+from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention
 
 kernel_module, attention_module = import_kernels("rotate_and_store", "attention")
 rotate_and_store = kernel_module.rotate_and_store
@@ -87,26 +87,6 @@ def context_of(
     batch = batch_of(contexts, num_queries, pages, POISON, listed_backwards=listed_backwards)
     batch = free_unseen(batch, spec.sliding_window, pool, POISON)
     return Context(pool, moved(batch, device), k, v)
-
-
-def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute attention for one sequence's last rows in float64."""
-    group_size = spec.num_heads // spec.num_kv_heads
-    k, v = (x.double().repeat_interleave(group_size, 1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q.double(), k) * spec.scale
-    if spec.soft_cap is not None:
-        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    key = torch.arange(k.shape[0], device=q.device)
-    position = key[k.shape[0] - q.shape[0] :, None]
-    is_visible = key <= position
-    if spec.sliding_window is not None:
-        is_visible &= key > position - spec.sliding_window
-    scores = scores.masked_fill(~is_visible, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, q.shape[0], 1)), -1)
-    return torch.einsum("hts,shd->thd", torch.softmax(scores, -1)[..., : k.shape[0]], v)
 
 
 def attended(
