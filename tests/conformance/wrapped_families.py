@@ -49,8 +49,12 @@ def _wrapping(name: str, model_type: str, vision: dict[str, Any], **further: Any
         if model_type == "ministral3":
             rope = {**YARN, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}
             text |= {"head_dim": 16, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.4}}
+        sizes: dict[str, Any] = {}
+        if name == "Ovis2":
+            # By default, the head has the size of the real model: 233 million weights.
+            sizes = {"hidden_size": shape["hidden_size"], "vocab_size": shape["vocab_size"]}
         kind = getattr(transformers, f"{name}ForConditionalGeneration")
-        settings = {"text_config": text, "vision_config": vision, "attn_implementation": "eager", **further}
+        settings = {"text_config": text, "vision_config": vision, "attn_implementation": "eager", **sizes, **further}
         model: PreTrainedModel = kind(kind.config_class(**settings))
         return model
 
