@@ -84,8 +84,9 @@ format: $(READY) ## Format the code
 	$(VENV)/bin/ruff format .
 
 # Run two test files at a time, because many tests wait for a process, disk or clock. Tests in a file share fixtures.
+# Without the last option, files with few tests, which take longest, would run last, and one process would be idle.
 test: $(WARM) ## Run the tests, under 10 minutes on two cores
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 docs: $(READY) ## Generate the pages of docs/ that come from the program
 	$(VENV)/bin/python -m tests.docs.write
