@@ -45,6 +45,11 @@ _opened: list[SubprocessValidator] = []
 
 
 def opened(**options: Any) -> SubprocessValidator:
+    """A validator of normal priority, because at its usual one, other tests would delay it on a busy machine."""
+    return with_usual_priority(niceness=0, **options)
+
+
+def with_usual_priority(**options: Any) -> SubprocessValidator:
     _opened.append(SubprocessValidator(**options))
     return _opened[-1]
 
@@ -384,7 +389,7 @@ def test_validation_runs_at_low_priority(job: ValidationJob, target: PackTarget)
     wait = f"import os, time\nwhile os.nice(0) != {NICENESS}: time.sleep(0.01)\n"
     code = wait + answering(missing=[], rejected={"code": "nice", "message": "x", "param": None, "report": {}})
     with pytest.raises(AdapterRejected) as refused:
-        opened(timeout_s=30, command=worker(code)).validate(job, target)
+        with_usual_priority(timeout_s=30, command=worker(code)).validate(job, target)
     assert refused.value.code == "nice"
 
 
