@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ import pytest
 from tests.ports import free_port
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")} | {
-    "PYTHONPATH": ".src"
+    "PYTHONPATH": ".src",
+    "LORAMUX_NUM_THREADS": "1",
 }
 
 
@@ -23,17 +26,31 @@ def ports() -> tuple[int, int]:
     return free_port(), free_port()
 
 
-def demo(*arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "loramux.admin.cli", "demo", *(str(argument) for argument in arguments)],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+Demo = Callable[..., subprocess.Popen[str]]
 
 
-def test_demo_shows_three_adapters_and_a_correct_bill(ports: tuple[int, int], tmp_path: Path) -> None:
+@pytest.fixture
+def demo() -> Iterator[Demo]:
+    """Starts `loramux demo`. At the end of the test, a demo that still runs is killed."""
+    with ExitStack() as started:
+
+        def start(*arguments: object) -> subprocess.Popen[str]:
+            process = started.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-m", "loramux.admin.cli", "demo", *map(str, arguments)],
+                    env=ENVIRONMENT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            started.callback(process.kill)
+            return process
+
+        yield start
+
+
+def test_demo_shows_three_adapters_and_a_correct_bill(demo: Demo, ports: tuple[int, int], tmp_path: Path) -> None:
     process = demo("--port", ports[0], "--admin-port", ports[1], "--data-dir", tmp_path)
     assert process.stdout is not None
     lines = []
@@ -61,7 +78,7 @@ def test_demo_shows_three_adapters_and_a_correct_bill(ports: tuple[int, int], tm
         assert probe.connect_ex(("127.0.0.1", ports[0])) != 0, "the server stopped with the demo"
 
 
-def test_tools_demo_shows_calls_results_and_a_correct_bill(ports: tuple[int, int]) -> None:
+def test_tools_demo_shows_calls_results_and_a_correct_bill(demo: Demo, ports: tuple[int, int]) -> None:
     process = demo("--tools", "--exit", "--port", ports[0], "--admin-port", ports[1])
     output, errors = process.communicate(timeout=90)
     assert (process.returncode, errors) == (0, "")
@@ -71,7 +88,7 @@ def test_tools_demo_shows_calls_results_and_a_correct_bill(ports: tuple[int, int
     assert re.search(r"It adds up: 6 answers cost \d+ tokens", output)
 
 
-def test_demo_reports_a_port_in_use() -> None:
+def test_demo_reports_a_port_in_use(demo: Demo) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = demo("--exit", "--port", taken.getsockname()[1])
         _, errors = process.communicate(timeout=60)
