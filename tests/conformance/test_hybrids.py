@@ -102,7 +102,7 @@ def test_a_sequence_that_is_not_finite_ends_alone(
 
 def test_a_pool_that_cannot_hold_a_state_is_refused(subject: Subject) -> None:
     geometry = ModelConfig.load(subject.directory).geometry(4, 4)
-    with pytest.raises(PoolTooSmall, match=r"the state of one sequence takes 1 pages, and .* has 1: raise pool_bytes"):
+    with pytest.raises(PoolTooSmall, match=r"one sequence takes 1 pages, but .* has only 1: raise pool_bytes"):
         subject.assemble(pool_bytes=geometry.total_page_bytes)
 
 

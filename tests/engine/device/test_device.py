@@ -94,7 +94,7 @@ class Driver:
         pytest.param(Driver((8, 0)), None, id="old enough"),
         pytest.param(Driver((12, 0)), None, id="new"),
         pytest.param(Driver((7, 5), ("cuDeviceGetAttribute",)), None, id="says nothing"),
-        pytest.param(Driver((9, 0), ("cuInit",)), "none was found", id="lost"),
+        pytest.param(Driver((9, 0), ("cuInit",)), "no usable GPU was found", id="lost"),
     ],
 )
 def test_unsupported_gpu_is_refused_before_startup(
