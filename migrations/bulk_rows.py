@@ -123,7 +123,7 @@ Write: TypeAlias = tuple[BulkStatement, Sequence[msgspec.Struct]]
 
 
 def write_together(connection: Connection, writes: Sequence[Write], is_last: bool = False) -> None:
-    """Run statements in this order. PostgreSQL runs them in a single round trip.
+    """Run the statements in the given order. PostgreSQL runs them in a single round trip.
 
     With `is_last`, PostgreSQL also commits a `write_in_pipelines` transaction in the same round trip.
     """

@@ -100,7 +100,7 @@ class Database:
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
-        # Reentrant, so that SQLite can reject a nested writer, which would otherwise deadlock here.
+        # The lock is reentrant, so that SQLite can reject a nested writer, which would otherwise deadlock here.
         self._writing = threading.RLock()
         try:
             self._url = _parse_url(url)
@@ -357,7 +357,7 @@ def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError |
 
 
 def _use_wal(cursor: Any) -> None:
-    """Switch the file to WAL permanently. Several servers that start on a new file may try this at the same time."""
+    """Switch the database file to WAL mode permanently. Servers that start together on a new file all try this."""
     for _ in range(_WAL_ATTEMPTS):
         try:
             cursor.execute("PRAGMA journal_mode=WAL")

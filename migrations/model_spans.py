@@ -1,8 +1,8 @@
 """SQL for sums by model over hours, and over 2, 4, 8 and 16 days instead of weeks.
 
 Step 0012 runs this SQL after `roll_up_ledger`. A monthly report by model sums ten thousand rows per span. With 1, 2, 4,
-8 and 16 days, a month takes about five spans. With weeks and days, it took nine. Before step 0012, the hours at the
-ends of a month came from the finest grain, which has three times as many series.
+8 and 16 days, a month takes about five spans. With weeks and days, it would take nine. Before step 0012, the hours at
+the ends of a month came from the finest grain, which has three times as many series.
 """
 
 from __future__ import annotations

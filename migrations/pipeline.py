@@ -43,7 +43,7 @@ def write_in_pipelines(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def pipeline(connection: Connection, is_last: bool = False) -> Iterator[Run]:
-    """Run statements in one round trip. If a statement fails, later ones do not run. PostgreSQL only.
+    """Run statements in one round trip. If a statement fails, later statements do not run. PostgreSQL only.
 
     With `is_last`, also commits the transaction. Raises SQLAlchemy's errors.
     """

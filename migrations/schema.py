@@ -131,7 +131,7 @@ adapter_versions = Table(
     CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected', 'quarantined', 'archived')", name="state"),
 )
 
-# A version's chat template and generation settings, as uploaded. Written in the transaction that records the digest.
+# A version's optional files, such as its chat template. They are written in the transaction that records the digest.
 adapter_version_files = Table(
     "adapter_version_files",
     metadata,
@@ -200,7 +200,7 @@ uploads = Table(
     # [{"name", "size", "sha256"}], as the client declared them.
     Column("files", JSON, nullable=False),
     Column("state", String(16), nullable=False),
-    # The bucket from which a server fetches the files if no client uploads them.
+    # The bucket or Hugging Face repository from which a server fetches the files. NULL if a client uploads them.
     Column("source_url", String(1200), nullable=True),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=False),

@@ -36,7 +36,7 @@ def is_timezone(name: str) -> bool:
 def window_at(period: Period, timezone: str, now_us: int) -> Window:
     """Return the day or month that contains `now_us` in the given timezone.
 
-    If clocks skip midnight, the period starts at the skip. If midnight occurs twice, it starts at the first one.
+    If clocks skip midnight, the period starts at the skip. If midnight occurs twice, it starts at the first midnight.
     """
     zone = _zone(timezone)
     today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()
@@ -55,7 +55,7 @@ def _window(period: Period, zone: ZoneInfo, day: date) -> Window:
 
 
 def _midnight_us(zone: ZoneInfo, day: date) -> int:
-    # fold=0, the default, selects the earlier of two midnights, and the moment of the change for a skipped one.
+    # fold=0, the default, selects the earlier of two midnights. For a skipped midnight, it gives the time of the skip.
     return int(datetime.combine(day, time.min, zone).timestamp()) * 1_000_000
 
 

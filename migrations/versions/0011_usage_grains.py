@@ -33,7 +33,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Restore the older schema with the rows of its two grains, hours and days."""
+    """Restore the older schema with the hourly and daily rows of its two grains."""
     op.execute(
         "CREATE TABLE kept_rollups AS SELECT span_us, start_us, tenant_id, series_id,"  # noqa: S608 - constants
         f" {', '.join(_AMOUNTS)} FROM usage_rollups WHERE grain IN ({_EVERYBODY_NUMBER}, {_FINEST_NUMBER})"

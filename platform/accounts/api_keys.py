@@ -223,7 +223,10 @@ class ApiKeys:
         return CreatedKey(key=key_of(row), secret=secret)
 
     def restart_grace_periods(self) -> int:
-        """If the clock was set back, shorten the grace periods that this would prolong. Return their number."""
+        """If the clock was set back, shorten the grace periods that would otherwise become longer.
+
+        Returns the number of these grace periods.
+        """
         table = schema.api_keys
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)

@@ -11,7 +11,10 @@ from loramux.migrations.database import Database
 from loramux.migrations.listener import CacheListener
 
 POLL_INTERVAL_S = 1.0
-"""Interval between polls of the epoch, in seconds. SQLite sends no notifications, and a proxy can drop PostgreSQL's."""
+"""Interval between polls for changes, in seconds.
+
+Polling is needed because SQLite sends no notifications, and a proxy can drop PostgreSQL's.
+"""
 
 RETRY_S = 1.0
 END_WAIT_S = 2.0

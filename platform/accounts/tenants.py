@@ -75,7 +75,7 @@ class Share:
     weight: int
     isolation_key: bytes
     host_floor_bytes: int = 0
-    """Bytes of the host tier that other tenants' adapters cannot evict."""
+    """Bytes of the tenant's adapters in the host tier that other tenants' adapters cannot evict."""
 
 
 class Tenants:

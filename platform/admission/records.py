@@ -61,9 +61,10 @@ RECOVERED = "recovered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """Ends a reservation. If `lease_expires_us` is set, it is a recovery, which applies only if the lease is unchanged.
+    """Ends a reservation, by a settlement or a recovery.
 
-    If a recovered reservation is settled later, the difference is corrected once.
+    A recovery applies only if the lease is still the one that it found. If a recovered reservation is settled later,
+    the difference is corrected once.
     """
 
     request_id: str

@@ -98,7 +98,8 @@ class AdmissionTransaction:
     ) -> None:
         """Lock the counters that the rules apply to.
 
-        If the rules have changed by then, the new ones apply. Raises CountersMissing if they need more counters.
+        If the rules change before the counters are locked, the new rules apply. Raises CountersMissing if the new rules
+        need more counters.
         """
         self._read_rules(callers, rows)
         wanted = self._bind(callers, self._policies.latest_us)

@@ -29,7 +29,7 @@ class CrashStrikes:
 
     Two requests are the same if they have the same tenant, adapter, prompt and sampling parameters. `max_tokens` and
     the seed are ignored, because they can change in a retry. A request that completes loses its strikes, so that a
-    frequent request is not refused for running during a crash.
+    frequent request is not refused merely because it was running during crashes.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -19,8 +19,8 @@ class EngineClient(Protocol):
     dies, every stream ends with Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and the
     aborted stream still ends with a Finished. An unread stream blocks nothing else.
 
-    Implementations: `LocalEngine`, `JoinedEngine`, `PeerEngine` and `RoutedEngine` for servers that share requests,
-    and `ScriptedEngine` for tests.
+    Implementations: `LocalEngine` and `JoinedEngine` for an engine on this machine, `PeerEngine` for the engine of
+    another server, `RoutedEngine` for the engines of all servers that share requests, and `ScriptedEngine` for tests.
     """
 
     @property

@@ -22,17 +22,17 @@ class SocketUnusable(Exception):
 
 
 class EngineSocketDirectory:
-    """A directory of mode 0700 for one engine's socket, locked while its owner lives.
+    """A directory of mode 0700 for one engine's socket, locked by the process that supervises the engine.
 
     `preferred` is used if it can hold the socket, so that the path is the same at every start. Otherwise a temporary
-    directory is created, and directories of dead owners are removed first. Raises SocketUnusable.
+    directory is created, and temporary directories of dead processes are removed first. Raises SocketUnusable.
     """
 
     def __init__(self, preferred: Path | None = None) -> None:
         self._is_temporary = preferred is None or not _takes_sockets(preferred)
         if self._is_temporary:
             _remove_abandoned()
-            # mkdtemp creates it with mode 0700, so no other user can reach the socket inside.
+            # mkdtemp creates the directory with mode 0700, so no other user can reach the socket inside.
             directory = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
         else:
             assert preferred is not None
@@ -81,7 +81,7 @@ def _takes_sockets(directory: Path) -> bool:
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's temporary directories of dead owners, which are unlocked."""
+    """Remove this user's temporary directories that are unlocked, because their processes are dead."""
     for directory in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""The base class of clients of an engine that another process supervises: joins the next engine when one is lost."""
+"""The base class of clients of an engine that another process supervises. It joins the next engine after each loss."""
 
 from __future__ import annotations
 

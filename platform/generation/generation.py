@@ -89,12 +89,12 @@ class Generation:
 
     @property
     def num_pending(self) -> int:
-        """Number of deltas that the client has not read yet, which is bounded."""
+        """Number of deltas that the client has not read yet: at most two per choice."""
         return len(self._events)
 
     @property
     def num_received(self) -> int:
-        """Tokens delivered so far, for checkpoints."""
+        """Number of tokens received from the engine so far, for checkpoints."""
         return sum(choice.num_received for choice in self._choices)
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:

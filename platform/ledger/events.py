@@ -59,7 +59,7 @@ class Ledger:
         group_by: Sequence[str] = (),
         timezone: str = "UTC",
     ) -> tuple[UsageRow, ...]:
-        """Sum the requests that finished in `[start_us, end_us)`. Raises InvalidRequest as UsageQuery does."""
+        """Sum the requests that finished in `[start_us, end_us)`. Raises InvalidRequest or ReadTooLong."""
         return answer(
             self._database,
             UsageQuery(
@@ -99,7 +99,7 @@ class Ledger:
         after: UsageEvent | None = None,
         only: Collection[str] | None = None,
     ) -> Sequence[UsageEvent]:
-        """Return the next chunk of an export: up to EXPORT_ROWS events, by the time that they finished.
+        """Return the next chunk of an export: up to EXPORT_ROWS events, in the order in which they finished.
 
         Each chunk is read in its own transaction, so that a slow client does not keep a transaction open.
         """

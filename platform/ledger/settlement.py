@@ -12,7 +12,7 @@ class Settlement:
     """The actual, billable usage of one request.
 
     `status` is `completed`, `aborted`, `failed` or `recovered`. `has_run` is False if the engine never ran the request.
-    It then costs nothing and does not count against request limits.
+    Such a request costs nothing and does not count against request limits.
     """
 
     status: str

@@ -58,7 +58,7 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         "/v1/completions": completions.create_completion,
         "/v1/chat/completions": chat.create_chat_completion,
     }
-    # A middleware that is added later wraps those that were added earlier.
+    # Middleware that is added later wraps middleware that was added earlier.
     app.add_middleware(DirectRoutes, handlers=handlers, errors=errors)
     count = counting_endpoints(services.metrics, ENDPOINTS, services.settings.logs_answers)
     app.add_middleware(HttpMetrics, count=count)

@@ -33,7 +33,7 @@ async def _authenticate(request: Request, services: Services) -> Principal:
     if principal is None:
         principal = await services.call(services.api_keys.authenticate, presented.strip())
     if principal is None:
-        # The message starts like OpenAI's. litellm recognises a refused key by that alone.
+        # The message starts like OpenAI's, because litellm recognises a refused key only by these words.
         raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
     return principal
 

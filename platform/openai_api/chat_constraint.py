@@ -46,7 +46,7 @@ def _open_channels(place: Place) -> OpenChannels:
 
 
 def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) -> Calls | None:
-    """Return the calls that a grammar must know, or None if calls need no grammar."""
+    """Return the calls that the answer's grammar must describe, or None if calls need no grammar."""
     tools, choice = body.offered_tools, body.choice_of_tools
     has_strict = any(tool.function.strict for tool in tools)
     is_parallel = body.parallel_tool_calls is not False

@@ -67,7 +67,7 @@ class ErrorResponses:
 
     @property
     def kinds(self) -> tuple[type[Exception], ...]:
-        """The exceptions that `answer` turns into a response. It raises any other exception again."""
+        """The exceptions that `answer` turns into a response. `answer` re-raises any other exception."""
         return (ApiError, HTTPException, RequestValidationError, *self._known)
 
     async def answer(self, request: Request, error: Exception) -> Response:

@@ -92,8 +92,9 @@ def errors(*statuses: int) -> Responses:
 
 
 def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idempotent: bool = False) -> Json:
-    """Build the document. Paths in `public` need no key. With `is_idempotent`,
-    other POSTs accept an Idempotency-Key.
+    """Build the document.
+
+    Paths in `public` need no key. With `is_idempotent`, POST operations on other paths accept an Idempotency-Key.
     """
     document: Json = app.openapi()
     document["info"]["description"] = description

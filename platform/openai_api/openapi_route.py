@@ -23,7 +23,7 @@ class ListenerDocument:
     readers: str
     """A sentence that says who can read the document."""
     is_idempotent: bool = False
-    """Whether POST accepts an Idempotency-Key."""
+    """Whether POST operations that need a key accept an Idempotency-Key."""
 
     def of(self, app: FastAPI) -> dict[str, Any]:
         return describe(app, description=self.description, public=self.public, is_idempotent=self.is_idempotent)

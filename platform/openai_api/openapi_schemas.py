@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 
 class HealthDocument(TypedDict):
-    """`/health/ready` adds `engine` and `database`. The admin listener also adds the `reason` if it is not ready."""
+    """`/health/ready` adds `engine` and `database`. If they are not ready, the admin listener also adds a `reason`."""
 
     status: str
     engine: NotRequired[bool]
@@ -103,7 +103,7 @@ class ToolCallDocument(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """The model's message. `content` is null if it consists of tool calls."""
+    """The model's message. `content` is null if the message has tool calls and no text."""
 
     role: Literal["assistant"]
     content: str | None
@@ -136,7 +136,7 @@ class ChatDocument(TypedDict):
 
 
 class TokenizeDocument(TypedDict):
-    """The token ids of a prompt. `token_strs` spells the tokens as the vocabulary does, if the body asks for them."""
+    """The token ids of a prompt. `token_strs` has each token's spelling in the vocabulary. It is null unless requested."""
 
     count: int
     max_model_len: int

@@ -74,8 +74,8 @@ async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B
 async def resolve(services: GatewayServices, caller: Principal, name: str, user: str | None = None) -> Target:
     """Resolve the model to a version.
 
-    If an alias stands for several versions, each `user` always gets the same one. Raises ModelNotFound,
-    PermissionDenied or Unavailable.
+    If an alias stands for several versions, each `user` always gets the same version. Raises ModelNotFound,
+    InvalidRequest, PermissionDenied, Unavailable or DatabaseTrouble.
     """
     recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
 

@@ -349,7 +349,7 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         GenerationRequest.check(self)
-        # OpenAI clients send 1 by default, regardless of n.
+        # Some clients send OpenAI's default of 1, regardless of n.
         if self.best_of not in (None, 1) and self.best_of < self.num_choices:
             raise InvalidRequest("best_of must be at least n", param="best_of")
         if self.stream and self.num_generated > self.num_choices:

@@ -72,7 +72,7 @@ class CounterRows:
         self._changed: set[CounterKey] = set()
 
     def read(self, keys: Collection[CounterKey]) -> None:
-        """Read and lock the counters that exist."""
+        """Read the counters that exist, and lock them if `is_locking`."""
         if not keys:
             return
         if self._connection.dialect.name == POSTGRESQL:

@@ -11,7 +11,7 @@ UNITS = 60_000_000
 
 
 class CounterKey(NamedTuple):
-    """Key of a policy's counter in one window, for the policy's subject or a tenant that inherits the policy."""
+    """Key of a policy's counter in one window, for the policy's subject or for a tenant with its own counter."""
 
     policy_id: str
     subject_id: str

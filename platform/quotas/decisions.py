@@ -13,7 +13,7 @@ from loramux.platform.quotas.rules import Binding, Demand
 
 _HEADER_KINDS = {REQUESTS_PER_MINUTE: "requests", TOKENS_PER_MINUTE: "tokens"}
 POLICY_HEADER = "x-loramux-quota-policy"
-"""Header that names the refusing policy, unless another tenant owns it."""
+"""Header that names the refusing policy, unless another tenant owns the policy."""
 EXCEEDED_HEADER = "x-loramux-quota-exceeded"
 """Header that names the metrics whose soft limits a request exceeded."""
 

@@ -149,11 +149,11 @@ class PolicyCache:
 
 
 class PolicyReader:
-    """The cache of one process. Thread-safe, because an outdated cache is replaced as a whole.
+    """Holds the policy cache of one process. Thread-safe, because an outdated cache is replaced as a whole.
 
     A transaction first locks its counters, then reads the time and the epoch. `cache_at` uses the epoch to determine
-    whether the cache is still valid. A policy change after that either waits for the locked counters or does not affect
-    this transaction.
+    whether the cache is still valid. A later policy change either waits for the locked counters or does not affect this
+    transaction.
     """
 
     def __init__(self, database: Database) -> None:

@@ -31,8 +31,8 @@ log = structlog.get_logger()
 class PeerListener:
     """Relays each connection to the local engine.
 
-    `accept_from` replaces the accepted certificates and ends the connections of servers that have none. A connection
-    that cannot prove an accepted certificate is closed during the handshake.
+    `accept_from` replaces the accepted certificates. A new connection without an accepted certificate is refused during
+    the handshake. `end_all_but` ends the connections of servers that are gone.
     """
 
     def __init__(self, listener: socket.socket, engine: RelayedEngine, count_refusal: Callable[[str], None]) -> None:

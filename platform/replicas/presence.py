@@ -206,7 +206,7 @@ class Presence:
             self._exchange = asyncio.ensure_future(
                 self._call(self._publish_and_read, self._own.row, self._own.summary, self._book.summary_versions)
             )
-        # A hanging database occupies only one thread, because later beats wait for the same call.
+        # An unresponsive database occupies only one thread, because later beats wait for the same call.
         await asyncio.wait({self._exchange}, timeout=EXCHANGE_WAIT_S)
         trouble: object = "it does not answer"
         if self._exchange.done():

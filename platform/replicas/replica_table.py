@@ -29,7 +29,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableReading:
-    """All rows, and the summaries that are newer than the reader's versions."""
+    """All rows, and the summaries whose versions differ from the reader's versions."""
 
     rows: Sequence[Mapping[str, Any]]
     summaries: Mapping[str, Summary]

@@ -118,7 +118,7 @@ class RoutedEngine:
 
     @property
     def info(self) -> EngineReady | None:
-        """The latest announcement of this server's engine, also while only other engines are ready."""
+        """The latest announcement of this server's engine, even if only other servers' engines are ready now."""
         return (self._local.info or self._info) if self.is_ready else None
 
     @property

@@ -9,7 +9,7 @@ MAX_PREFIXES = 65_536
 
 
 class RecentPrefixes:
-    """The replica that last ran each prefix, and so probably still caches its pages.
+    """Maps each prefix to the replica that last ran it, which probably still caches its pages.
 
     The entries come from this gateway's own requests, and no replica confirms them. A wrong entry costs only a prefill.
     """

@@ -15,7 +15,7 @@ BOUNDED_TIERS = ("host", "disk")
 
 
 class EngineCollector(Collector):
-    """The engine's own counts, which reset to zero when it restarts. docs/metrics.md describes the fixed series."""
+    """The engine's own counts, which reset to zero when the engine restarts. docs/metrics.md describes the series."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats

@@ -173,7 +173,7 @@ class GatewayMetrics:
             self.grammar_refused_keywords.labels(keyword if keyword in JSON_SCHEMA_KEYWORDS else "other").inc()
 
     def note_listener(self, listener: str, num_connections: Callable[[], int]) -> Counter:
-        """Report a listener's number of connections. Return the counter of connections that it refuses or closes."""
+        """Report a listener's number of connections. Return the counter of its refused connections and requests."""
         self._connections.labels(listener).set_function(num_connections)
         for reason in NETWORK_REFUSALS:
             self._network_refusals.labels(listener, reason)

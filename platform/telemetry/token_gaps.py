@@ -26,7 +26,7 @@ class EndpointGaps:
 
 
 class TokenGaps(Collector):
-    """`loramux_token_gap_seconds`, by endpoint."""
+    """The metric `loramux_token_gap_seconds`, by endpoint."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, EndpointGaps] = {}

@@ -142,7 +142,7 @@ class ModelTokenizer:
 
 
 class TokenBytes:
-    """The bytes of single tokens. They are bytes because a token can be only a part of a character.
+    """The bytes of single tokens. A token can be only a part of a character, so it may have no text of its own.
 
     Decodes the spellings of byte-level (GPT-2) and sentencepiece vocabularies.
     """

@@ -58,8 +58,8 @@ def chosen_markers(chosen: AnswerParsers, template_source: str) -> Markers | Non
 def last_marker(prompt: str, markers: Markers, continued: str = "") -> str | None:
     """Return the last marker in the turn that the answer continues, or None if the turn has none.
 
-    Only the last token of the prompt and `continued`, the beginning of the answer if the request contains one, are
-    examined, because earlier messages may mention markers.
+    Only the end of the prompt and `continued`, the beginning of the answer if the request contains one, are examined,
+    because earlier messages may mention markers.
     """
     text = prompt.rstrip()
     at_end = next((one for one in (markers.begin, markers.end) if text.endswith(one)), None)

@@ -52,7 +52,7 @@ def _json_string(token: str) -> str:
     """
     token = _ESCAPE.sub(lambda found: _WRITTEN.get(found.group(), found.group()), token)
     try:
-        # Models write characters beyond U+FFFF as JSON does, as two surrogates.
+        # Models may write a character beyond U+FFFF as two surrogates, as in JSON.
         text = str(ast.literal_eval(token)).encode("utf-16", "surrogatepass").decode("utf-16")
     except (SyntaxError, ValueError) as error:  # triple quotes, or a lone surrogate
         raise Malformed from error

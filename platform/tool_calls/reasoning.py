@@ -16,7 +16,7 @@ class Markers:
 
 
 THINK = Markers("<think>", "</think>")
-"""Qwen3, QwQ, and the DeepSeek-R1 models over Llama and Qwen."""
+"""Qwen3, QwQ, and the DeepSeek-R1 models distilled into Llama and Qwen."""
 
 BRACKETED_THINK = Markers("[THINK]", "[/THINK]")
 """Magistral and Ministral."""
