@@ -81,7 +81,7 @@ class BaseNotSupported(StoreError):
 
 
 class UploadRefused(Refused):
-    """An upload's declaration, bytes or source are not acceptable, or the upload has expired or was already used."""
+    """An upload's declaration, bytes or source cannot be accepted, or the upload has expired or was already used."""
 
 
 class LimitReached(StoreError):
@@ -126,7 +126,7 @@ class VersionNotFound(StoreError):
 
 
 class VersionNotReady(StoreError):
-    """The version has not passed validation."""
+    """The version's state does not allow the operation, for example because it has not passed validation."""
 
 
 class VersionInUse(StoreError):

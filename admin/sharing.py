@@ -97,11 +97,11 @@ class Sharing:
         return self._presence
 
     def reports(self) -> Sequence[ReplicaReport]:
-        """As in `Fleet`. Empty until `open_presence`."""
+        """Implements `Fleet.reports`. There are no reports before `open_presence`."""
         return () if self._presence is None else self._presence.reports()
 
     async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
-        """As in `Fleet`."""
+        """Implements `Fleet.stats_of`."""
         if self._presence is None:
             raise UnknownReplica(replica_id)
         return await self._presence.stats_of(replica_id, timeout_s, with_tiers)

@@ -1,4 +1,4 @@
-"""Periodic background work: restore pins after an engine restart, sweep expired rows, and refresh statistics."""
+"""Periodic background work, such as restoring pins after an engine restart and sweeping expired rows."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class BlobStore(ABC):
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
         """Store a file or bytes and return True, or keep the existing blob and return False if the key is taken.
 
-        After BlobStoreUnavailable the blob may or may not exist. `deadline_s` works as in `get`.
+        If `put` raises BlobStoreUnavailable, the blob may or may not exist. `deadline_s` works as in `get`.
         """
 
     @abstractmethod

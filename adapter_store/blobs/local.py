@@ -19,7 +19,7 @@ _UNFINISHED = ".unfinished"
 _PUT_ATTEMPTS = 5
 _CHUNK_BYTES = 1 << 20
 _CRASHED_AFTER_S = 86_400
-"""An unfinished file counts as abandoned this long after its last write, in seconds."""
+"""Time after its last write at which an unfinished file counts as abandoned, in seconds."""
 
 
 class LocalBlobStore(BlobStore):
@@ -35,7 +35,7 @@ class LocalBlobStore(BlobStore):
         with _unavailable(f"the blob directory {self._root} cannot be written"):
             unfinished = self._write_unfinished(b"")
             unfinished.unlink()
-            # The directory may just have been created.
+            # If the directory is new, its own name is not durable yet.
             _flush_directory(self._root.parent)
 
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:

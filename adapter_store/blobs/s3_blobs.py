@@ -44,7 +44,7 @@ class S3BlobStore(BlobStore):
     works around it:
 
     - `If-None-Match: *` when a multipart upload is completed: see S3Writer;
-    - `Content-MD5` on PUT: damage on the way to the store shows only at the next read;
+    - `Content-MD5` on PUT: damage in transit is detected only at the next read;
     - metadata, for each blob's SHA-256: a read compares the ETag if it is an MD5, otherwise only the size;
     - `x-amz-checksum-sha256` on presigned PUTs: ingestion hashes the bytes anyway;
     - `If-Match` on range requests: only the ETags in the responses are compared.

@@ -24,7 +24,7 @@ SHA256_METADATA = "loramux-sha256"
 """Metadata key under which loramux stores a blob's SHA-256.
 
 Nearly every store returns such metadata. An ETag is the object's MD5 only if the object was put whole and is not
-encrypted with a customer's or KMS key, and few stores support Amazon S3's own checksums.
+encrypted with a KMS key or a key that the client provides. Few stores support Amazon S3's own checksums.
 """
 
 _CHUNK_BYTES = 1 << 20
@@ -188,7 +188,7 @@ class S3Reader:
     def _part_attempt(self, key: str, sink: Sink, found: _Found, start: int, may_demand: bool) -> Callable[[], None]:
         length = min(self._limits.part_bytes, found.size - start)
         wanted = f"bytes {start}-{start + length - 1}/{found.size}"
-        # Strip the ETag's quotes: some stores strip them before comparing, others do not.
+        # Strip the ETag's quotes, because only some stores strip them before comparing.
         demand: Any = {"IfMatch": found.etag.strip('"')} if found.etag and may_demand else {}
 
         def attempt() -> None:

@@ -49,7 +49,7 @@ class S3Writer:
 
     `completes_conditionally` returns True if the store honours that header for multipart uploads too. If not, files of
     up to 5 GiB are sent in one request. A larger upload is completed if its key is free once all parts have arrived,
-    so it can replace a blob that is put at that very moment.
+    so it can replace a blob that another client puts during the completion.
     """
 
     def __init__(self, calls: S3Calls, completes_conditionally: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Gains and shifts of modules: `y + gain * y + shift`, where `y` already contains the adapter's A and B.
+"""Gains and shifts of modules: `y + gain * y + shift`, where `y` already includes the product of the adapter's A and B.
 
 DoRA (https://arxiv.org/abs/2402.09353) rescales the weights of each output in `W + scale * B A` to the norm given by
 `magnitude`. PEFT's `lora_bias` adds `scale * bias`.
@@ -28,7 +28,7 @@ def dora_affine(
     """Return the gain and shift of a DoRA module, float32 `[2, out_features]`.
 
     `A` is `[rank, in_features]` and `B` is `[out_features, rank]`. The shift restores the base's bias, which DoRA does
-    not scale. Raises AdapterRejected if a gain is not finite, as when an output's norm is 0.
+    not scale. Raises AdapterRejected if a gain is not finite, for example because an output's norm is 0.
     """
     norm = np.sqrt(
         _squares_of_columns(place, A, B, scale, base)

@@ -82,7 +82,7 @@ def digest_of(source: Path | bytes) -> str:
 
 
 class CanonicalAdapter(TensorFile):
-    """An open canonical file. loramux wrote the file, so a malformed one raises AdapterCorrupt."""
+    """An open canonical file. loramux itself wrote the file, so malformed content raises AdapterCorrupt."""
 
     def __init__(self, source: Path | bytes) -> None:
         try:

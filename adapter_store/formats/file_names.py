@@ -1,4 +1,7 @@
-"""The names of an adapter's files: two of PEFT, and four optional ones, two of transformers and two of loramux."""
+"""The names of an adapter's files.
+
+PEFT writes the two required files. transformers writes two of the optional files, and only loramux uses the other two.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class TrainedRows:
     """The rows of one outer module's weight that an adapter replaces.
 
     `whole` names the tensor `[vocab_size, hidden_size]` that replaces all of them. `delta` names the tensor whose row
-    `i` replaces the row of token `ids[i]`; it takes precedence. At least one of the two is set.
+    `i` replaces the row of token `ids[i]`, and takes precedence over `whole`. At least one of the two is set.
     """
 
     whole: str | None = None

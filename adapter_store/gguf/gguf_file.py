@@ -24,7 +24,7 @@ from loramux.adapter_store.errors import ConversionRefused, printable
 from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
 
 MAX_HEADER_BYTES = 4 << 20
-"""Longest part of a file before its data, in bytes. An adapter with 1,000 modules needs 150,000."""
+"""Longest part of a file before its data, in bytes. An adapter with 1,000 modules needs about 150,000 bytes."""
 
 MAX_TENSORS = 1 << 15
 MAX_ENTRIES = 1 << 12

@@ -48,9 +48,9 @@ class TenantCaps:
         )
 
     def check_version(self, connection: Connection, tenant_id: str) -> None:
-        """Raise LimitReached if another version from the tenant's own uploads exceeds the cap."""
+        """Raise LimitReached if another version from the tenant's own uploads would exceed the cap."""
         columns = adapter_versions.c
-        # Versions that an operator creates from a bucket do not count toward the cap.
+        # Versions that an operator creates from a bucket or a hub do not count toward the cap.
         query = (
             select(func.count())
             .select_from(adapter_versions.join(adapters, adapters.c.id == columns.adapter_id))

@@ -239,7 +239,7 @@ def files_sha256(files: Collection[UploadFile]) -> str | None:
     if not checksums:
         return None
     named = [checksums[name] for name in UPLOAD_FILES]
-    # Only optional files are tagged with their names: checksums of uploads without them predate optional files.
+    # Only optional files are tagged with their names, so that checksums from before their introduction stay valid.
     named += [f"{name} {checksums[name]}" for name in FURTHER_FILES if name in checksums]
     return hashlib.sha256("".join(named).encode()).hexdigest()
 

@@ -34,7 +34,7 @@ class IngestWorker:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop after the current version, waiting up to `timeout_s`. Close the validator first to end a validation."""
+        """Stop after the current version, waiting up to `timeout_s`. To cut it short, close the validator first."""
         self._is_stopping.set()
         self._ingest.has_pending.set()
         self._thread.join(timeout_s)

@@ -1,4 +1,4 @@
-"""Merges several adapters into the files of a new one, one tensor at a time."""
+"""Merges several adapters into the files of a new adapter, one tensor at a time."""
 
 from __future__ import annotations
 

@@ -168,8 +168,8 @@ class AdapterRegistry:
 
         A digest prefix has 12 to 64 hexadecimal digits. A prefix that matches two different digests resolves to
         nothing. If an alias names several versions, equal `sticky` strings resolve to the same version while the
-        weights are unchanged. If the newest version's share grows, it keeps its strings. With `caller_id`, only
-        adapters that this tenant owns or was granted are considered.
+        weights are unchanged. Strings that resolve to the newest version still do so when its share grows. With
+        `caller_id`, only adapters that this tenant owns or was granted are considered.
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None

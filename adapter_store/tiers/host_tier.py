@@ -1,4 +1,4 @@
-"""A bounded LRU tier of packed adapters in host memory, with reserved floors per tenant."""
+"""A bounded LRU tier of packed adapters in host memory, with a protected minimum, or floor, for groups of adapters."""
 
 from __future__ import annotations
 

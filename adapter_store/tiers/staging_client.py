@@ -63,7 +63,7 @@ class StagingRefused(StoreError):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A pending load. Its number tells its answer from the answer to a cancelled request for the same adapter."""
+    """A pending load. The number distinguishes it from an earlier, cancelled request for the same adapter."""
 
     digest: str
     number: int

@@ -91,7 +91,8 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
 
     If they did not fit, `begin` is None and the packet carries the descriptor of separate memory with only these pages.
     Ranks and scales are int32 and float32, as in `PackedAdapter`. `tables` contains the layers' ranks and scales,
-    compressed. If these are too long for a packet, they follow the pages in separate memory, and `tables` is empty.
+    compressed. If the compressed tables are too long for a packet, `tables` is empty, `begin` is None, and the tables
+    follow the pages in separate memory, uncompressed.
     """
 
     number: int

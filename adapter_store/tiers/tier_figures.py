@@ -30,8 +30,8 @@ STAGES: tuple[tuple[Tier, Stage], ...] = (
 """All counted stages. Listing them keeps the number of metric series fixed.
 
 A lookup on disk includes locking the file. A fetch downloads a packed or canonical file. Verification counts toward the
-tier that the file came from. `pack` lays out a canonical file and writes the packed one. `copy` copies from host memory
-to pages, and includes the wait for earlier steps.
+tier that the file came from. `pack` lays out a canonical file and writes the packed file. `copy` copies from host
+memory to pages, and includes the wait for earlier engine steps.
 """
 
 

@@ -214,7 +214,7 @@ def _check_end(ended: Ended) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return a minimal environment without credentials, and with one thread, as each thread reserves address space."""
+    """Return a minimal environment: no credentials, and one thread, because each thread reserves address space."""
     roots = [str(Path(place).parent.absolute()) for place in loramux.__path__]
     return {
         "PATH": os.environ.get("PATH", os.defpath),

@@ -26,7 +26,7 @@ FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME, PARSERS_NAME, VOCABULARY_NAME)
 CHUNK_BYTES = 1 << 20
 
 _CAPS = ("too_many_open_uploads", "too_many_pending_versions")
-"""Error codes of temporary refusals. A retry succeeds once the tenant's other pushes finish."""
+"""Error codes of temporary refusals. A retry can succeed once the tenant's other pushes finish."""
 
 Progress = Callable[[str, int], None]
 

@@ -52,7 +52,7 @@ def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
 
 
 def print_version(adapter: Document, version: Document) -> None:
-    """Print one version with its complete validation report."""
+    """Print one version with the main facts of its validation report."""
     print(f"{adapter['model']}@{version['number']} ({version['id']}, {version['state']})")
     rows: list[tuple[str, object]] = [
         (name, version[name]) for name in ("digest", "version_digest", "max_rank", "num_pages", "size", "chat_template")

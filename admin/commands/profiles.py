@@ -64,7 +64,7 @@ def add(
 
 @app.command()
 def use(name: Name, as_json: AsJson = False) -> None:
-    """Make a profile current. It is used unless --profile, LORAMUX_PROFILE or LORAMUX_ADMIN_KEY selects a server."""
+    """Make a profile the current one. --profile, LORAMUX_PROFILE and LORAMUX_ADMIN_KEY take precedence over it."""
     from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):

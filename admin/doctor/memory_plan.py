@@ -60,7 +60,7 @@ def has_products_by_codes(device: str) -> bool:
 def plan_memory(
     model_dir: Path, device: str, pool_bytes: int | None = None, max_model_len: int | None = None
 ) -> list[Plan]:
-    """Return plans for bfloat16, for each `--quantization` that can be used, and for the checkpoint's own format.
+    """Return plans for bfloat16, for the checkpoint's own format and, if that is not quantised, each `--quantization`.
 
     Reads the headers and, in a quantised checkpoint, the first weight of each kind. Raises ModelNotSupported.
     """

@@ -27,7 +27,7 @@ class GptqFormat:
     """`qweight` int32 `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]` and `scales` `[groups, out]`.
 
     `g_idx` int32 `[in]` contains the group of each input. With act-order, the groups can be in any order. The first
-    version of the format stores zero points minus 1.
+    version of the format stores each zero point minus 1.
     """
 
     bits: int

@@ -14,7 +14,7 @@ from loramux.kernels.quantized import QuantizedWeight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReorderedWeight:
-    """`weight[:, inputs[i]]` is column `i` of `by_group`."""
+    """A weight whose columns are stored by group: its column `inputs[i]` is column `i` of `by_group`."""
 
     by_group: QuantizedWeight
     inputs: npt.NDArray[np.int64]
