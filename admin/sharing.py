@@ -111,12 +111,12 @@ def bind_peers(settings: Settings, address: str) -> socket.socket:
     """Bind the peer listener. Raises StartRefused unless the database and the blob store can be shared."""
     if settings.is_database_embedded:
         raise StartRefused(
-            "servers share requests through their database, and this one has its own: set --database-url, "
+            "servers share requests through their database, but this server has its own: set --database-url, "
             "or remove peer_address"
         )
     if settings.blob_url is None:
         raise StartRefused(
-            "servers that share requests load the same adapters, and this one keeps its own: set --blob-url, "
+            "servers that share requests need the same blob store, but this server has its own: set --blob-url, "
             "or remove peer_address"
         )
     host, _, port = address.rpartition(":")

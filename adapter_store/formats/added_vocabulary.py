@@ -83,7 +83,7 @@ def parse_tokens(listed: Sequence[Any], vocab_size: int) -> tuple[AddedToken, ..
         if tokens and token.id != tokens[-1].id + 1:
             _refuse("the ids of added tokens must be consecutive and ascending", f"tokens[{index}].id")
         if token.id >= vocab_size:
-            _refuse(f"a token's id must be below vocab_size, {vocab_size}", f"tokens[{index}].id")
+            _refuse(f"a token's id must be below vocab_size ({vocab_size})", f"tokens[{index}].id")
         if token.content in contents:
             _refuse("two added tokens have the same content", f"tokens[{index}].content")
         contents.add(token.content)

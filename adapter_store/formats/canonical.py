@@ -98,4 +98,4 @@ class CanonicalAdapter(TensorFile):
             self.vocab_size: int | None = config.get("vocab_size")
         except (InvalidJson, KeyError, TypeError, AttributeError, ValueError) as error:
             self.__exit__(None, None, None)
-            raise AdapterCorrupt("the canonical file has no configuration") from error
+            raise AdapterCorrupt("the canonical file has no valid configuration") from error

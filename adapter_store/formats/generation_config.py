@@ -83,5 +83,5 @@ def _checked(name: str, value: Any) -> Any:
     if type(value) in kinds and bounds.least <= value <= bounds.most:
         return value if bounds.is_integer else float(value)
     kind = "a whole number" if bounds.is_integer else "a number"
-    least = "above 0" if bounds.least == math.ulp(0.0) else f"from {bounds.least:g}"
-    raise AdapterRejected("invalid_generation_config", f"{name} must be {kind} {least} to {bounds.most:g}", name)
+    least = "above 0 and at most" if bounds.least == math.ulp(0.0) else f"from {bounds.least:g} to"
+    raise AdapterRejected("invalid_generation_config", f"{name} must be {kind} {least} {bounds.most:g}", name)

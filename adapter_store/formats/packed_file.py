@@ -142,7 +142,7 @@ def read_open_packed(
     # Compare the sizes first, so that a damaged header does not determine how much memory is allocated.
     num_stored = status.st_size - payload_begin
     if layout.num_pages != header.num_pages or num_stored != num_bytes:
-        raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, expected {num_bytes}")
+        raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages instead of {num_bytes}")
     payload = allocate(num_bytes)
     place = payload_begin
 

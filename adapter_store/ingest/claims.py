@@ -244,5 +244,6 @@ def _refuse_quarantined(connection: Connection, adapter_id: str, digest: str) ->
     found = connection.execute(query).first()
     if found is not None:
         raise AdapterRejected(
-            "quarantined", f"version {found.number} of the adapter {found.name!r} has the same weights, in quarantine"
+            "quarantined",
+            f"version {found.number} of the adapter {found.name!r} has the same weights and is quarantined",
         )

@@ -57,7 +57,7 @@ class HubLocation:
         if self.commit not in (None, commit):
             raise AdapterRejected(
                 "source_moved",
-                f"the revision {self.revision} is now the commit {commit}, not {self.commit}: register it again",
+                f"the revision {self.revision} is now the commit {commit}, not {self.commit}: create the version again",
                 "source",
             )
         return commit

@@ -62,7 +62,7 @@ class AdapterSources:
             raise UploadRefused("invalid_source", f"a source must have the form {FORMS}", "source")
         place = url if location is None else location.repository_url
         if not f"{place.rstrip('/')}/".startswith(self._allowed or ("\0",)):
-            raise UploadRefused("source_not_allowed", "adapters may not be taken from this source", "source")
+            raise UploadRefused("source_not_allowed", "adapters may not be fetched from this source", "source")
         return url.rstrip("/")
 
     def pin(self, url: str) -> str:

@@ -30,7 +30,7 @@ Wrote = Callable[[int], None]
 def check_weights(weights: Sequence[float]) -> None:
     """Raise MergeRefused for too few or too many adapters, or for a weight that is out of range."""
     if not 2 <= len(weights) <= MAX_ADAPTERS:
-        raise MergeRefused("invalid_sources", f"merge from 2 to {MAX_ADAPTERS} adapters", "sources")
+        raise MergeRefused("invalid_sources", f"a merge needs 2 to {MAX_ADAPTERS} adapters", "sources")
     for weight in weights:
         if not (math.isfinite(weight) and 0 < abs(weight) <= MAX_WEIGHT):
             raise MergeRefused(

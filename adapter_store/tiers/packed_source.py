@@ -183,7 +183,7 @@ class PackedSource:
                 # No thread could be started, but the download is queued anyway. Cancel it so that it stops if it ever
                 # runs.
                 cancellation.cancel()
-                raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more") from error
+                raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: no thread can start") from error
             self._running[digest] = download, downloading
         return download, downloading
 

@@ -179,5 +179,5 @@ def _check_names(config: PeftConfig, target: PackTarget, places: Sequence[Module
         # that the adapter is for another base.
         present = ", ".join(dict.fromkeys(place.key.rsplit(".", 1)[-1] for place in places))
         raise AdapterRejected(
-            "unknown_module", f"the base has no module of this name; adapters may change its {present}", param
+            "unknown_module", f"the base has no module of this name; adapters may change {present}", param
         )

@@ -160,7 +160,7 @@ def _check_tokens(config: PeftConfig, vocab_sizes: Mapping[str, int], adapted: C
         if key in config.modules_to_save:
             raise AdapterRejected(
                 "invalid_config",
-                "a module of modules_to_save has trained tokens too",
+                "a module of modules_to_save also has trained tokens",
                 "trainable_token_indices",
             )
         if key in adapted:

@@ -86,7 +86,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
     warnings = without_effect(weights.effects)
     if not names.are_current:
-        warnings.append(Warn("older_names", "the tensor names are not PEFT's current ones; they were translated"))
+        warnings.append(Warn("older_names", "the tensor names differ from PEFT's current names and were translated"))
     if needs_tensors:
         warnings.append(
             Warn(

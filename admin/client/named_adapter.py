@@ -32,7 +32,7 @@ def find_named(client: AdminClient, name: str, *, needs_version: bool = False) -
     match = _NAME.fullmatch(name)
     if match is None or (needs_version and match[3] is None):
         form = "tenant/adapter@version" if needs_version else "tenant/adapter or tenant/adapter@version"
-        raise AdminError(400, f"name it as {form}", "invalid_model_name", "model")
+        raise AdminError(400, f"{name!r} is not a name of the form {form}", "invalid_model_name", "model")
     tenant, adapter, version = match.groups()
     found = client.get("adapters", tenant=tenant, name=adapter)["data"]
     if not found:

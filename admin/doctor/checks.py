@@ -219,7 +219,7 @@ def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]]
         grade=Grade.FAILED if is_required else Grade.WARNING,
         message=f"uploads are validated behind {standing}; missing: {', '.join(lacking)}",
         mend="; ".join(f"{name}: {SANDBOX_FIXES[name]}" for name in lacking)
-        + ("" if is_required else ". LORAMUX_SANDBOX=required refuses to start without them"),
+        + ("" if is_required else ". With LORAMUX_SANDBOX=required, a server does not start without them"),
     )
 
 

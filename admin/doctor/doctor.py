@@ -135,11 +135,11 @@ def _refusal(error: AdminError) -> Finding:
 
 def _check_versions(ours: str, theirs: str) -> Finding:
     if ours == theirs:
-        return Finding(check="versions", grade=Grade.OK, message=f"command line and server are both {ours}")
+        return Finding(check="versions", grade=Grade.OK, message=f"the command line and the server have version {ours}")
     return Finding(
         check="versions",
         grade=Grade.WARNING,
-        message=f"the command line is {ours}, the server {theirs}",
+        message=f"the command line has version {ours}, but the server has version {theirs}",
         mend=f"install the server's version here: loramux {theirs}",
     )
 

@@ -118,5 +118,5 @@ def find_coded(weight_format: WeightFormat | None, tensors: Mapping[str, MappedT
         )
     twice = coded.keys() & plain.keys()
     if twice:
-        raise BaseNotSupported(f"the model has the weight {min(twice)} both quantised and not")
+        raise BaseNotSupported(f"the model has the weight {min(twice)} in both quantised and unquantised form")
     return Checkpoint(coded, plain)

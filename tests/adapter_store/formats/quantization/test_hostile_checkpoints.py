@@ -127,5 +127,5 @@ def test_a_weight_that_is_stored_twice_is_refused(tmp_path: Path) -> None:
     tensors, values = layout.quantize(torch.randn((32, 64)))
     stored = {MODULE + suffix: tensor for suffix, tensor in tensors.items()} | {f"{MODULE}.weight": values}
     write(tmp_path, stored, layout.config)
-    with pytest.raises(BaseNotSupported, match="both quantised and not"):
+    with pytest.raises(BaseNotSupported, match="both quantised and unquantised"):
         coded(tmp_path)
