@@ -25,6 +25,8 @@ ADD_HASHES := $(COMPILE) - --no-deps --generate-hashes --only-binary :all: --no-
 hashes_of = grep == constraints.txt | grep -E $(1) '^($(2))==' | $(ADD_HASHES)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Without bytecode, each process compiles hundreds of files again.
+unexport PYTHONDONTWRITEBYTECODE
 # Idle OpenMP threads spin briefly and then sleep, as in the engine process, because other processes need the cores.
 export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
