@@ -5,6 +5,7 @@ Database fixtures import their dependencies locally, because kernels and engine 
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 # Set these before torch is imported. They make idle OpenMP threads go to sleep quickly, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def pytest_collection_finish() -> None:
+    """Run the garbage collector rarely, and without the imported modules. It took a sixth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +80,7 @@ def call_all(
     found = {is_guarded: [one.ok() for one in schema.get_all_operations()] for is_guarded, schema in by_guard.items()}
     each = num_calls / len(found[True]) / (CALLS_EACH if is_thorough else 1)
     cases = Cases() if cases is None else cases
-    with requests.Session() as session, _few_collections():
+    with requests.Session() as session:
         session.trust_env = False
         for at, path in enumerate(one.path for one in found[True]):
             names = known(path)
@@ -190,17 +189,3 @@ def _without_security(document: Mapping[str, Any]) -> dict[str, Any]:
         for operation in item.values():
             operation.pop("security", None)
     return bare
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Run the garbage collector rarely. Otherwise, scanning all imported modules takes a fifth of the time."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()

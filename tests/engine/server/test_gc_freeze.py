@@ -30,3 +30,5 @@ def test_existing_objects_are_frozen_and_new_ones_are_collected() -> None:
         gc.unfreeze()
     gc.collect()
     assert is_there() is None
+    # Imported modules stay frozen during all tests.
+    gc.freeze()
