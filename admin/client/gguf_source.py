@@ -41,7 +41,7 @@ def converted_gguf(
             raise ConversionRefused("base_mismatch", str(error), "config.json") from None
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        head_dim = None if model is None else model.head_dim
+        head_dim = None if model is None else model.attention.head_dim
         architecture = convert_gguf(path, directory, head_dim, lambda num_bytes: progress("convert", num_bytes))
         if model is not None and NAMES[model.architecture] != architecture:
             message = f"the adapter is for {architecture}, but the base is a {model.architecture}"

@@ -165,7 +165,7 @@ def _kept_bytes(weight: CodedWeight, device: str) -> int | None:
 def _rotary_bytes(config: ModelConfig, max_len: int) -> int:
     """Return the size of the float32 tables of cosines and sines, in bytes."""
     pairs = sum(
-        1 if rope.kind == "none" else int(config.head_dim * rope.rotary_fraction) // 2
-        for rope in dict.fromkeys(config.layer_ropes)
+        1 if rope.kind == "none" else int(config.attention.head_dim * rope.rotary_fraction) // 2
+        for rope in dict.fromkeys(config.attention.ropes)
     )
     return 2 * 4 * max_len * pairs

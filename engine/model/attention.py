@@ -103,39 +103,40 @@ def load_attention(
     config: ModelConfig, place: Placement, layer: int, rotary: int, window: int | None, cache: CacheLayout
 ) -> Attention:
     """Load the attention of one layer. `rotary` is the index of the layer's rotary embedding."""
-    prefix, heads = f"model.layers.{layer}.self_attn", config.layer_heads[layer]
-    cache_group, cache_layer = cache.place(config.kv_sources[layer])
-    stores_kv = config.kv_sources[layer] == layer
-    is_rotated = config.layer_ropes[layer] is not NO_ROPE
+    attention = config.attention
+    prefix, heads = f"model.layers.{layer}.self_attn", attention.layer_heads[layer]
+    cache_group, cache_layer = cache.place(attention.kv_sources[layer])
+    stores_kv = attention.kv_sources[layer] == layer
+    is_rotated = attention.ropes[layer] is not NO_ROPE
     norms: tuple[tuple[Norm, int], ...] = ()
-    if config.has_l2_norms and is_rotated:
+    if attention.has_l2_norms and is_rotated:
         # transformers normalises after the rotation, but a rotation does not change the length of a head's vector.
         norms = (
             (RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps), heads.head_dim),
         ) * 2
     value_norm = None
-    if config.has_value_norm and stores_kv:
+    if attention.has_value_norm and stores_kv:
         value_norm = RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps)
     return Attention(
         spec=AttentionSpec(
-            num_heads=config.num_heads,
+            num_heads=attention.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
-            scale=config.attention_scale,
+            scale=attention.scale,
             sliding_window=window,
-            soft_cap=config.attention_soft_cap,
+            soft_cap=attention.soft_cap,
         ),
         norms=norms
-        or tuple((place.norm(f"{prefix}.{name}", size), size) for name, size in config.qk_norm_sizes(layer)),
+        or tuple((place.norm(f"{prefix}.{name}", size), size) for name, size in attention.norm_sizes(layer)),
         value_norm=value_norm,
         rotary=rotary,
-        interleaves=config.interleaved_rotary and is_rotated,
-        has_gates=config.gates_attention,
+        interleaves=attention.interleaved_rotary and is_rotated,
+        has_gates=attention.has_gates,
         stores_kv=stores_kv,
-        has_v=layer not in config.layers_without_v,
+        has_v=layer not in attention.layers_without_v,
         cache_group=cache_group,
         cache_layer=cache_layer,
-        clip=config.clip_qkv,
-        scales_query=config.query_scaling is None or not is_rotated,
-        sinks=place.finite(f"{prefix}.{SINKS}", (config.num_heads,)) if config.has_sinks else None,
+        clip=attention.clip,
+        scales_query=attention.query_scaling is None or not is_rotated,
+        sinks=place.finite(f"{prefix}.{SINKS}", (attention.num_heads,)) if attention.has_sinks else None,
     )

@@ -123,6 +123,16 @@ def positive_float(raw: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
+def optional_float(raw: Mapping[str, Any], name: str) -> float | None:
+    """The field `name`, or None if it is absent. Raises ValueError unless it is positive."""
+    return None if raw.get(name) is None else positive_float(raw, name)
+
+
+def has_bias(raw: Mapping[str, Any], bias: str | bool) -> bool:
+    """Whether a linear has a bias, given the field that says so, or the answer for all models of an architecture."""
+    return bias if isinstance(bias, bool) else bool(raw.get(bias, False))
+
+
 def factor(raw: Mapping[str, Any], name: str | None) -> float:
     """The field `name`, or 1 if `name` is None or the field is absent. Raises ValueError unless it is positive."""
     return 1.0 if name is None or raw.get(name) is None else positive_float(raw, name)

@@ -18,10 +18,11 @@ from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
 from loramux.engine.model.altup import AltUp, AltUpLayer, sparse_gate, sparsity_multiplier
 from loramux.engine.model.attention import Attention, AttentionStep, load_attention
 from loramux.engine.model.delta_net import DeltaNet
+from loramux.engine.model.feed_forward_config import GELU_TANH, XIELU
 from loramux.engine.model.layer_adapters import LayerAdapters
 from loramux.engine.model.layer_inputs import LayerInput, LayerInputs
 from loramux.engine.model.mixture import Mixture, mixture_groups
-from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, INPUT_NORM, LAYER_SCALAR, XIELU, ModelConfig
+from loramux.engine.model.model_config import EMBEDDING, HEAD, INPUT_NORM, LAYER_SCALAR, ModelConfig
 from loramux.engine.model.norms import NoNorm, Norm
 from loramux.engine.model.placement import Placement
 from loramux.engine.model.rotary import growing_scales, query_scales, rotary_tables
@@ -114,15 +115,16 @@ class Decoder:
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._altup = None if config.altup is None else AltUp(config.altup, config.hidden_size, place)
         self._layer_inputs = LayerInputs(config, place) if config.layer_input_size else None
-        head_dims = [heads.head_dim for heads in config.layer_heads]
-        layer_ropes = list(zip(config.layer_ropes, head_dims, strict=True))
+        attention = config.attention
+        head_dims = [heads.head_dim for heads in attention.layer_heads]
+        layer_ropes = list(zip(attention.ropes, head_dims, strict=True))
         ropes = list(dict.fromkeys(layer_ropes))
         # Kernels need no mask for a window that covers every context.
-        windows = narrow_windows(config.layer_windows, max_len)
+        windows = narrow_windows(attention.windows, max_len)
         self.cache_layout = cache_layout(windows, max_len)
-        if config.has_uneven_cache:
-            widths = [heads.width for heads in config.layer_heads]
-            self.cache_layout = uneven_layout(windows, widths, config.kv_sources)
+        if attention.has_uneven_cache:
+            widths = [heads.width for heads in attention.layer_heads]
+            self.cache_layout = uneven_layout(windows, widths, attention.kv_sources)
         if config.delta is not None:
             num_state_pages = config.num_state_pages(config.geometry(dtype.itemsize, dtype.itemsize))
             self.cache_layout = hybrid_layout(config.num_layers, config.delta.attention_layers, num_state_pages)
@@ -142,8 +144,8 @@ class Decoder:
             for cos, sin in (rotary_tables(rope, head_dim, max_len) for rope, head_dim in ropes)
         ]
         scales = query_scales(ropes[0][0], max_len)
-        if config.query_scaling is not None:
-            scales = growing_scales(config.query_scaling, max_len)
+        if attention.query_scaling is not None:
+            scales = growing_scales(attention.query_scaling, max_len)
         self._query_scales = None if scales is None else scales.to(backend.device, self._dtype)
 
     @property
@@ -216,7 +218,8 @@ class Decoder:
             query_scale=None if self._query_scales is None else self._query_scales[inputs.positions],
             batches=inputs.attention,
             outputs={
-                head_dim: residual.new_zeros(num_tokens, config.num_heads, head_dim) for head_dim in self._head_dims
+                head_dim: residual.new_zeros(num_tokens, config.attention.num_heads, head_dim)
+                for head_dim in self._head_dims
             },
         )
         layer_inputs = None
@@ -435,11 +438,11 @@ def _load_layer(
         scalar = place.finite(f"{prefix}.{LAYER_SCALAR}", (1,)).item()
     return DecoderLayer(
         attention_norm=norm(config.norms.before_attention) or NoNorm(),
-        qkv=linear(qkv, config.qkv_bias and has_attention),
+        qkv=linear(qkv, config.attention.qkv_bias and has_attention),
         qkv_group=_group(modules, qkv),
         attention=attention,
         delta=delta,
-        o=linear(o, config.o_bias and has_attention),
+        o=linear(o, config.attention.o_bias and has_attention),
         o_group=_group(modules, o),
         attention_output_norm=norm(config.norms.after_attention),
         feed_forward_norm=norm(config.norms.before_feed_forward) or NoNorm(),

@@ -8,16 +8,8 @@ from dataclasses import astuple, replace
 
 from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.model_config import (
-    INPUT_NORM,
-    LAYER_SCALAR,
-    SINKS,
-    XIELU,
-    XIELU_PREFIX,
-    XIELU_SHAPES,
-    ModelConfig,
-    input_shapes,
-)
+from loramux.engine.model.feed_forward_config import XIELU, XIELU_PREFIX, XIELU_SHAPES
+from loramux.engine.model.model_config import INPUT_NORM, LAYER_SCALAR, SINKS, ModelConfig, input_shapes
 from loramux.engine.model.stacked_experts import StackedPlace, stacked_place
 from loramux.engine.model.weight_files import DERIVED, EMBEDDING, HEAD, HEAD_BIAS, StoredTensor
 
@@ -45,8 +37,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     qkv, o, *feed_forward = groups = config.layer_groups(layer)[:-1]
     has_attention = config.has_attention(layer)
     biased = {
-        *(qkv if config.qkv_bias and has_attention else ()),
-        *(o if config.o_bias and has_attention else ()),
+        *(qkv if config.attention.qkv_bias and has_attention else ()),
+        *(o if config.attention.o_bias and has_attention else ()),
         *(module for group in feed_forward if config.mlp_bias for module in group),
     }
     modules = config.modules
@@ -58,7 +50,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     for norm in astuple(config.norms):
         for part in norm_parts(config) if norm is not None else ():
             yield f"{norm}.{part}", (config.hidden_size,)
-    for norm, size in config.qk_norm_sizes(layer) if has_attention else ():
+    for norm, size in config.attention.norm_sizes(layer) if has_attention else ():
         yield f"self_attn.{norm}.weight", (size,)
     if config.delta is not None and not has_attention:
         yield from config.delta.weight_shapes()
@@ -70,8 +62,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         yield from config.altup.layer_shapes(config.hidden_size)
     if config.has_layer_scalars:
         yield LAYER_SCALAR, (1,)
-    if config.has_sinks:
-        yield f"self_attn.{SINKS}", (config.num_heads,)
+    if config.attention.has_sinks:
+        yield f"self_attn.{SINKS}", (config.attention.num_heads,)
     if config.mixture is not None and layer in config.mixture.layers:
         yield from config.mixture.weight_shapes(config.hidden_size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from loramux.engine.model.model_config import XIELU_PREFIX, XIELU_SHAPES
+from loramux.engine.model.feed_forward_config import XIELU_PREFIX, XIELU_SHAPES
 from loramux.engine.model.placement import Placement
 
 

@@ -52,12 +52,13 @@ def load(tmp_path: Path, changes: dict[str, Any]) -> ModelConfig:
 
 def test_the_last_layers_read_the_k_and_v_of_earlier_ones(tmp_path: Path) -> None:
     config = load(tmp_path, {})
-    assert config.kv_sources == (*range(8), 7, 7, 7, 5)
-    assert config.layer_heads[4:6] == (LayerHeads(2, 16), LayerHeads(2, 32))
-    assert (config.num_kv_heads, config.head_dim, config.geometry(2, 2).page_bytes) == (2, 32, 16 * 2 * 2 * 32 * 2)
+    assert config.attention.kv_sources == (*range(8), 7, 7, 7, 5)
+    assert config.attention.layer_heads[4:6] == (LayerHeads(2, 16), LayerHeads(2, 32))
+    assert (config.attention.num_kv_heads, config.attention.head_dim) == (2, 32)
+    assert config.geometry(2, 2).page_bytes == 16 * 2 * 2 * 32 * 2
     assert config.layer_intermediate_sizes == (96,) * 8 + (192,) * 4
-    assert [name for name, _ in config.qk_norm_sizes(8)] == ["q_norm"]
-    assert (config.attention_scale, config.embedding_scale, config.norm_offset) == (1.0, 8.0, 0.0)
+    assert [name for name, _ in config.attention.norm_sizes(8)] == ["q_norm"]
+    assert (config.attention.scale, config.embedding_scale, config.norm_offset) == (1.0, 8.0, 0.0)
     assert [config.modules[index].out_features for index in config.layer_groups(8)[0]] == [64]
     assert "model.layers.8.self_attn.k_proj." in config.draft_tensors
 
@@ -77,25 +78,25 @@ def test_linears_that_differ_by_layer_have_the_same_name(tmp_path: Path) -> None
 def test_k_is_also_v_in_layers_without_a_window(tmp_path: Path) -> None:
     few = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_hidden_layers": 6}
     config = load(tmp_path, {**PLAIN, **few})
-    assert config.layer_heads[4:] == (LayerHeads(2, 16), LayerHeads(1, 32))
-    assert config.layers_without_v == (5,)
+    assert config.attention.layer_heads[4:] == (LayerHeads(2, 16), LayerHeads(1, 32))
+    assert config.attention.layers_without_v == (5,)
     names = weight_shapes(config)
     assert "model.layers.4.self_attn.v_proj.weight" in names
     assert "model.layers.5.self_attn.v_proj.weight" not in names
     # Without the first field, transformers ignores the second.
-    assert load(tmp_path, {**PLAIN, **few, "attention_k_eq_v": False}).layer_heads[5] == LayerHeads(2, 32)
+    assert load(tmp_path, {**PLAIN, **few, "attention_k_eq_v": False}).attention.layer_heads[5] == LayerHeads(2, 32)
 
 
 def test_heads_by_layer_replace_the_fields_of_published_files(tmp_path: Path) -> None:
     saved = {"per_layer_config": {"5": {"head_dim": 64}}, "num_hidden_layers": 6, **PLAIN}
-    assert load(tmp_path, saved).layer_heads == (LayerHeads(2, 16),) * 5 + (LayerHeads(2, 64),)
+    assert load(tmp_path, saved).attention.layer_heads == (LayerHeads(2, 16),) * 5 + (LayerHeads(2, 64),)
 
 
 @pytest.mark.parametrize("ropes", [{}, {"rope_parameters": None}], ids=["absent", "null"])
 def test_layers_without_a_window_rotate_a_quarter_of_each_half(ropes: dict[str, Any], tmp_path: Path) -> None:
     config = load(tmp_path, {**ropes, "num_hidden_layers": 6, **PLAIN})
     whole = RopeConfig(theta=1e6, kind="proportional", rotary_fraction=0.25)
-    assert config.layer_ropes == (*[RopeConfig(theta=1e4)] * 5, whole)
+    assert config.attention.ropes == (*[RopeConfig(theta=1e4)] * 5, whole)
     frequencies = inverse_frequencies(whole, 32, 256)
     assert frequencies.tolist() == pytest.approx([1e6 ** (-2 * i / 32) for i in range(4)] + [0.0] * 12)
 
@@ -127,7 +128,7 @@ def test_gemma_3n_has_streams_and_sparse_layers(tmp_path: Path) -> None:
     assert (config.altup.num_streams, config.altup.laurel_rank, config.altup.scales_output) == (4, 64, True)
     assert config.altup.sparsities == (0.95,) * 10 + (0.0,) * 2
     assert config.layer_intermediate_sizes == (96,) * 10 + (80,) * 2
-    assert (config.layer_windows[3:5], config.kv_sources[8:]) == ((512, None), (7, 4, 7, 7))
+    assert (config.attention.windows[3:5], config.attention.kv_sources[8:]) == ((512, None), (7, 4, 7, 7))
     shapes = weight_shapes(config)
     assert shapes["model.altup_projections.2.weight"] == (64, 64)
     assert shapes["model.layers.0.altup.prediction_coefs.weight"] == (16, 4)

@@ -139,48 +139,48 @@ def test_experts_are_chosen_among_groups(tmp_path: Path) -> None:
 
 def test_mellum_has_rotary_embeddings_for_each_kind_of_layer(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
-    local, whole = load(tmp_path, {**MELLUM, "layer_types": kinds}).layer_ropes[:2]
+    local, whole = load(tmp_path, {**MELLUM, "layer_types": kinds}).attention.ropes[:2]
     assert (local.theta, whole.theta) == (10000.0, 500000.0)
     ropes = {"sliding_attention": {"rope_theta": 5.0}, "full_attention": {"rope_theta": 7.0, "factor": 2.0}}
     ropes["full_attention"]["rope_type"] = "linear"
-    local, whole = load(tmp_path, {**MELLUM, "layer_types": kinds, "rope_parameters": ropes}).layer_ropes[:2]
+    local, whole = load(tmp_path, {**MELLUM, "layer_types": kinds, "rope_parameters": ropes}).attention.ropes[:2]
     assert [(rope.kind, rope.theta) for rope in (local, whole)] == [("default", 5.0), ("linear", 7.0)]
 
 
 def test_gpt_oss_has_sinks_clamps_and_alternate_windows(tmp_path: Path) -> None:
     config = load(tmp_path, GPT_OSS)
-    assert config.has_sinks
+    assert config.attention.has_sinks
     assert config.clamped_gate == ClampedGate(alpha=1.702, limit=7.0)
-    assert (config.head_dim, config.qkv_bias, config.o_bias) == (64, True, True)
-    assert config.layer_windows == (128, None, 128, None)
-    rope = config.layer_ropes[0]
+    assert (config.attention.head_dim, config.attention.qkv_bias, config.attention.o_bias) == (64, True, True)
+    assert config.attention.windows == (128, None, 128, None)
+    rope = config.attention.ropes[0]
     assert (rope.kind, rope.theta, rope.factor, rope.original_max_len, rope.truncates) == (
         "yarn", 150000.0, 32.0, 4096, False,
     )  # fmt: skip
     assert load(tmp_path, {**GPT_OSS, "swiglu_limit": 5, "swiglu_alpha": 2}).clamped_gate == ClampedGate(2.0, 5.0)
     # As in released checkpoints.
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}
-    rope = load(tmp_path, {**GPT_OSS, "rope_theta": 10000, "rope_scaling": scaling}).layer_ropes[0]
+    rope = load(tmp_path, {**GPT_OSS, "rope_theta": 10000, "rope_scaling": scaling}).attention.ropes[0]
     assert (rope.theta, rope.factor) == (10000.0, 8.0)
     assert config.experts is not None
     gate_up, down = config.experts.linears
     assert (gate_up.name, gate_up.stack, gate_up.alternates) == (None, "mlp.experts.gate_up_proj", True)
     assert (down.name, down.stack, down.alternates) == (None, "mlp.experts.down_proj", False)
     assert "mlp.router" in {module.name for module in config.modules}
-    assert not load(tmp_path, MIXTRAL).has_sinks
+    assert not load(tmp_path, MIXTRAL).attention.has_sinks
 
 
 def test_glm_norms_q_and_k_if_its_configuration_says_so(tmp_path: Path) -> None:
-    assert load(tmp_path, GLM4_MOE).qk_norm is None
+    assert load(tmp_path, GLM4_MOE).attention.qk_norm is None
     config = load(tmp_path, {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True})
-    assert (config.qk_norm, config.qkv_bias, config.o_bias) == (HEAD_WIDE, True, False)
-    assert config.layer_ropes[0].rotary_fraction == 0.5
+    assert (config.attention.qk_norm, config.attention.qkv_bias, config.attention.o_bias) == (HEAD_WIDE, True, False)
+    assert config.attention.ropes[0].rotary_fraction == 0.5
 
 
 def test_minimax_gives_the_number_of_rotated_channels(tmp_path: Path) -> None:
     config = load(tmp_path, {**MINIMAX_M2, "head_dim": 32, "rotary_dim": 8})
-    assert (config.layer_ropes[0].rotary_fraction, config.layer_ropes[0].theta) == (0.25, 5e6)
-    assert config.qk_norm == PROJECTION_WIDE
+    assert (config.attention.ropes[0].rotary_fraction, config.attention.ropes[0].theta) == (0.25, 5e6)
+    assert config.attention.qk_norm == PROJECTION_WIDE
 
 
 def test_layers_that_predict_further_tokens_are_known(tmp_path: Path) -> None:
@@ -224,43 +224,43 @@ def test_a_model_may_have_only_dense_layers(tmp_path: Path, changes: dict[str, A
 
 def test_granite_multiplies_embeddings_attention_residuals_and_logits(tmp_path: Path) -> None:
     config = load(tmp_path, {**GRANITE, "embedding_multiplier": 12, "attention_multiplier": 0.015625})
-    assert (config.embedding_scale, config.attention_scale) == (12.0, 0.015625)
+    assert (config.embedding_scale, config.attention.scale) == (12.0, 0.015625)
     assert (config.residual_scale, config.logit_scale) == (1.0, 1.0)
     config = load(tmp_path, {**GRANITE, "residual_multiplier": 0.22, "logits_scaling": 6.0})
-    assert (config.embedding_scale, config.attention_scale) == (1.0, 1.0)
+    assert (config.embedding_scale, config.attention.scale) == (1.0, 1.0)
     assert (config.residual_scale, config.logit_scale) == (0.22, 1 / 6.0)
 
 
 def test_windows_alternate_in_qwen2_moe_and_cover_every_layer_of_the_others(tmp_path: Path) -> None:
     windowed = {"use_sliding_window": True, "sliding_window": 32}
-    assert load(tmp_path, {**QWEN2_MOE, **windowed}).layer_windows == (32, None, 32, None)
-    assert load(tmp_path, {**QWEN2_MOE, **windowed, "max_window_layers": 1}).layer_windows == (32, None, None, None)
-    assert load(tmp_path, {**QWEN3_MOE, **windowed, "max_window_layers": 1}).layer_windows == (32,) * 4
-    assert load(tmp_path, {**MIXTRAL, "sliding_window": 32}).layer_windows == (32,) * 4
+    assert load(tmp_path, {**QWEN2_MOE, **windowed}).attention.windows == (32, None, 32, None)
+    assert load(tmp_path, {**QWEN2_MOE, **windowed, "max_window_layers": 1}).attention.windows == (32, None, None, None)
+    assert load(tmp_path, {**QWEN3_MOE, **windowed, "max_window_layers": 1}).attention.windows == (32,) * 4
+    assert load(tmp_path, {**MIXTRAL, "sliding_window": 32}).attention.windows == (32,) * 4
     # transformers 5 saves a model without windows like this.
-    assert load(tmp_path, {**QWEN2_MOE, "sliding_window": 0}).layer_windows == (None,) * 4
+    assert load(tmp_path, {**QWEN2_MOE, "sliding_window": 0}).attention.windows == (None,) * 4
 
 
 def test_mixtral_rotates_slowly_by_default(tmp_path: Path) -> None:
-    assert load(tmp_path, MIXTRAL).layer_ropes[0].theta == 1e6
-    assert load(tmp_path, {**MIXTRAL, "rope_theta": 5e5}).layer_ropes[0].theta == 5e5
+    assert load(tmp_path, MIXTRAL).attention.ropes[0].theta == 1e6
+    assert load(tmp_path, {**MIXTRAL, "rope_theta": 5e5}).attention.ropes[0].theta == 5e5
 
 
 def test_biases_and_norms_follow_the_family(tmp_path: Path) -> None:
     qwen2 = load(tmp_path, QWEN2_MOE)
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, None)
-    assert not load(tmp_path, {**QWEN2_MOE, "qkv_bias": False}).qkv_bias
+    assert (qwen2.attention.qkv_bias, qwen2.attention.o_bias, qwen2.attention.qk_norm) == (True, False, None)
+    assert not load(tmp_path, {**QWEN2_MOE, "qkv_bias": False}).attention.qkv_bias
     qwen3 = load(tmp_path, {**QWEN3_MOE, "attention_bias": True})
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (True, True, HEAD_WIDE)
+    assert (qwen3.attention.qkv_bias, qwen3.attention.o_bias, qwen3.attention.qk_norm) == (True, True, HEAD_WIDE)
     olmoe = load(tmp_path, OLMOE)
-    assert (olmoe.qk_norm, olmoe.qkv_bias) == (PROJECTION_WIDE, False)
+    assert (olmoe.attention.qk_norm, olmoe.attention.qkv_bias) == (PROJECTION_WIDE, False)
 
 
 def test_llama_4_is_served_within_its_first_chunk(tmp_path: Path) -> None:
     config = load(tmp_path, {**LLAMA4, "interleave_moe_layer_step": 2})
-    assert (config.max_model_len, config.stretched_model_len, config.layer_windows) == (128, 128, (None,) * 4)
-    assert [rope is NO_ROPE for rope in config.layer_ropes] == [False, False, False, True]
-    assert config.query_scaling == QueryScaling(growth=0.1, span=8192)
+    assert (config.max_model_len, config.stretched_model_len, config.attention.windows) == (128, 128, (None,) * 4)
+    assert [rope is NO_ROPE for rope in config.attention.ropes] == [False, False, False, True]
+    assert config.attention.query_scaling == QueryScaling(growth=0.1, span=8192)
     assert config.mixture is not None
     assert (config.mixture.layers, config.mixture.scales_input) == ((1, 3), True)
     shapes = weight_shapes(config)
@@ -268,7 +268,7 @@ def test_llama_4_is_served_within_its_first_chunk(tmp_path: Path) -> None:
     assert shapes["model.layers.1.feed_forward.shared_expert.gate_proj.weight"] == (96, 64)
     assert shapes["model.layers.1.feed_forward.experts.gate_up_proj"] == (16, 64, 192)
     plain = load(tmp_path, {**LLAMA4, "no_rope_layers": [1] * 4, "use_qk_norm": False, "moe_layers": [0]})
-    assert (NO_ROPE in plain.layer_ropes, plain.has_l2_norms) == (False, False)
+    assert (NO_ROPE in plain.attention.ropes, plain.attention.has_l2_norms) == (False, False)
     assert plain.mixture is not None
     assert plain.mixture.layers == (0,)
 

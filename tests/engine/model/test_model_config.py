@@ -13,7 +13,8 @@ from transformers import CONFIG_MAPPING
 from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE, OUTPUT_NORMS, PARALLEL_NORMS
-from loramux.engine.model.model_config import GELU_TANH, RELU_SQUARED, SILU, ModelConfig
+from loramux.engine.model.feed_forward_config import GELU_TANH, RELU_SQUARED, SILU
+from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.rope_config import NO_ROPE, RopeConfig
 from loramux.engine.model.rotary import in_halves, inverse_frequencies, rotary_tables
 from loramux.engine.model.weight_files import stored_tensors
@@ -57,7 +58,7 @@ def load(tmp_path: Path, changes: dict[str, Any], generation: dict[str, Any] | N
 
 def test_llama_config_is_read(tmp_path: Path) -> None:
     config = load(tmp_path, {})
-    assert (config.head_dim, config.dtype, config.eos_token_ids) == (16, "bfloat16", (2,))
+    assert (config.attention.head_dim, config.dtype, config.eos_token_ids) == (16, "bfloat16", (2,))
     assert [module.name for module in config.modules][:2] == ["self_attn.q_proj", "self_attn.k_proj"]
     assert config.geometry(2, 2).page_bytes == 16 * 2 * 2 * 16 * 2
 
@@ -74,13 +75,14 @@ def test_end_tokens_that_the_model_lacks_are_left_out(tmp_path: Path, listed: An
 
 def test_gemma_2_defaults_match_transformers(tmp_path: Path) -> None:
     config = load(tmp_path, {**GEMMA2, "num_key_value_heads": 4})
-    assert (config.activation, config.norm_offset, config.norms, config.qk_norm) == (GELU_TANH, 1.0, GEMMA_NORMS, None)
-    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
-    assert (config.attention_scale, config.embedding_scale) == (256**-0.5, 8.0)
-    assert config.layer_windows == (4096, None, 4096, None)
+    assert (config.activation, config.norm_offset, config.norms) == (GELU_TANH, 1.0, GEMMA_NORMS)
+    assert config.attention.qk_norm is None
+    assert (config.attention.soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert (config.attention.scale, config.embedding_scale) == (256**-0.5, 8.0)
+    assert config.attention.windows == (4096, None, 4096, None)
     assert config.tied_embeddings
     plain = load(tmp_path, {**GEMMA2, "attn_logit_softcapping": None, "tie_word_embeddings": False})
-    assert (plain.attention_soft_cap, plain.tied_embeddings) == (None, False)
+    assert (plain.attention.soft_cap, plain.tied_embeddings) == (None, False)
 
 
 def test_gemma_3_windowed_layers_use_their_own_rope(tmp_path: Path) -> None:
@@ -94,11 +96,11 @@ def test_gemma_3_windowed_layers_use_their_own_rope(tmp_path: Path) -> None:
     local, whole = RopeConfig(theta=1e4), RopeConfig(theta=1e6, kind="linear", factor=8.0)
     for ropes in (before, now):
         config = load(tmp_path, {**GEMMA3, **ropes, "num_hidden_layers": 7, "sliding_window": 32})
-        assert config.layer_ropes == (*[local] * 5, whole, local)
-        assert config.layer_windows == (*[32] * 5, None, 32)
-        assert (config.qk_norm, config.attention_soft_cap, config.logit_soft_cap) == (HEAD_WIDE, None, None)
+        assert config.attention.ropes == (*[local] * 5, whole, local)
+        assert config.attention.windows == (*[32] * 5, None, 32)
+        assert (config.attention.qk_norm, config.attention.soft_cap, config.logit_soft_cap) == (HEAD_WIDE, None, None)
     by_pattern = load(tmp_path, {**GEMMA3, "sliding_window_pattern": 2})
-    assert by_pattern.layer_windows == (4096, None, 4096, None)
+    assert by_pattern.attention.windows == (4096, None, 4096, None)
 
 
 def test_phi_3_has_fused_linears(tmp_path: Path) -> None:
@@ -110,15 +112,16 @@ def test_phi_3_has_fused_linears(tmp_path: Path) -> None:
         ("mlp.down_proj", 96, 64),
     ]
     assert config.module_groups == ((0,), (1,), (2,), (3,), ())
-    assert (config.layer_windows, config.activation) == ((32,) * 4, SILU)
+    assert (config.attention.windows, config.activation) == ((32,) * 4, SILU)
 
 
 def test_qwen_3_5_has_attention_in_every_fourth_layer(tmp_path: Path) -> None:
     config = load(tmp_path, {**QWEN35, "num_hidden_layers": 8})
     assert config.delta is not None
     assert (config.delta.layers, config.delta.attention_layers) == ((0, 1, 2, 4, 5, 6), (3, 7))
-    assert (config.head_dim, config.norm_offset, config.qk_norm, config.gates_attention) == (256, 1.0, HEAD_WIDE, True)
-    assert config.layer_ropes[0].rotary_fraction == 0.25
+    assert (config.attention.head_dim, config.attention.qk_norm) == (256, HEAD_WIDE)
+    assert (config.norm_offset, config.attention.has_gates) == (1.0, True)
+    assert config.attention.ropes[0].rotary_fraction == 0.25
     assert [(module.name, module.out_features, module.layers) for module in config.modules] == [
         ("self_attn.q_proj", 2 * 4 * 256, (3, 7)),
         ("self_attn.k_proj", 512, (3, 7)),
@@ -157,12 +160,12 @@ def test_granite_multiplies_its_activations(tmp_path: Path) -> None:
     multipliers = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125}
     granite = {**multipliers, "logits_scaling": 8, "architectures": ["GraniteForCausalLM"]}
     config = load(tmp_path, granite)
-    assert (config.embedding_scale, config.residual_scale, config.attention_scale) == (12, 0.22, 0.0078125)
+    assert (config.embedding_scale, config.residual_scale, config.attention.scale) == (12, 0.22, 0.0078125)
     assert config.logit_scale == 1 / 8
-    assert load(tmp_path, {"architectures": ["GraniteForCausalLM"]}).attention_scale == 1
+    assert load(tmp_path, {"architectures": ["GraniteForCausalLM"]}).attention.scale == 1
     # HyperCLOVAX multiplies the logits by this field, while Granite divides them.
     clova = load(tmp_path, {**granite, "attention_multiplier": None, "architectures": ["HyperCLOVAXForCausalLM"]})
-    assert (clova.logit_scale, clova.attention_scale) == (8, 16**-0.5)
+    assert (clova.logit_scale, clova.attention.scale) == (8, 16**-0.5)
 
 
 COHERE2 = {"architectures": ["Cohere2ForCausalLM"]}
@@ -188,9 +191,9 @@ def test_layers_without_positions(
     tmp_path: Path, changes: dict[str, Any], rotated: list[bool], windows: list[int | None]
 ) -> None:
     config = load(tmp_path, changes)
-    assert [rope != NO_ROPE for rope in config.layer_ropes] == rotated
-    assert list(config.layer_windows) == windows
-    cos, sin = rotary_tables(NO_ROPE, config.head_dim, 9)
+    assert [rope != NO_ROPE for rope in config.attention.ropes] == rotated
+    assert list(config.attention.windows) == windows
+    cos, sin = rotary_tables(NO_ROPE, config.attention.head_dim, 9)
     assert torch.equal(cos, torch.ones(9, 1))
     assert torch.equal(sin, torch.zeros(9, 1))
 
@@ -199,18 +202,18 @@ def test_olmo_3_scales_only_layers_that_see_the_whole_context(tmp_path: Path) ->
     olmo3 = {"architectures": ["Olmo3ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     config = load(tmp_path, {**olmo3, "rope_theta": 5e5, "sliding_window": 32})
     local, whole = RopeConfig(theta=5e5), RopeConfig(theta=5e5, kind="linear", factor=8.0)
-    assert config.layer_ropes == (local, local, local, whole)
-    assert config.layer_windows == (32, 32, 32, None)
-    assert (config.norms, config.qk_norm_sizes(0)) == (OUTPUT_NORMS, (("q_norm", 64), ("k_norm", 32)))
+    assert config.attention.ropes == (local, local, local, whole)
+    assert config.attention.windows == (32, 32, 32, None)
+    assert (config.norms, config.attention.norm_sizes(0)) == (OUTPUT_NORMS, (("q_norm", 64), ("k_norm", 32)))
 
 
 def test_cohere_2_runs_its_blocks_in_parallel(tmp_path: Path) -> None:
     config = load(tmp_path, {**COHERE2, "sliding_window_pattern": 2})
     assert (config.parallel_blocks, config.has_layer_norms, config.has_norm_biases) == (True, True, False)
     assert (config.norms, config.norm_eps, config.logit_scale) == (PARALLEL_NORMS, 1e-5, 0.0625)
-    assert config.layer_windows == (4096, None, 4096, None)
-    assert [rope != NO_ROPE for rope in config.layer_ropes] == [True, False, True, False]
-    assert (config.interleaved_rotary, config.tied_embeddings) == (True, True)
+    assert config.attention.windows == (4096, None, 4096, None)
+    assert [rope != NO_ROPE for rope in config.attention.ropes] == [True, False, True, False]
+    assert (config.attention.interleaved_rotary, config.tied_embeddings) == (True, True)
 
 
 def test_feed_forward_without_a_gate_has_one_linear_before_the_activation(tmp_path: Path) -> None:
@@ -222,10 +225,10 @@ def test_feed_forward_without_a_gate_has_one_linear_before_the_activation(tmp_pa
     ]
     assert config.module_groups == ((0, 1, 2), (3,), (4,), (5,), ())
     assert (config.activation, config.norm_eps, config.has_norm_biases) == (GELU_TANH, 1e-3, True)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
+    assert (config.attention.qkv_bias, config.attention.o_bias, config.mlp_bias) == (True, True, True)
     nemotron = load(tmp_path, {"architectures": ["NemotronForCausalLM"]})
     assert (nemotron.activation, nemotron.norm_offset) == (RELU_SQUARED, 1.0)
-    assert nemotron.layer_ropes[0].rotary_fraction == 0.5
+    assert nemotron.attention.ropes[0].rotary_fraction == 0.5
 
 
 def test_gemma_means_the_tanh_form_by_gelu(tmp_path: Path) -> None:
@@ -257,10 +260,10 @@ def test_gemma_3_text_config_is_read_with_its_own_defaults(tmp_path: Path) -> No
     }
     (tmp_path / "config.json").write_text(json.dumps(document))
     config = ModelConfig.load(tmp_path)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim) == (8, 4, 256)
     assert (config.vocab_size, config.max_model_len, config.dtype) == (262208, 131072, "bfloat16")
-    assert config.layer_windows[:6] == (*[1024] * 5, None)
-    assert (config.layer_ropes[0].kind, config.layer_ropes[5].kind) == ("default", "linear")
+    assert config.attention.windows[:6] == (*[1024] * 5, None)
+    assert (config.attention.ropes[0].kind, config.attention.ropes[5].kind) == ("default", "linear")
     assert (config.eos_token_ids, config.tied_embeddings) == ((1, 106), True)
 
 
@@ -273,14 +276,14 @@ def test_qwen_2_5_vl_config_without_text_config_is_read(tmp_path: Path) -> None:
         "vision_config": {"hidden_size": 1280},
     }
     config = load(tmp_path, flat)
-    assert (set(config.layer_ropes), config.qkv_bias) == ({RopeConfig(theta=1e6)}, True)
+    assert (set(config.attention.ropes), config.attention.qkv_bias) == ({RopeConfig(theta=1e6)}, True)
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 def test_longrope_scales_phi_3_beyond_its_original_context(tmp_path: Path, name: str) -> None:
     scaling = {**LONGROPE["rope_scaling"], "type": name}
     config = load(tmp_path, {**PHI3, **LONGROPE, "rope_scaling": scaling})
-    (rope,) = set(config.layer_ropes)
+    (rope,) = set(config.attention.ropes)
     assert (rope.kind, rope.original_max_len, rope.rotary_fraction) == ("longrope", 64, 1.0)
     assert rope.attention_factor == math.sqrt(1 + math.log(256 / 64) / math.log(64))
     usual = inverse_frequencies(RopeConfig(theta=1e4), 16, 256)
@@ -293,10 +296,10 @@ def test_longrope_scales_phi_3_beyond_its_original_context(tmp_path: Path, name:
 def test_phi_3_rotates_part_of_each_head(tmp_path: Path) -> None:
     scaling = {**LONGROPE["rope_scaling"], "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "attention_factor": 1.5}
     config = load(tmp_path, {**PHI3, **LONGROPE, "rope_scaling": scaling, "partial_rotary_factor": 0.75})
-    assert (config.layer_ropes[0].rotary_fraction, config.layer_ropes[0].attention_factor) == (0.75, 1.5)
-    assert rotary_tables(config.layer_ropes[0], config.head_dim, 65)[0].shape == (65, 6)
+    assert (config.attention.ropes[0].rotary_fraction, config.attention.ropes[0].attention_factor) == (0.75, 1.5)
+    assert rotary_tables(config.attention.ropes[0], config.attention.head_dim, 65)[0].shape == (65, 6)
     plain = load(tmp_path, {**PHI3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
-    assert rotary_tables(plain.layer_ropes[0], plain.head_dim, 65)[0].shape == (65, 4)
+    assert rotary_tables(plain.attention.ropes[0], plain.attention.head_dim, 65)[0].shape == (65, 4)
 
 
 @pytest.mark.parametrize(
@@ -314,13 +317,13 @@ def test_phi_3_rotates_part_of_each_head(tmp_path: Path) -> None:
     ids=["nothing said", "theta alone", "transformers 5", "before transformers 5", "dynamic"],
 )
 def test_each_kind_of_rope_is_read(tmp_path: Path, changes: dict[str, Any], expected: RopeConfig) -> None:
-    assert load(tmp_path, changes).layer_ropes == (expected,) * 4
+    assert load(tmp_path, changes).attention.ropes == (expected,) * 4
 
 
 def test_dynamic_ntk_stretches_the_context_on_request(tmp_path: Path) -> None:
     config = load(tmp_path, {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
     assert (config.max_model_len, config.stretched_model_len) == (256, 1024)
-    [rope] = set(config.layer_ropes)
+    [rope] = set(config.attention.ropes)
     plain = inverse_frequencies(RopeConfig(theta=1e4), 16, 256)
     assert torch.equal(inverse_frequencies(rope, 16, 256), plain)
     assert (inverse_frequencies(rope, 16, 1024)[1:] < plain[1:]).all()
@@ -329,7 +332,7 @@ def test_dynamic_ntk_stretches_the_context_on_request(tmp_path: Path) -> None:
 def test_yarn_stretches_the_context(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     config = load(tmp_path, {"rope_scaling": yarn})
-    (rope,) = set(config.layer_ropes)
+    (rope,) = set(config.attention.ropes)
     assert (config.max_model_len, rope.attention_factor) == (1024, 0.1 * math.log(4) + 1)
     usual, scaled = (inverse_frequencies(one, 64, 1024) for one in (RopeConfig(theta=1e4), rope))
     # The fastest pair turns 40 times in 256 positions, the slowest less than once.
@@ -354,7 +357,7 @@ def test_default_head_counts_match_transformers(
     silent = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     (tmp_path / "config.json").write_text(json.dumps({**silent, **changes}))
     config = ModelConfig.load(tmp_path)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == expected
+    assert (config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim) == expected
 
 
 @pytest.mark.parametrize(
@@ -386,13 +389,14 @@ def test_default_head_counts_match_transformers(
 def test_each_layer_uses_the_configured_window(
     tmp_path: Path, changes: dict[str, Any], expected: tuple[int | None, ...]
 ) -> None:
-    assert load(tmp_path, changes).layer_windows == expected
+    assert load(tmp_path, changes).attention.windows == expected
 
 
 def test_default_window_matches_transformers(tmp_path: Path) -> None:
-    assert load(tmp_path, {"architectures": ["MistralForCausalLM"]}).layer_windows == (4096,) * 4
+    assert load(tmp_path, {"architectures": ["MistralForCausalLM"]}).attention.windows == (4096,) * 4
     assert (
-        load(tmp_path, {"architectures": ["MistralForCausalLM"], "sliding_window": None}).layer_windows == (None,) * 4
+        load(tmp_path, {"architectures": ["MistralForCausalLM"], "sliding_window": None}).attention.windows
+        == (None,) * 4
     )
 
 
@@ -624,10 +628,11 @@ def test_short_text_config_has_the_sizes_that_transformers_assumes(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     found, wanted = ModelConfig.load(tmp_path), CONFIG_MAPPING[kind]()
     assert (found.num_layers, found.hidden_size) == (wanted.num_hidden_layers, wanted.hidden_size)
-    assert (found.num_heads, found.num_kv_heads) == (wanted.num_attention_heads, wanted.num_key_value_heads)
+    heads = wanted.num_attention_heads, wanted.num_key_value_heads
+    assert (found.attention.num_heads, found.attention.num_kv_heads) == heads
     assert (found.intermediate_size, found.vocab_size) == (wanted.intermediate_size, wanted.vocab_size)
     assert (found.max_model_len, found.norm_eps) == (wanted.max_position_embeddings, wanted.rms_norm_eps)
-    assert found.layer_windows == (getattr(wanted, "sliding_window", None),) * found.num_layers
+    assert found.attention.windows == (getattr(wanted, "sliding_window", None),) * found.num_layers
 
 
 def test_wrapped_cohere_2_does_not_scale_its_logits(tmp_path: Path) -> None:
