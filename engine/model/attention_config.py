@@ -9,7 +9,7 @@ from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import has_bias, optional_float, positive, positive_float, refuse_field
-from loramux.engine.model.families import HEAD_WIDE, PROJECTION_WIDE, Family
+from loramux.engine.model.family import HEAD_WIDE, PROJECTION_WIDE, Family
 from loramux.engine.model.layer_heads import LayerHeads, heads_by_layer, kv_sources, usual_heads
 from loramux.engine.model.layer_kinds import CHUNKED, FULL, LINEAR, SLIDING
 from loramux.engine.model.rope_config import QueryScaling, RopeConfig, parse_ropes

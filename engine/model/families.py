@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from loramux.engine.model.feed_forward import FUSED_GATE, GATED, WITHOUT_GATE, FeedForward
+from loramux.engine.model.family import (
+    GEMMA_NORMS,
+    HEAD_WIDE,
+    OUTPUT_NORMS,
+    PARALLEL_NORMS,
+    PROJECTION_WIDE,
+    Family,
+    NormNames,
+)
+from loramux.engine.model.feed_forward import FUSED_GATE, WITHOUT_GATE, FeedForward
 from loramux.engine.model.layer_kinds import (
-    LayerKinds,
-    RotatedLayers,
-    all_rotated,
     all_windowed,
     full_by_pattern,
     full_every,
@@ -21,101 +25,6 @@ from loramux.engine.model.layer_kinds import (
     windowed_unless_rotated,
     without_windows,
 )
-from loramux.engine.model.mixture_config import MixtureTraits
-
-HEAD_WIDE, PROJECTION_WIDE = "head", "projection"
-"""The scope of a norm of q and k: each head, or all heads together."""
-
-
-@dataclass(frozen=True, slots=True)
-class NormNames:
-    """The names of the tensors of a layer's norms. None where the layer has no norm."""
-
-    before_attention: str | None
-    after_attention: str | None
-    before_feed_forward: str | None
-    after_feed_forward: str | None
-
-
-PRE_NORMS = NormNames("input_layernorm", None, "post_attention_layernorm", None)
-GEMMA_NORMS = NormNames(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
-OUTPUT_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-PARALLEL_NORMS = NormNames("input_layernorm", None, None, None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """The traits of one architecture.
-
-    `assumed` contains the defaults in transformers that differ from other architectures' defaults. `reads` names the
-    fields of `config_fields.DECISIVE` that this architecture supports. `layer_kinds` applies if `config.json` has no
-    `layer_types`. With `has_layer_types`, `layer_types` may differ from it. The field `qk_norm_field` turns the norms
-    of q and k on or off; without it, they are always on. `qkv_bias`, `o_bias` and `mlp_bias` are True, False, or the
-    name of the field that decides. With `window_theta_field`, windowed layers have their own rotary embedding, whose
-    default theta is in that field. With `interleaved_rotary`, neighbouring channels are rotated together instead of
-    channels from the two halves of a head. With `parallel_blocks`, attention and feed-forward read the same normed
-    residual. With `gates_attention`, the query projection also yields a gate for each output of attention. With
-    `has_delta_layers`, `layer_types` may name layers with a gated delta rule. With `has_layer_heads`, the heads of K
-    and V can differ between layers with and without windows. With `has_value_norm`, V is normed without a weight. With
-    `has_l2_norms`, so
-    are q and k of rotated layers. With `has_chunks`, `layer_types` may name layers that see only tokens of their own
-    chunk, and contexts end with the first chunk. With `scales_unrotated`, layers without rotation scale q by a factor
-    that grows with the position. `dense_size_field` names the field with the inner size of a feed-forward without
-    experts. The field `layer_theta_field`, if any, lists each layer's theta, or 0 for no rotation. With `has_altup`, a
-    layer has several residuals. `o_name` is the projection of attention's output, and `final_norm` the norm after the
-    last layer. With `has_layer_scalars`, a tensor scales each layer's output. Tensors whose names begin with one of
-    `draft_tensors` predict further tokens, and the decoder does not read them.
-    """
-
-    layer_kinds: LayerKinds
-    has_layer_types: bool = False
-    rotated_layers: RotatedLayers = all_rotated
-    assumed: Mapping[str, Any] = field(default_factory=dict)
-    reads: tuple[str, ...] = ()
-    norms: NormNames = PRE_NORMS
-    norm_eps_field: str = "rms_norm_eps"
-    norm_offset: float = 0.0
-    has_layer_norms: bool = False
-    has_norm_biases: bool = False
-    qk_norm: str | None = None
-    qk_norm_field: str | None = None
-    qkv_bias: str | bool = "attention_bias"
-    o_bias: str | bool = "attention_bias"
-    mlp_bias: str | bool = "mlp_bias"
-    fused_qkv: bool = False
-    feed_forward: FeedForward = GATED
-    parallel_blocks: bool = False
-    interleaved_rotary: bool = False
-    activation_field: str = "hidden_act"
-    gelu_means_tanh: bool = False
-    scales_embedding: bool = False
-    logit_scale_field: str | None = None
-    logit_divisor_field: str | None = None
-    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
-    rope_fields: tuple[str, ...] = ()
-    window_theta_field: str | None = None
-    mixture: MixtureTraits | None = None
-    gates_attention: bool = False
-    has_delta_layers: bool = False
-    has_layer_heads: bool = False
-    has_value_norm: bool = False
-    has_l2_norms: bool = False
-    has_chunks: bool = False
-    scales_unrotated: bool = False
-    dense_size_field: str = "intermediate_size"
-    layer_theta_field: str | None = None
-    has_norm_weights: bool = True
-    o_name: str = "self_attn.o_proj"
-    final_norm: str = "model.norm"
-    has_head_bias: bool = False
-    has_altup: bool = False
-    has_layer_scalars: bool = False
-    draft_tensors: tuple[str, ...] = ()
-    has_sinks: bool = False
-    clamps_gate: bool = False
-
 
 _QWEN_ASSUMED: dict[str, Any] = {
     "num_key_value_heads": 32,

@@ -7,7 +7,7 @@ from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import positive, positive_float
-from loramux.engine.model.families import Family
+from loramux.engine.model.family import Family
 from loramux.engine.model.feed_forward import ClampedGate
 
 SILU, GELU_TANH, RELU_SQUARED, XIELU = "silu", "gelu_tanh", "relu_squared", "xielu"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from loramux.engine.model.expert_layers import every_layer_if_enabled
-from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE, Family
+from loramux.engine.model.family import GEMMA_NORMS, HEAD_WIDE, Family
 from loramux.engine.model.feed_forward import GATED
 from loramux.engine.model.layer_kinds import full_every, full_every_sixth_and_last
 from loramux.engine.model.mixture_config import NUM_EXPERTS, BranchNorms, ExpertNames, MixtureTraits, SharedTraits

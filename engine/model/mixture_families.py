@@ -13,15 +13,8 @@ from loramux.engine.model.expert_layers import (
     listed_or_after_dense,
     listed_or_every_step,
 )
-from loramux.engine.model.families import (
-    FAMILIES,
-    HEAD_WIDE,
-    MULTIPLIERS,
-    OUTPUT_NORMS,
-    PROJECTION_WIDE,
-    QK_NORM,
-    Family,
-)
+from loramux.engine.model.families import FAMILIES, MULTIPLIERS, QK_NORM
+from loramux.engine.model.family import HEAD_WIDE, OUTPUT_NORMS, PROJECTION_WIDE, Family
 from loramux.engine.model.feed_forward import FeedForward
 from loramux.engine.model.layer_kinds import (
     all_windowed,

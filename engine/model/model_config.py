@@ -25,7 +25,7 @@ from loramux.engine.model.config_fields import (
     refuse_what_is_not_computed,
 )
 from loramux.engine.model.delta_config import DeltaConfig, parse_delta
-from loramux.engine.model.families import Family, NormNames
+from loramux.engine.model.family import Family, NormNames
 from loramux.engine.model.feed_forward import ClampedGate, FeedForward
 from loramux.engine.model.feed_forward_config import intermediate_sizes, parse_activation, parse_clamped_gate
 from loramux.engine.model.layer_kinds import CHUNKED

@@ -8,7 +8,8 @@ from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import shown
-from loramux.engine.model.families import FAMILIES, Family
+from loramux.engine.model.families import FAMILIES
+from loramux.engine.model.family import Family
 from loramux.engine.model.gemma4_families import GEMMA4_FAMILIES
 from loramux.engine.model.mixture_families import INNER_FAMILIES, MIXTURE_FAMILIES
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import positive, positive_float, refuse_field
-from loramux.engine.model.families import Family
+from loramux.engine.model.family import Family
 from loramux.engine.model.layer_kinds import FULL, SLIDING
 
 _ROPE_FIELDS = {

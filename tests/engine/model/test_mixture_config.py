@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.families import HEAD_WIDE, PROJECTION_WIDE
+from loramux.engine.model.family import HEAD_WIDE, PROJECTION_WIDE
 from loramux.engine.model.feed_forward import ClampedGate
 from loramux.engine.model.mixture_config import MAX_EXPERTS
 from loramux.engine.model.model_config import ModelConfig

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE, OUTPUT_NORMS, PARALLEL_NORMS
+from loramux.engine.model.family import GEMMA_NORMS, HEAD_WIDE, OUTPUT_NORMS, PARALLEL_NORMS
 from loramux.engine.model.feed_forward_config import GELU_TANH, RELU_SQUARED, SILU
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.rope_config import NO_ROPE, RopeConfig
