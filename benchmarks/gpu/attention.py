@@ -11,7 +11,8 @@ import torch.nn.functional as functional
 
 from benchmarks.gpu.bench import POOL_STD, Bench, CheckError, Row, require_close
 from benchmarks.gpu.model import Model, model_of
-from loramux.kernels.gpu.attention import PAGE_TOKENS, attention_plan, paged_attention
+from loramux.kernels.gpu.attention import paged_attention
+from loramux.kernels.gpu.attention_plan import PAGE_TOKENS, attention_plan
 from loramux.kernels.tables import AttentionBatch, PoolViews
 
 MAX_KV_BYTES = 72 << 30

@@ -10,7 +10,8 @@ import torch
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.gpu.adapter_pairs import adapter_pairs
 from loramux.kernels.gpu.addresses import check_geometry
-from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_attention, paged_attention
+from loramux.kernels.gpu.attention import paged_attention
+from loramux.kernels.gpu.attention_plan import AttentionPlan, attention_plan, check_attention
 from loramux.kernels.gpu.coded_products import multiply_coded_experts
 from loramux.kernels.gpu.coded_weights import CodedWeights
 from loramux.kernels.gpu.delta import check_delta, convolve, delta_rule

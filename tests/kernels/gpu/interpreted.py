@@ -22,6 +22,7 @@ TRITON_MODULES = (
     "adapter_pairs",
     "addresses",
     "attention",
+    "attention_plan",
     "coded_linear",
     "coded_products",
     "delta",

@@ -17,10 +17,10 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
 from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention
 
-kernel_module, attention_module = import_kernels("rotate_and_store", "attention")
+kernel_module, attention_module, plan_module = import_kernels("rotate_and_store", "attention", "attention_plan")
 rotate_and_store = kernel_module.rotate_and_store
-AttentionPlan, Tiling = attention_module.AttentionPlan, attention_module.Tiling
-attention_plan, check_attention = attention_module.attention_plan, attention_module.check_attention
+AttentionPlan, Tiling = plan_module.AttentionPlan, plan_module.Tiling
+attention_plan, check_attention = plan_module.attention_plan, plan_module.check_attention
 paged_attention = attention_module.paged_attention
 
 # In older Triton versions, the interpreter warns about every loop's bound.
@@ -469,7 +469,8 @@ from triton.runtime import JITFunction, driver
 
 from loramux.kernels.gpu import fused
 from loramux.kernels.layout import PageGeometry
-from loramux.kernels.gpu.attention import attention_plan, paged_attention
+from loramux.kernels.gpu.attention import paged_attention
+from loramux.kernels.gpu.attention_plan import attention_plan
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 
