@@ -136,7 +136,7 @@ class ChatDocument(TypedDict):
 
 
 class TokenizeDocument(TypedDict):
-    """The token ids of a prompt. `token_strs` has each token's spelling in the vocabulary. It is null unless requested."""
+    """The token ids of a prompt. `token_strs` has their spellings in the vocabulary if the request asks for them."""
 
     count: int
     max_model_len: int
