@@ -43,7 +43,7 @@ MAX_KEPT_PER_TENANT = 32
 """Maximum number of cached outcomes per tenant."""
 
 MAX_WAITING_PER_TENANT = 16
-"""Maximum number of a tenant's requests that wait for a check."""
+"""Maximum number of a tenant's requests that are waiting for a check or being checked."""
 
 NICENESS = 5
 """Niceness of a check, so that the engine and the gateway go first."""
