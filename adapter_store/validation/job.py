@@ -14,7 +14,7 @@ _OWN_MEMORY_BYTES = 512 << 20
 _OWN_FILE_BYTES = 16 << 20
 MIN_TIME_S = 10.0
 BYTES_PER_S = 20 << 20
-"""The time limit allows one second for this many bytes, read or written, but never less than `MIN_TIME_S` in total.
+"""The time limit allows one second for this many bytes, read or written, but is never below `MIN_TIME_S`.
 
 An idle core processes more than six times as many bytes per second. For example, on an AMD EPYC with a bfloat16 pool,
 the largest adapter for a base like Llama-3.1-8B (all modules, head and embedding at rank 256 in float32, 2,818 MiB)
