@@ -159,10 +159,10 @@ test-gpu: $(READY) ## Run everything that needs a GPU, 9 minutes (CONSTRAINTS=co
 
 ##@ Campaigns: long tests, run by hand
 
-campaign-kernels: $(WARM) ## Long kernel tests at the sizes of real models (ARGS='-k NAME' for some)
+campaign-kernels: $(WARM) ## Long kernel tests at the sizes of real models (ARGS='-k NAME' selects tests)
 	$(VENV)/bin/python -m pytest tests/kernels tests/gpu -m campaign --timeout 3600 $(ARGS)
 
-campaign-parity: $(WARM) ## Every architecture against transformers and peft, on both devices' code paths (ARGS='-k NAME' for some)
+campaign-parity: $(WARM) ## Every architecture against transformers and peft, on both devices' code paths (ARGS='-k NAME' selects tests)
 	$(VENV)/bin/python -m pytest tests/conformance/test_parity.py tests/conformance/test_gpu_engine.py \
 		tests/conformance/test_all_forms.py tests/conformance/test_quantized_bases.py \
 		tests/conformance/test_added_tokens.py tests/conformance/test_added_tokens_served.py \
@@ -194,7 +194,7 @@ campaign-templates: $(WARM) ## Hostile chat templates and histories, and the tem
 		-m 'campaign or not campaign' --timeout 3600
 	$(VENV)/bin/python -m tests.conformance.chat_templates $(ARGS)
 
-campaign-validation: $(WARM) ## The whole catalogue of hostile uploads, 20,000 headers, 1,000 peft configurations (LORAMUX_PEFT_COUNTS=FILE for the counts)
+campaign-validation: $(WARM) ## All hostile uploads, 20,000 random headers and 1,000 random peft configurations (LORAMUX_PEFT_COUNTS=FILE for the counts)
 	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
 		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)
 
@@ -212,17 +212,17 @@ campaign-gateways: $(WARM) ## Gateways that race, lose streams, are stopped and 
 		tests/platform/generation/test_database_trouble.py tests/platform/generation/test_database_refusals.py \
 		-m campaign -k 'not fleet' -s --timeout 3600 $(ARGS)
 
-campaign-fleet: $(WARM) ## Servers that share requests are killed, upgraded, and asked the gateways' questions (LORAMUX_FLEET_KILLS=100 _UPGRADES=6 _SEED=1)
+campaign-fleet: $(WARM) ## Servers that share requests: kills, upgrades and the tests of campaign-gateways (LORAMUX_FLEET_KILLS=100 _UPGRADES=6 _SEED=1)
 	$(VENV)/bin/python -m pytest tests/conformance/test_fleet.py tests/conformance/test_gateways.py \
 		-m campaign -k fleet -s --timeout 3600 $(ARGS)
 
-campaign-full-disk: $(WARM) ## A disk that fills up and is emptied during streams; needs root to mount it (LORAMUX_DISK_RUNS=100 _SEED=1)
+campaign-full-disk: $(WARM) ## A disk that is filled and freed during streams; needs root to mount the disk (LORAMUX_DISK_RUNS=100 _SEED=1)
 	$(VENV)/bin/python -m pytest tests/conformance/test_filling_disk.py -m campaign -s --timeout 3600 $(ARGS)
 
 campaign-rollups: $(WARM) ## Processes killed in the middle of a rollup, on both databases (LORAMUX_FOLD_KILLS=200)
 	$(VENV)/bin/python -m pytest tests/platform/ledger/test_rollup_crashes.py -m campaign -s --timeout 3600 $(ARGS)
 
-campaign-adversary: $(WARM) ## Attack a running server on both databases next to a polite tenant (ARGS='--help' for sizes)
+campaign-adversary: $(WARM) ## Attacks on a running server while a polite tenant uses it, on both databases (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m tests.adversary $(ARGS)
 
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, at small sizes, on the CPU
@@ -260,7 +260,7 @@ bench-trained-rows: $(READY) ## Memory and time of a trained head, compared with
 bench-sharing: $(WARM) ## Three servers that share requests, compared with round robin, on PostgreSQL and S3 (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.sharing.round_robin $(ARGS)
 
-bench-forwarding: $(READY) ## What it adds to run a request on another server, per request and per chunk (ARGS='--help' for sizes)
+bench-forwarding: $(READY) ## Time that running a request on another server adds, per request and per chunk (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.sharing.forwarding $(ARGS)
 
 bench-quantized: $(WARM) ## Products and decode steps with weights of 8 and 4 bits, compared with bfloat16 (ARGS='--help' for sizes)

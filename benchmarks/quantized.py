@@ -70,7 +70,7 @@ class Format:
     x_bits: int = 16
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` as the products see it. 16 bits are not rounded, because `TOLERANCE` covers that."""
+        """Round `x` as the products do. Rounding to 16 bits is left out, because `TOLERANCE` covers its error."""
         return round_to_bytes(x, min(self.group or LARGEST_BLOCK, LARGEST_BLOCK)).float() if self.x_bits == 8 else x
 
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head", choices=list(FORMATS), default="bfloat16", help="format of the quantised bases' head")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="rows per step")
     parser.add_argument(
-        "--prefill", type=int, nargs="*", default=[512], help="more numbers of rows for single products"
+        "--prefill", type=int, nargs="*", default=[512], help="additional numbers of rows for the products"
     )
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, default=2)

@@ -7,7 +7,7 @@ It answers three questions in one run over HTTP, with sixteen adapters on a rand
     first use      the additional time to first token of a request whose schema of 20 kB the server has never seen,
                    compared with a request without a schema
     neighbour      the additional time to first token of a request that arrives together with the first use, compared
-                   with one that arrives together with a request without a schema
+                   with a request that arrives together with a request without a schema
 
 Every answer has the requested length, which is too short for a complete document. Every answer from loramux must be the
 beginning of a valid document. Invalid answers from vLLM are counted. LORAMUX_PEER_VLLM is the Python interpreter of

@@ -12,10 +12,7 @@ from loramux.admin.console.visit import Visit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """A confirmation page for a far-reaching action. Works without JavaScript.
-
-    The form is sent to `path` with `fields` as hidden fields. `back` is the previous page.
-    """
+    """What the page says. Its form is sent to `path` with `fields` as hidden fields. `back` is the previous page."""
 
     title: str
     before: str

@@ -1,4 +1,4 @@
-"""A signed-in request. It is answered with a page, or performs an action and redirects.
+"""Handles a signed-in request: renders a page, or performs an action and redirects.
 
 `rest` calls the admin routes as the session's principal.
 """
@@ -237,7 +237,7 @@ async def find_session(site: Site, request: Request, *, is_use: bool = True) -> 
 
 
 def problem(site: Site, request: Request, visit: Visit | None, status: int, message: str) -> Response:
-    """A page, or a notice for htmx, that says what is wrong and what to do. The browser retries temporary problems."""
+    """A page, or a notice for htmx, that says what is wrong and what to do. The browser reloads a page with a 503."""
     template = "problem_notice.html" if is_htmx(request) else "problem.html"
     html = site.templates.render(template, **frame(request, visit), status=status, message=message)
     headers = {}

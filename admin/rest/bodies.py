@@ -159,7 +159,7 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Prices in nanos per million tokens. `cached` defaults to `prompt`, and `effective_at` to the earliest time."""
+    """Prices in nanos per million tokens. `cached` defaults to `prompt`, and `effective_at` to the earliest valid time."""
 
     tenant: str | None = None
     scope: str = "all"

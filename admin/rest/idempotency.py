@@ -1,7 +1,7 @@
 """`Idempotency-Key`: a POST repeated with the same key runs only once and returns the first call's response.
 
-Every route that declares a caller from `access.py` is covered, without code in the route. A call that is refused or
-fails is not stored, so its key can be used again.
+Every POST route that declares a caller from `access.py` is covered, without code in the route. A call that is refused
+or fails is not stored, so its key can be used again.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ HEAD_TIMEOUT_S = 10.0
 request head.
 """
 READER_TIMEOUT_S = 60.0
-"""A client must read MIN_READ_BYTES of a pending response in this time, in seconds."""
+"""Time within which a client must read MIN_READ_BYTES of a pending response, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
 """Maximum unread bytes of a response that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""

@@ -15,7 +15,7 @@ from loramux.admin.server.connection_limits import ConnectionLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 MAX_LOOKED_AT = 256
-"""Maximum number of connections that a search for one to shed examines, so that a flood does not cause full scans."""
+"""Maximum number of connections examined to find one to shed, so that a flood does not cause full scans."""
 MAX_COMPARED = 16
 
 
@@ -42,9 +42,9 @@ class Connection(Protocol):
 class ConnectionRegistry(ServerState):
     """Admits or refuses new connections, counting them in total and per address.
 
-    When a limit is reached, the registry sheds (closes) a connection that waits for its client. It chooses from the
-    address with the most connections, prefers idle connections over those with a request in progress, and then prefers
-    the longest wait. Connections whose clients are waiting for the server are never shed.
+    When a limit is reached, the registry sheds (closes) a connection that waits for its client. Among the connections
+    that it examines, it prefers the address with the most connections, then the lowest `shed_rank`, then the longest
+    wait. Connections whose clients are waiting for the server are never shed.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ConnectionRegistry(ServerState):
         """Close the best candidate among the connections examined. Return False if there is none."""
         waiting = []
         for connection in list(islice(members, MAX_LOOKED_AT)):
-            # Move examined connections to the end, so that the next search starts with others.
+            # Move examined connections to the end, so that the next search starts with different ones.
             members.move_to_end(connection)
             rank = connection.shed_rank(now_s)
             if rank is not None:

@@ -103,7 +103,7 @@ class DataSettings(BaseSettings):
 class Settings(DataSettings):
     """All settings of `loramux serve`."""
 
-    # The docstring below a setting describes it in docs/configuration.md.
+    # docs/configuration.md describes a setting by its docstring, unless tests/docs/configuration_page.py has a text.
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
     )
@@ -171,7 +171,9 @@ class Settings(DataSettings):
     pdl: bool = False
     """Overlap launches of LoRA kernels (programmatic dependent launch), on GPUs of compute capability 9.0 or later."""
     disk_tier_dir: Path | None = None
-    """Default: a directory in the data directory. Servers on one host can share a disk tier, not a data directory."""
+    """Directory of the disk tier; by default in the data directory. Servers on one host can share a disk tier, but not
+    a data directory.
+    """
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
     oidc_issuer: str | None = None
@@ -188,7 +190,7 @@ class Settings(DataSettings):
     setting share requests. The host must be an address or name of this machine that the other servers can reach.
     """
     reuse_port: bool = False
-    """Share the ports with other gateways on this host that also set this. The kernel distributes connections."""
+    """Share the OpenAI port with other gateways on this host that also set this. The kernel distributes connections."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
     """Disk space for settlements that wait while the database is unavailable."""
     log_format: Literal["console", "json"] = "console"

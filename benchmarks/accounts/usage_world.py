@@ -1,9 +1,9 @@
 """A large company's registry and a month of its requests, generated in SQL and kept for the next run.
 
 A few of the thousand tenants send most of the requests, and a few of each tenant's adapters receive most of that
-tenant's requests. Every fourth request goes to the base model. Each tenant has two keys. The month ends a day after its
-data is created, so that for a day, reports over the last hour find ordinary traffic. Indexes and rollups are built
-after all rows are inserted.
+tenant's requests. Every fourth request goes to the base model. Each tenant has two keys. The month ends at least a day
+after its data is created, so that until then, reports over the last hour find ordinary traffic. Indexes and rollups are
+built after all rows are inserted.
 """
 
 from __future__ import annotations

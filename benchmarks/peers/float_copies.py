@@ -67,7 +67,7 @@ def llama_copy(files: ModelFiles, found: LlamaFiles, quantized: str) -> ModelFil
 
 
 def named(name: str, values: torch.Tensor, shape: Shape) -> tuple[str, torch.Tensor]:
-    """A tensor of a GGUF file with its name and the order of its rows in transformers."""
+    """Return a GGUF tensor's name in transformers, and its values with the rows in transformers' order."""
     stem = name.removesuffix(".weight")
     if stem in OUTER_NAMES:
         return f"{OUTER_NAMES[stem]}.weight", values

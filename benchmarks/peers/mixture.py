@@ -121,7 +121,7 @@ def _reference(files: MixtureFiles, kind: str) -> TokenIds:
 
 
 def figures(measurement: Measurement, loads: Sequence[Load], num_requests: int) -> list[dict[str, Any]]:
-    """Tokens per second by load: the base, the adapters, vLLM's base; and the two ratios."""
+    """One row per load: tokens per second of the base, of the adapters and of vLLM's base, and the two ratios."""
     rows = []
     for load in loads:
 

@@ -32,7 +32,7 @@ CREDENTIALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetting:
-    """`num_resident` limits the adapters in each server's pool, and `disk_tier_bytes` the adapters on its disk."""
+    """`num_resident` limits the adapters in each server's pool, and `disk_tier_bytes` limits each disk tier."""
 
     base: Path
     num_servers: int

@@ -87,7 +87,7 @@ def measure_round(
 ) -> None:
     bodies = traffic.bodies(store.models, f"{number}", traffic.num_requests)
     urls = [server.url for server in servers]
-    # Let the pools fill and the servers learn who holds what.
+    # Let the pools fill, and let the servers learn which adapters the other servers hold.
     warm_up = traffic.bodies(store.models, f"warm-up {number}", num_warm_up)
     asyncio.run(run_traffic(urls, store.api_key, warm_up, traffic.num_clients))
     before = sum(server.loads(store.admin_key) for server in servers)

@@ -59,7 +59,7 @@ class Sample:
 
 
 async def run_traffic(urls: Sequence[str], api_key: str, bodies: Sequence[dict[str, Any]], num_clients: int) -> Sample:
-    """Send every body, the next one to the next server. Raises SystemFailed if an answer fails or ends early."""
+    """Send the bodies to the servers in turn. Raises SystemFailed if an answer fails or ends early."""
     sample = Sample()
     queue = zip(bodies, itertools.cycle(urls), strict=False)
     limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)

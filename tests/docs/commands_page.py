@@ -11,8 +11,8 @@ from loramux.admin.cli import app
 
 HEAD = """# Commands
 
-`make docs` generates this page from the command line, and a test compares the two. `loramux COMMAND --help` shows the
-same text.
+`make docs` generates this page from the command line, and a test checks that it is current. `loramux COMMAND --help`
+shows the same text.
 
 `--profile NAME` and `--version` come before the command: `loramux --profile production tenants list`. A
 command takes the server's address and key together from the first of these that is set:

@@ -11,7 +11,7 @@ from loramux.admin.server.settings import FLAGS, PREFIX, SECRETS, Settings
 
 HEAD = """# Configuration
 
-`make docs` generates this page from the settings, and a test compares the two.
+`make docs` generates this page from the settings, and a test checks that it is current.
 
 A setting is read from its flag, then from its variable, then from the TOML file given by `--config` (or
 `LORAMUX_CONFIG`), where its key is the setting's name. The server does not start with an unknown setting or variable,
@@ -32,7 +32,7 @@ max_resident_adapters = 1024
 disk_tier_bytes = "200GiB"
 ```
 
-In the file, a list is a TOML array or a string with commas. The file can also contain secrets. If it does, or if
+In the file, a list is a TOML array or a comma-separated string. The file can also contain secrets. If it does, or if
 `database_url` contains a password, give the file mode 600. [Production](production.md#settings-and-secrets) keeps
 secrets in the environment.
 
@@ -72,7 +72,7 @@ MEANINGS = {
     "oidc_redirect_url": "URL to which the provider redirects browsers; by default derived from the address that the "
     "browser used.",
     "log_format": "`console` for text, `json` for machines: see [traces and logs](traces-and-logs.md).",
-    "log_answers": "Whether to log a line for each answer of the OpenAI API.",
+    "log_answers": "Whether to log a line for each answered request to the OpenAI API.",
     "traces": "Whether spans of requests go to a file, to a collector over OTLP/HTTP, or nowhere.",
     "traces_target": "File or URL for spans; by default `traces.jsonl` in the data directory, or the URL in "
     "`OTEL_EXPORTER_OTLP_*`.",
@@ -102,7 +102,7 @@ MEANINGS = {
     "host_tier_bytes": "Largest amount of main memory for packed adapters.",
     "engine": "Socket of a running server's engine, which the server prints; for `loramux gateway` only.",
     "reuse_port": "Share `port` with other gateways on this host; each of them needs this setting.",
-    "spool_bytes": "Largest size of the settlements that wait on disk while the database is unavailable.",
+    "spool_bytes": "Maximum disk space for settlements that wait while the database is unavailable.",
     "drain_s": "Longest time for running requests to finish after the first Ctrl-C or SIGTERM, in seconds.",
     "engine_step_timeout_s": "Longest duration of a step, in seconds; an engine that exceeds it is considered hung and "
     "restarted.",

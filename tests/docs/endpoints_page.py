@@ -17,7 +17,7 @@ _TABLE = ("| call | what | takes | refuses with |", "|---|---|---|---|")
 
 HEAD = """# Endpoints
 
-`make docs` generates this page from the OpenAPI documents of both listeners, and a test compares them.
+`make docs` generates this page from the OpenAPI documents of both listeners, and a test checks that it is current.
 `GET /openapi.json` on each listener returns the full document, with every schema, example and error, for any key that
 the listener accepts.
 
@@ -36,8 +36,8 @@ paths filtered to its tenant; objects of other tenants get the same 404 as objec
   `before`.
 - A POST with an `Idempotency-Key` takes effect once and gets the same answer for 24 hours. A secret is never returned
   twice, and an answer with presigned requests is kept only while they are valid.
-- A change to an object that others can change too must name the state that it is based on: `If-Match` with the `ETag`
-  from the last read, or `*`. A missing `If-Match` gets 428, and an outdated one gets 412.
+- A PATCH must have an `If-Match` with the `ETag` from the last read, or `*` to overwrite any state. A missing
+  `If-Match` gets 428, and an outdated one gets 412. Calls that set, roll back or delete an alias honour it, too.
 - Times are seconds since 1970. Errors are `{"error": {"message", "type", "param", "code"}}`, with an `x-request-id`.
 
 ### Bad input
@@ -54,7 +54,7 @@ A refused call changes nothing. Two simultaneous pushes of the same files both g
 | a duplicate field, or a body that is not JSON | 400 | `invalid_json` |
 | a body larger than 64 KiB | 413 | `payload_too_large` |
 | a body that does not arrive completely | 400 | `body_timeout` |
-| a change without `If-Match` | 428 | `precondition_required` |
+| a PATCH without `If-Match` | 428 | `precondition_required` |
 | a change with an outdated `If-Match` | 412 | `precondition_failed` |
 | an `Idempotency-Key` reused with another body | 422 | `idempotency_key_reused` |
 | revoking the platform's last administrator key | 409 | `last_admin_key` |

@@ -10,7 +10,8 @@ from tests.engine.byte_vocabulary import byte_vocabulary
 
 HEAD = f"""# JSON Schema in structured output
 
-`make docs` generates this page: it checks every example below like the schema of a request. A test compares the two.
+`make docs` generates this page by checking every example below like the schema of a request. A test checks that the
+page is current.
 [Writing a client](clients.md#structured-output) shows how to send a schema. A refused schema gets 400
 `grammar_refused`, and the message names the keyword.
 

@@ -13,7 +13,7 @@ from tests.conformance.tiny_models import RARE_FAMILIES, SMALL_SHAPE, SMALL_WIND
 
 HEAD = """# Models
 
-`make docs` generates this page from the program, and a test compares them. It lists every architecture that
+`make docs` generates this page from the program, and a test checks that it is current. It lists every architecture that
 `transformers` knows as a causal or an image-text model, by the name in `architectures` of `config.json`. Of {total}
 architectures, {served} are served and {refused} are refused. `loramux check DIRECTORY` says, without a server, whether
 a model directory would be served.

@@ -10,7 +10,7 @@ from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, 
 
 HEAD = """# Request fields
 
-`make docs` generates this page from the request bodies that the server accepts, and a test compares them. The page
+`make docs` generates this page from the request bodies that the server accepts, and a test checks it. The page
 lists every field of this server, of the chat and completions endpoints of OpenAI, and of the vLLM extensions to them.
 
 - **done**: the field works.

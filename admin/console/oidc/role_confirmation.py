@@ -14,7 +14,7 @@ from loramux.admin.console.sessions.sessions import ConsoleSessions, Session
 from loramux.admin.rest.services import AdminServices
 
 CONFIRMED_S = 300
-"""The provider must renew a confirmation at this age, in seconds."""
+"""Age at which a confirmation must be renewed, in seconds."""
 ASK_EVERY_S = 30
 """Seconds between attempts while the provider is not responding."""
 UNCONFIRMED_S = 900

@@ -48,7 +48,7 @@ async def create(visit: Visit) -> Response:
         body["adapters"] = adapters
     if (days := form.optional_integer("days", "the number of days")) is not None:
         body["expires_in_s"] = days * DAY_S
-    return await _shown_once(visit, await visit.rest.post("/api_keys", body), "Made")
+    return await _shown_once(visit, await visit.rest.post("/api_keys", body), "Created")
 
 
 async def confirm_rotate(visit: Visit) -> Response:

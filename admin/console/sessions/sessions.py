@@ -135,7 +135,7 @@ class ConsoleSessions:
             return None
         principal = self._rights.principal(row.key_id, content)
         if principal is None:
-            # Do not close the session, because a rotation of its own key is about to store the new secret.
+            # Do not close the session, because a rotation of its own key may be about to store the new secret.
             return None
         if is_use and (expires_us := _expires_us(row.created_us, now_us)) >= row.expires_us + TOUCH_S * 1_000_000:
             with self._database.write() as connection:

@@ -110,8 +110,8 @@ async def get_version(adapter_id: str, number: Number, services: Services, calle
 
 @router.post("/{number}/archive")
 async def archive_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> WithdrawnVersion:
-    """Take a version out of service. This is refused while an alias points at it. Running requests finish. See
-    `restore`.
+    """Take a version out of service. This is refused while an alias points at it. Running requests finish. `restore`
+    undoes the call.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.archive, adapter.id, number))

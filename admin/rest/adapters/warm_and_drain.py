@@ -15,9 +15,7 @@ from loramux.platform.errors import Unavailable
 WARM_TIMEOUT_S = 30.0
 """Maximum time, in seconds, for loading each version before an alias moves. After that, the move is refused."""
 DRAIN_TIMEOUT_S = 2.0
-"""Maximum time, in seconds, that a call waits for running requests. After
-that, the engine unloads the adapter itself.
-"""
+"""Maximum time, in seconds, that a call waits for running requests. The engine unloads the adapter when they end."""
 
 _log = structlog.get_logger(__name__)
 
@@ -31,8 +29,8 @@ def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
 
 
 async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers: Collection[int]) -> None:
-    """Load versions into the engine at the caller's expense. The route reports unknown versions, which are skipped
-    here.
+    """Load versions into the engine at the caller's expense. Versions that are not ready are skipped, because the route
+    reports them.
 
     Raises QuotaExceeded, or Unavailable if a load fails. Earlier versions may have been loaded by then.
     """
@@ -56,7 +54,7 @@ async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers
 
 
 async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
-    """Have the engine unload adapters once no requests run on them. Return True if all are already unloaded."""
+    """Have the engine unload adapters once no requests run on them. Return True if all have been unloaded by now."""
     is_drained = True
     for digest in digests:
         try:

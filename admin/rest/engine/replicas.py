@@ -40,7 +40,7 @@ async def list_replicas(services: Services, caller: PlatformReader) -> ListDocum
     """List this server and the servers that it shares requests with. Empty if it shares none (`peer_address`).
 
     A server is `unreachable` if it publishes its state but no connection to it is open, and `refused` if its base,
-    version or certificate does not fit. Servers that have stopped publishing are not listed.
+    version or certificate does not match. Servers that have stopped publishing are not listed.
     """
     reports = () if services.fleet is None else services.fleet.reports()
     return whole_list([_describe(report) for report in reports])
