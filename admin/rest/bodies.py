@@ -159,7 +159,9 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Prices in nanos per million tokens. `cached` defaults to `prompt`, and `effective_at` to the earliest valid time."""
+    """Prices in nanos per million tokens. By default, `cached` equals `prompt`, and the price applies once all gateways
+    can have read it.
+    """
 
     tenant: str | None = None
     scope: str = "all"

@@ -14,7 +14,7 @@ from loramux.kernels.segments import SEGMENT_ROWS, build_segments, max_segments
 from loramux.kernels.tables import AdapterTables, PoolViews, Segments
 
 SCALE = 2.0
-"""`alpha / r`, the same for all adapters, because the peers accept only one value."""
+"""`alpha / r`, the same for all adapters, because vLLM's kernels accept only one value."""
 
 MAX_RANK = 64
 """Highest rank in any case. All cases use page tables for this rank, so that they share compiled kernels."""

@@ -27,8 +27,9 @@ SAMPLED_ROWS = 64
 """Number of query rows in a prefill that are compared. The other rows only have to be finite."""
 
 QUERY_STD = 2 / POOL_STD
-"""Standard deviation of queries. The standard deviation of scores is then 2, so attention is neither uniform nor on a
-single key."""
+"""Standard deviation of queries. The standard deviation of scores is then 2, so attention is neither uniform nor
+concentrated on a single key.
+"""
 
 OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
 

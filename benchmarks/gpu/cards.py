@@ -12,7 +12,7 @@ REGISTER_UNIT = 256
 """Registers are allocated to warps in multiples of this number."""
 
 RESERVED_SHARED = 1024
-"""Bytes of shared memory that CUDA reserves for each program."""
+"""Bytes of shared memory that CUDA reserves for each program (thread block)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

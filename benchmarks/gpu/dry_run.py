@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """No case starts after this many seconds, and compilation may take this many."""
+    """No case starts after `total_s` seconds, and compilation may take `warm_s` seconds."""
 
     total_s: float
     warm_s: float

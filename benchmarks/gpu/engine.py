@@ -60,7 +60,7 @@ class ObservedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeUpTokens:
-    """Takes the place of a skipped step, and of its result."""
+    """Stands in for a skipped step and for its result."""
 
     num_samples: int
 
@@ -102,8 +102,8 @@ class ObservedForward:
 class ObservedExecutor:
     """Runs each step on the wrapped executor, and records an event in the device's stream before and after it.
 
-    While `skips` is set, steps do not run and return dummy tokens, so that prompts need not be computed. `num_decoding`
-    is the number of sequences in the last skipped step if all were decoding, otherwise 0.
+    While `skips` is true, steps do not run and return dummy tokens, so that prompts need not be computed.
+    `num_decoding` is the number of sequences in the last skipped step if all were decoding, otherwise 0.
     """
 
     def __init__(self, bench: Bench, executor: Executor) -> None:

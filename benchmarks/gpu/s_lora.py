@@ -168,8 +168,8 @@ def whole_pool_bytes(bench: Bench) -> int:
 
 
 def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, None, Throughput | None]:
-    """Measure every number of adapters on one engine with the largest pool.
-    Return the result for the fewest adapters.
+    """Measure every number of adapters on one engine with the largest pool, and return the result for the first number,
+    the fewest adapters.
     """
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, max(workload.num_adapters))

@@ -112,7 +112,7 @@ class RecordedStep:
 
 
 class UncomputingAccelerator(HostAccelerator):
-    """A device whose tensors have shapes but no content."""
+    """A device whose tensors have shapes but no data."""
 
     device = META
 
@@ -122,7 +122,7 @@ class UncomputingAccelerator(HostAccelerator):
 
 @dataclass(frozen=True, slots=True)
 class MetaWeights:
-    """Weights with shapes but no content."""
+    """Weights with shapes but no data."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
