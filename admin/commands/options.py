@@ -11,7 +11,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.", show_default=False)]
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", help="The server's data directory (default: loramux-data).", show_default=False),
+    typer.Option("--data-dir", help="The data directory (default: loramux-data).", show_default=False),
 ]
 DatabaseUrl = Annotated[
     str | None,
@@ -25,7 +25,7 @@ Model = Annotated[str, typer.Argument(metavar="TENANT/ADAPTER", help="The adapte
 VersionedModel = Annotated[
     str, typer.Argument(metavar="TENANT/ADAPTER@VERSION", help="The version's full name.", show_default=False)
 ]
-Alias = Annotated[str, typer.Option("--alias", help="The alias to move or show.")]
+Alias = Annotated[str, typer.Option("--alias", help="The alias's name.")]
 NoWarm = Annotated[
     bool, typer.Option("--no-warm", help="Move the alias without first loading its versions into the engine.")
 ]

@@ -12,9 +12,7 @@ from loramux.admin.commands.output import fail
 from loramux.admin.exit_codes import WRONG_CALL
 
 Port = Annotated[int | None, typer.Option(help="Port of the OpenAI API (default: 8000).", show_default=False)]
-AdminPort = Annotated[
-    int | None, typer.Option(help="Port of the admin API and metrics (default: 8001).", show_default=False)
-]
+AdminPort = Annotated[int | None, typer.Option(help="Port of the admin listener (default: 8001).", show_default=False)]
 
 
 Model = Annotated[
@@ -22,7 +20,7 @@ Model = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="Address of the OpenAI API (default: 127.0.0.1).", show_default=False)]
 AdminHost = Annotated[
-    str | None, typer.Option(help="Address of the admin API and metrics (default: 127.0.0.1).", show_default=False)
+    str | None, typer.Option(help="Address of the admin listener (default: 127.0.0.1).", show_default=False)
 ]
 ServedName = Annotated[
     str | None, typer.Option(help="The base model's public name (default: last part of --model).", show_default=False)

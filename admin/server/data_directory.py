@@ -1,4 +1,4 @@
-"""A server's data directory, which only one server at a time can lock."""
+"""The data directory of a server or a gateway, which only one process at a time can lock."""
 
 from __future__ import annotations
 
