@@ -17,7 +17,7 @@ from loramux.kernels.quantized import QuantizedWeight
 
 DENSE = "bfloat16, cuBLAS"
 CHECKED_OUTPUTS = 64
-"""Number of outputs that are compared with those of the dequantised weight."""
+"""Number of outputs that are compared with the outputs of the dequantised weight."""
 
 HOST_S = 0.3
 """Assumed seconds to draw a weight's codes on the host and to lay them out."""
@@ -148,7 +148,7 @@ def ways_of(bench: Bench, case: CodesCase) -> dict[str, Way]:
 
 
 def _errors(bench: Bench, linear: Linear, weight: QuantizedWeight, tolerance: float) -> dict[str, float]:
-    """Compare some outputs with those of the dequantised weight. Raises CheckError beyond the tolerance."""
+    """Compare some outputs with the dequantised weight's outputs. Raises CheckError if the error is too large."""
     if bench.is_warming or bench.planned is not None:
         return {}
     x = torch.randn(SCALED_ROWS, weight.in_features, generator=bench.generator(9), device=bench.device).to(bench.dtype)

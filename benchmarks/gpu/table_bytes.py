@@ -147,7 +147,7 @@ def _list_pairs(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     chosen = _chosen(step)
     written = (chosen.size + 3 * launch.arguments["segment_slots_ptr"].shape[0]) * FLOAT
     read = (2 * chosen.size + chosen.shape[0]) * FLOAT
-    # A pair takes six lookups. An expert's program reads its own pairs and those of all experts before it.
+    # A pair takes six lookups. An expert's program reads its own pairs and the pairs of all experts before it.
     lookups = int(_pairs_by_expert(step).cumsum().sum()) * 6 * FLOAT
     return Bytes(read + written, lookups + written)
 

@@ -17,7 +17,7 @@ from benchmarks.peers.workload import Load, draw_work
 
 WARM_LOAD = Load(8, 2)
 TRIAL_SHARE = 4
-"""Factor by which a trial's prompts and answers are shorter than those of the first load."""
+"""Factor by which a trial's prompts and answers are shorter than the first load's."""
 
 OWN_TURNS = 2
 """Number of times that loramux runs the cells of a session: forwards, then backwards.
@@ -71,7 +71,7 @@ class Measurement:
                 self._round(number, cells if number == 0 else self._still_open(cells), progress, save)
 
     def _after_trials(self, progress: Progress) -> list[Cell]:
-        """Run the trials, and return all cells except those in dtypes far slower than the peer's best one."""
+        """Run the trials, and return all cells except the cells of dtypes far slower than the peer's best dtype."""
         cells = [Cell(system, load, kind) for system in self.systems for load in self.loads for kind in system.kinds]
         names = [system.name for system in self.systems]
         tried = [system for system in self.systems if names.count(system.name) > 1]

@@ -1,7 +1,7 @@
 """Compares a mixture of experts on a CPU with vLLM, and measures what adapters on all experts cost.
 
 Sixteen greedy requests arrive together, for the base only and for sixteen adapters on attention and on all experts. No
-peer runs the latter: vLLM's CPU build has no LoRA for experts, and peft does not mix adapters on experts in a batch.
+peer runs such adapters in one batch: vLLM's CPU build has no LoRA for experts, and peft cannot mix them in a batch.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def own_system(dtype: str, threads: int, logs: Path) -> System:
 
 
 def check(files: MixtureFiles, threads: int, logs: Path) -> str:
-    """Compare answers in float32 with those of transformers, with each adapter merged into a separate copy of the base.
+    """Compare float32 answers with transformers' answers, with each adapter merged into a separate copy of the base.
 
     Raises CheckFailed if an answer differs.
     """
