@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 
-import msgspec
 import structlog
 
 from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
+from loramux.platform.replicas.route import Route
 from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, RoutingRequest, digest_prefix
 
 MAX_MOVES = 2
@@ -24,8 +22,6 @@ Refusals by draining replicas do not count.
 """
 PREFETCH_WAIT_S = 60.0
 """Timeout, in seconds, for loading an adapter before requests need it."""
-PREFIX_TOKENS = 64
-"""Prompts that start with this many identical tokens probably share cached pages."""
 
 LOST_CODES = ("engine_unavailable", "replica_draining")
 
@@ -48,37 +44,14 @@ class RequestRouter(Protocol):
     def prefetches(self) -> Sequence[Prefetch]: ...
 
 
-class _Route:
-    """Where one sequence runs."""
-
-    def __init__(self, add: Add, now_s: float) -> None:
-        self.add = add
-        self.request = routing_request(add)
-        self.replica_id = ""
-        self.engine: EngineClient | None = None
-        self.max_tokens = add.max_tokens
-        self.has_started = False
-        self.is_aborted = False
-        self.num_losses = 0
-        self.has_moved = False
-        self._begin_s = now_s
-
-    def add_now(self, now_s: float) -> Add:
-        """The sequence with its current limits. Time spent on a lost replica counts towards the deadline."""
-        if not self.has_moved:
-            return self.add
-        timeout_s = self.add.timeout_s
-        left_s = None if timeout_s is None else max(0.0, timeout_s - (now_s - self._begin_s))
-        return msgspec.structs.replace(self.add, max_tokens=self.max_tokens, timeout_s=left_s)
-
-
 class RoutedEngine:
     """Runs sequences on the replicas that the router chooses. `load`, `unload`, `pin` and `stats` use the local engine.
 
     If a replica refuses a sequence because the replica is draining, or is lost before the sequence is known to have
     run, the sequence is submitted elsewhere under the same id. A sequence that has started ends with
     `engine_unavailable`. A sequence that was running when its engine died is not moved, because it may have killed the
-    engine. Only the last Finished reaches the caller, so nothing is charged twice.
+    engine. A sequence that an overloaded engine refused moves to a replica with free sequence slots, if there is one.
+    Only the last Finished reaches the caller, so nothing is charged twice.
 
     `count_forwarded` receives the outcome of each forwarded sequence: `completed`, `failed` or `lost`. It also receives
     `moved` for each move away from another server.
@@ -99,7 +72,7 @@ class RoutedEngine:
         self._clock = clock
         self._engines: Mapping[str, EngineClient] = {local_id: local}
         self._views: Sequence[ReplicaView] = ()
-        self._routes: dict[str, _Route] = {}
+        self._routes: dict[str, Route] = {}
         self._prefetching: set[asyncio.Task[None]] = set()
         self._info: EngineReady | None = None
 
@@ -134,7 +107,7 @@ class RoutedEngine:
         return self._local.trouble
 
     def submit(self, add: Add) -> Stream:
-        route = _Route(add, self._clock())
+        route = Route(add, self._clock())
         return self._follow(route, self._place(route))
 
     def abort(self, sequence_id: str, keep: int | None = None) -> None:
@@ -164,7 +137,7 @@ class RoutedEngine:
     async def close(self) -> None:
         await self._local.close()
 
-    async def _follow(self, route: _Route, stream: Stream) -> Stream:
+    async def _follow(self, route: Route, stream: Stream) -> Stream:
         try:
             while True:
                 end: Finished | None = None
@@ -197,37 +170,46 @@ class RoutedEngine:
         self._prefetching.add(task)
         task.add_done_callback(self._prefetching.discard)
 
-    def _place(self, route: _Route) -> Stream:
+    def _place(self, route: Route) -> Stream:
         """Submit the sequence to the chosen replica. Raises EngineUnavailable if no replica is ready."""
         while True:
             replica_id = self._choose(route)
-            engine = self._engines[replica_id]
             try:
-                stream = engine.submit(route.add_now(self._clock()))
+                return self._submit_to(replica_id, route)
             except EngineUnavailable:
                 if replica_id == self._local_id and not any(view.id == self._local_id for view in self._views):
                     raise
                 self._leave_out(replica_id)
-                continue
-            route.replica_id, route.engine = replica_id, engine
-            self._routes[route.add.sequence_id] = route
-            self._router.note_started(replica_id, route.request)
-            return stream
 
-    def _choose(self, route: _Route) -> str:
+    def _submit_to(self, replica_id: str, route: Route) -> Stream:
+        engine = self._engines[replica_id]
+        stream = engine.submit(route.add_now(self._clock()))
+        route.replica_id, route.engine = replica_id, engine
+        self._routes[route.add.sequence_id] = route
+        self._router.note_started(replica_id, route.request)
+        return stream
+
+    def _choose(self, route: Route) -> str:
         try:
             replica_id = self._router.choose(route.request)
         except NoReplica:
             # This server may be draining, but it still runs the requests that it has accepted.
             return self._local_id
-        info = self._engines[replica_id].info
-        fits = info is not None and len(route.add.prompt) + route.max_tokens <= info.max_model_len
-        return replica_id if fits or not self._local.is_ready else self._local_id
+        return replica_id if self._fits(route, replica_id) or not self._local.is_ready else self._local_id
 
-    def _move(self, route: _Route, end: Finished) -> Stream | None:
-        """Submit the sequence elsewhere if its replica was lost before it ran. Return None if its end is final."""
-        is_lost = end.code in LOST_CODES and end.prompt_tokens == 0
-        if not is_lost or route.has_started or route.is_aborted:
+    def _fits(self, route: Route, replica_id: str) -> bool:
+        info = self._engines[replica_id].info
+        return info is not None and len(route.add.prompt) + route.max_tokens <= info.max_model_len
+
+    def _move(self, route: Route, end: Finished) -> Stream | None:
+        """Submit the sequence elsewhere if its replica refused it or was lost before it ran. Return None if its end is
+        final.
+        """
+        if end.prompt_tokens or route.has_started or route.is_aborted:
+            return None
+        if end.code == "overloaded":
+            return self._move_to_free_slot(route)
+        if end.code not in LOST_CODES:
             return None
         if end.code == "engine_unavailable":
             # The sequence may have killed the engine. A draining server, by contrast, never ran the sequence.
@@ -247,7 +229,30 @@ class RoutedEngine:
             self._count_forwarded("moved")
         return stream
 
-    def _leave(self, route: _Route) -> None:
+    def _move_to_free_slot(self, route: Route) -> Stream | None:
+        full_id = route.replica_id
+        route.overloaded_ids.add(full_id)
+        free = [
+            view
+            for view in self._views
+            if view.id not in route.overloaded_ids
+            and not view.is_draining
+            and view.num_running + view.num_waiting < view.capacity
+            and self._fits(route, view.id)
+        ]
+        if not free:
+            return None
+        self._leave(route)
+        route.has_moved = True
+        try:
+            stream = self._submit_to(min(free, key=lambda view: view.num_running / view.capacity).id, route)
+        except EngineUnavailable:
+            return None
+        if full_id != self._local_id:
+            self._count_forwarded("moved")
+        return stream
+
+    def _leave(self, route: Route) -> None:
         if route.engine is not None:
             self._router.note_ended(route.replica_id, route.request)
             self._routes.pop(route.add.sequence_id, None)
@@ -261,22 +266,7 @@ class RoutedEngine:
         self._views = views
         self._router.update(views)
 
-    def _note_outcome(self, route: _Route, end: Finished) -> None:
+    def _note_outcome(self, route: Route, end: Finished) -> None:
         if route.replica_id != self._local_id:
             is_lost = end.code in LOST_CODES
             self._count_forwarded("lost" if is_lost else "failed" if end.reason == "error" else "completed")
-
-
-def routing_request(add: Add) -> RoutingRequest:
-    prefix_key = None
-    if add.isolation_key and len(add.prompt) >= PREFIX_TOKENS:
-        start = array("q", add.prompt[:PREFIX_TOKENS]).tobytes()
-        prefix_key = hashlib.blake2b(start, digest_size=16, key=add.isolation_key[:64]).digest()
-    return RoutingRequest(
-        digest=add.digest,
-        prefix_key=prefix_key,
-        share_key=add.share_key,
-        weight=add.weight,
-        num_prompt_tokens=len(add.prompt),
-        max_tokens=add.max_tokens,
-    )

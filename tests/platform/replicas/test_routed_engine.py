@@ -10,7 +10,8 @@ from loramux.engine.messages import Add, Finished, SequenceOutput
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.engine_link.sequence_stream import SequenceStream
-from loramux.platform.replicas.routed_engine import RoutedEngine, routing_request
+from loramux.platform.replicas.route import routing_request
+from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.views import ReplicaView
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import ChosenRouter, add, collect
@@ -47,8 +48,13 @@ class DyingEngine(LosableEngine):
         return stream
 
 
-class DrainingEngine(ScriptedEngine):
+class RefusingEngine(ScriptedEngine):
+    def __init__(self, code: str) -> None:
+        super().__init__()
+        self._code = code
+
     def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+        self.adds.append(add)
         stream = SequenceStream(add)
         stream.put(
             Finished(
@@ -56,17 +62,17 @@ class DrainingEngine(ScriptedEngine):
                 reason="error",
                 prompt_tokens=0,
                 completion_tokens=0,
-                code="replica_draining",
+                code=self._code,
             )
         )
         return stream
 
 
-def view(name: str, *holds: int, is_draining: bool = False) -> ReplicaView:
+def view(name: str, *holds: int, is_draining: bool = False, num_running: int = 0) -> ReplicaView:
     return ReplicaView(
         id=name,
         is_local=name == "local",
-        num_running=0,
+        num_running=num_running,
         num_waiting=0,
         capacity=8,
         pages_free_fraction=1.0,
@@ -157,11 +163,43 @@ async def test_sequence_that_replicas_keep_losing_is_given_up(fleet: Fleet) -> N
 
 async def test_sequence_that_draining_replicas_refuse_runs_here(fleet: Fleet) -> None:
     fleet.router.wanted = ["first", "second", "third"]
-    engines = {name: DrainingEngine() for name in fleet.router.wanted}
+    engines = {name: RefusingEngine("replica_draining") for name in fleet.router.wanted}
     fleet.engine.update([view("local"), *map(view, engines)], engines)
     assert (await collect(fleet.engine.submit(add("one"))))[1].reason == "length"
     assert fleet.outcomes == {"moved": 3}
     assert fleet.local.adds == [add("one")]
+
+
+async def test_sequence_that_full_queues_refuse_runs_where_slots_are_free(fleet: Fleet) -> None:
+    fleet.router.wanted = ["full"]
+    full, also_full, busy = RefusingEngine("overloaded"), RefusingEngine("overloaded"), ScriptedEngine()
+    views = [view("local", num_running=7), view("full"), view("also full", num_running=6), view("busy", num_running=8)]
+    fleet.engine.update(views, {"full": full, "also full": also_full, "busy": busy})
+    _, end = await collect(fleet.engine.submit(add("one", timeout_s=30.0)))
+    assert end.reason == "length"
+    assert (len(full.adds), len(also_full.adds), len(busy.adds)) == (1, 1, 0)
+    assert fleet.local.adds == [add("one", timeout_s=30.0)]
+    assert fleet.outcomes == {"moved": 2}
+    assert fleet.router.in_flight == []
+
+
+@pytest.mark.parametrize("why", ["busy", "draining", "too small", "full"])
+async def test_overloaded_sequence_ends_if_no_replica_can_start_it(fleet: Fleet, why: str) -> None:
+    fleet.router.wanted = ["full"]
+    full = RefusingEngine("overloaded")
+    other = (
+        RefusingEngine("overloaded")
+        if why == "full"
+        else ScriptedEngine(max_model_len=8 if why == "too small" else 1024)
+    )
+    other_view = view("other", is_draining=why == "draining", num_running=8 if why == "busy" else 0)
+    views = [view("local", num_running=8), view("full"), other_view]
+    fleet.engine.update(views, {"full": full, "other": other})
+    _, end = await collect(fleet.engine.submit(add("one", 8)))
+    assert (end.reason, end.code) == ("error", "overloaded")
+    assert len(other.adds) == (1 if why == "full" else 0)
+    assert not fleet.local.adds
+    assert fleet.router.in_flight == []
 
 
 async def test_request_too_long_for_the_chosen_replica_runs_here(fleet: Fleet) -> None:

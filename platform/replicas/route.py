@@ -1,0 +1,55 @@
+"""Where a sequence runs, and what a router needs to know about it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+import msgspec
+
+from loramux.engine.messages import Add
+from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.routing.views import RoutingRequest
+
+PREFIX_TOKENS = 64
+"""Prompts that start with this many identical tokens probably share cached pages."""
+
+
+class Route:
+    """Where one sequence runs."""
+
+    def __init__(self, add: Add, now_s: float) -> None:
+        self.add = add
+        self.request = routing_request(add)
+        self.replica_id = ""
+        self.engine: EngineClient | None = None
+        self.max_tokens = add.max_tokens
+        self.has_started = False
+        self.is_aborted = False
+        self.num_losses = 0
+        self.overloaded_ids: set[str] = set()
+        self.has_moved = False
+        self._begin_s = now_s
+
+    def add_now(self, now_s: float) -> Add:
+        """The sequence with its current limits. Time spent on a lost replica counts towards the deadline."""
+        if not self.has_moved:
+            return self.add
+        timeout_s = self.add.timeout_s
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (now_s - self._begin_s))
+        return msgspec.structs.replace(self.add, max_tokens=self.max_tokens, timeout_s=left_s)
+
+
+def routing_request(add: Add) -> RoutingRequest:
+    prefix_key = None
+    if add.isolation_key and len(add.prompt) >= PREFIX_TOKENS:
+        start = array("q", add.prompt[:PREFIX_TOKENS]).tobytes()
+        prefix_key = hashlib.blake2b(start, digest_size=16, key=add.isolation_key[:64]).digest()
+    return RoutingRequest(
+        digest=add.digest,
+        prefix_key=prefix_key,
+        share_key=add.share_key,
+        weight=add.weight,
+        num_prompt_tokens=len(add.prompt),
+        max_tokens=add.max_tokens,
+    )
