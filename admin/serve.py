@@ -63,7 +63,8 @@ def run(
         check_sandbox(missing_measures)
     warn_of_unread_variable()
     model, config = read_model(settings)
-    limits = make_room(settings.max_connections, settings.max_connections_per_address)
+    has_peers = settings.peer_address is not None
+    limits = make_room(settings.max_connections, settings.max_connections_per_address, has_peers)
     with ExitStack() as stack:
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))

@@ -15,6 +15,10 @@ RESERVED_DESCRIPTORS = 512
 """Number of file descriptors reserved for the database's connections (up to three files each), uploads and downloads,
 the object store's connections, the engine's pipes and socket, and logs.
 """
+PEER_DESCRIPTORS = 768
+"""Number of file descriptors reserved for sharing requests with other servers: six for each of 128 connections, one for
+the other server's connection, four for a socket to the engine, and one for the connection to that server.
+"""
 MIN_CONNECTIONS = 64
 """A server starts only if both listeners together can accept this many connections."""
 
@@ -37,18 +41,19 @@ class ListenerLimits:
     admin: ConnectionLimits
 
 
-def make_room(max_connections: int, max_per_address: int) -> ListenerLimits:
+def make_room(max_connections: int, max_per_address: int, has_peers: bool = False) -> ListenerLimits:
     """Raise the soft limit on open files to what the connections need, up to the hard limit.
 
     If that is not enough, the listeners accept fewer connections and a warning is logged. Raises StartRefused if fewer
-    than MIN_CONNECTIONS would be left.
+    than MIN_CONNECTIONS would be left. `has_peers` is true if the server shares requests with other servers.
     """
-    wanted = RESERVED_DESCRIPTORS + max_connections + MAX_ADMIN_CONNECTIONS
+    reserved = RESERVED_DESCRIPTORS + (PEER_DESCRIPTORS if has_peers else 0)
+    wanted = reserved + max_connections + MAX_ADMIN_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    room = (wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)) - RESERVED_DESCRIPTORS
+    room = (wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)) - reserved
     if room < MIN_CONNECTIONS:
         raise StartRefused(
             f"this process can open only {soft} files, which leaves no room for connections: "
