@@ -77,7 +77,7 @@ class FollowedEngine(ConnectedEngine, ABC):
                 log.info("engine joined", place=self._place)
             await self._connection.wait_lost()
             self._trouble = "the engine is gone; the server that started it may be restarting it"
-            log.error("engine lost", place=self._place)
+            self._log_loss()
             self._lost = self._connection.open_adds
             self._leave()
 
@@ -93,6 +93,9 @@ class FollowedEngine(ConnectedEngine, ABC):
                     log.info("engine cannot be joined; trying again", place=self._place, reason=str(error))
                 self._trouble = str(error)
             delay_s = min(2 * delay_s, self._joining.max_delay_s)
+
+    def _log_loss(self) -> None:
+        log.error("engine lost", place=self._place)
 
     def _leave(self) -> None:
         connection, self._connection = self._connection, None

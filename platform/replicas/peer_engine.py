@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import structlog
+
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_session import EngineSession
 from loramux.platform.engine_link.followed_engine import FollowedEngine, Joining, JoinRefused
@@ -12,6 +14,8 @@ from loramux.platform.replicas.certificates import OwnCertificate
 from loramux.platform.replicas.peer_connection import PeerConnection
 from loramux.platform.replicas.records import base_fingerprint
 from loramux.platform.replicas.replica_book import Peer
+
+log = structlog.get_logger()
 
 
 class PeerEngine(FollowedEngine):
@@ -47,3 +51,7 @@ class PeerEngine(FollowedEngine):
             connection.close(frozenset())
             raise JoinRefused(f"its engine serves a different base than its server claims ({self._place})")
         return connection
+
+    def _log_loss(self) -> None:
+        # Other servers stop whenever their operators restart them, and this server then runs requests elsewhere.
+        log.info("a replica is gone", replica=self.peer.row.id, address=self.peer.row.address)
