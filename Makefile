@@ -212,7 +212,9 @@ campaign-gateways: $(WARM) ## Gateways that race, lose streams, are stopped and 
 		tests/platform/generation/test_database_trouble.py tests/platform/generation/test_database_refusals.py \
 		-m campaign -k 'not fleet' -s --timeout 3600 $(ARGS)
 
-campaign-fleet: $(WARM) ## Servers that share requests: kills, upgrades and the tests of campaign-gateways (LORAMUX_FLEET_KILLS=100 _UPGRADES=6 _SEED=1)
+campaign-fleet: $(WARM) ## Servers that share requests: kills, upgrades and the tests of campaign-gateways (LORAMUX_FLEET_KILLS=100 _UPGRADES=6 _SEED=1 ARGS='-k "fleet and killed"')
+	LORAMUX_GATEWAY_CUTS=$${LORAMUX_GATEWAY_CUTS:-3000} LORAMUX_GATEWAY_STOPS=$${LORAMUX_GATEWAY_STOPS:-100} \
+	LORAMUX_GATEWAY_KILLS=$${LORAMUX_GATEWAY_KILLS:-40} \
 	$(VENV)/bin/python -m pytest tests/conformance/test_fleet.py tests/conformance/test_gateways.py \
 		-m campaign -k fleet -s --timeout 3600 $(ARGS)
 
