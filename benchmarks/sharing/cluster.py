@@ -22,6 +22,9 @@ TENANT = "bench"
 BASE_NAME = "base"
 BUCKET = "adapters"
 START_S = 300.0
+LOADS = "loramux_engine_adapter_loads_total"
+STAGE_SECONDS = "loramux_adapter_stage_seconds_total"
+COUNTERS = (LOADS, STAGE_SECONDS)
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "bench",
@@ -48,12 +51,15 @@ class Server:
     url: str
     admin_url: str
 
-    def loads(self, admin_key: str) -> int:
-        """Number of adapters that this server's engine has loaded."""
+    def wait_until_ready(self) -> None:
+        self.process.wait_until_ready(f"{self.admin_url}/health/ready", START_S)
+
+    def counters(self, admin_key: str) -> dict[str, float]:
+        """The number of adapters that this server's engine has loaded, and the seconds of each stage of loading."""
         headers = {"authorization": f"Bearer {admin_key}"}
         text = httpx.get(f"{self.admin_url}/metrics", headers=headers, timeout=30.0, trust_env=False).text
-        name = "loramux_engine_adapter_loads_total "
-        return round(sum(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name)))
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(COUNTERS)]
+        return {name: float(value) for name, value in lines}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ def open_store(setting: ClusterSetting, adapters: Sequence[Path], folder: Path) 
             open_server(setting, store, folder / "upload", "upload") as server,
             AdminClient(server.admin_url, admin_key) as client,
         ):
+            server.wait_until_ready()
             client.post("tenants", {"slug": TENANT})
             api_key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
             models = tuple(push_adapter(client, path, TENANT, path.name).model for path in adapters)
@@ -100,16 +107,20 @@ def open_store(setting: ClusterSetting, adapters: Sequence[Path], folder: Path) 
 def open_servers(setting: ClusterSetting, store: Store, folder: Path, is_routed: bool) -> Iterator[tuple[Server, ...]]:
     """Start the servers. If `is_routed`, each forwards requests to the server that has their adapter."""
     with contextlib.ExitStack() as stack:
-        yield tuple(
+        servers = tuple(
             stack.enter_context(open_server(setting, store, folder / str(number), f"server-{number}", is_routed))
             for number in range(setting.num_servers)
         )
+        for server in servers:
+            server.wait_until_ready()
+        yield servers
 
 
 @contextlib.contextmanager
 def open_server(
     setting: ClusterSetting, store: Store, data_dir: Path, name: str, is_routed: bool = False
 ) -> Iterator[Server]:
+    """Start a server, and do not wait until it is ready."""
     port, admin_port = free_port(), free_port()
     command = [
         *(sys.executable, "-m", "loramux.admin.cli", "serve", "--model", str(setting.base)),
@@ -119,9 +130,7 @@ def open_server(
         *(("--peer-address", f"{HOST}:{free_port()}") if is_routed else ()),
     ]
     with child_server(name, command, store.environment, setting.logs / f"{name}.log") as process:
-        admin_url = f"http://{HOST}:{admin_port}"
-        process.wait_until_ready(f"{admin_url}/health/ready", START_S)
-        yield Server(process, f"http://{HOST}:{port}", admin_url)
+        yield Server(process, f"http://{HOST}:{port}", f"http://{HOST}:{admin_port}")
 
 
 @contextlib.contextmanager

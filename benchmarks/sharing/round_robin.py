@@ -6,7 +6,13 @@ S3-compatible store, with pools that hold only a share of the adapters:
     round robin    each server answers its own requests, and loads every adapter that they name
     routed         the servers are started with --peer-address, and forward requests to each other
 
-The hit rate is the share of requests that needed no adapter load on any server.
+Popularity is uniform (exponent 0) or follows Zipf's law. For each exponent, requests fill the pools first. Throughput
+is then measured with clients that each have one open request, and the time to first token with random arrivals. Their
+rate is a share of round robin's throughput, and the same for both variants.
+
+The hit rate is the share of requests that needed no adapter load on any server. A server's disk holds about as many
+adapters as its pool and its main memory holds none, so that other adapters come from the store, as they do on servers
+with far more adapters than their disks hold.
 """
 
 from __future__ import annotations
@@ -23,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.machine import add_allow_busy, describe, require_idle
@@ -31,8 +36,8 @@ from benchmarks.peers.http_questions import post_all
 from benchmarks.peers.model_files import make_model_files
 from benchmarks.peers.system import SystemFailed
 from benchmarks.random_model import SHAPES
-from benchmarks.sharing.cluster import ClusterSetting, Server, Store, open_servers, open_store
-from benchmarks.sharing.traffic import Sample, Traffic, run_traffic
+from benchmarks.sharing.cluster import LOADS, ClusterSetting, Server, Store, open_servers, open_store
+from benchmarks.sharing.traffic import Traffic, run_arrivals, run_clients
 from benchmarks.tables import open_console
 from benchmarks.tenants.figures import percentile
 
@@ -44,23 +49,32 @@ THROUGHPUT_GOAL, FIRST_TOKEN_GOAL = 2.0, 0.5
 
 @dataclass(slots=True)
 class Rounds:
-    samples: list[Sample] = field(default_factory=list)
+    """What was measured of one variant at one popularity. Loads and their stages are those of both measurements."""
+
+    tokens_s: list[float] = field(default_factory=list)
+    requests_s: list[float] = field(default_factory=list)
     hit_rates: list[float] = field(default_factory=list)
-
-    @property
-    def tokens_s(self) -> float:
-        return statistics.median(sample.num_tokens / sample.seconds for sample in self.samples)
-
-    def first_token_s(self, percent: float) -> float:
-        return percentile([seconds for sample in self.samples for seconds in sample.first_token_s], percent)
+    first_token_s: list[float] = field(default_factory=list)
+    num_loads: float = 0.0
+    stage_s: dict[str, float] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         return {
-            "tokens_s": [round(sample.num_tokens / sample.seconds, 1) for sample in self.samples],
-            "hit_rate": [round(rate, 4) for rate in self.hit_rates],
-            "first_token_p50_s": round(self.first_token_s(50), 4),
-            "first_token_p99_s": round(self.first_token_s(99), 4),
+            "tokens_s": [round(one, 1) for one in self.tokens_s],
+            "hit_rate": [round(one, 4) for one in self.hit_rates],
+            "first_token_ms": {f"p{percent}": self.first_token_ms(percent) for percent in (50, 90, 99)},
+            "num_loads": round(self.num_loads),
+            "load_ms_by_stage": {name: round(1000 * s / self.num_loads, 1) for name, s in sorted(self.stage_s.items())}
+            if self.num_loads
+            else {},
         }
+
+    def first_token_ms(self, percent: float) -> float:
+        return round(1000 * percentile(self.first_token_s, percent), 1)
+
+
+Found = dict[float, dict[str, Rounds]]
+"""By exponent and variant."""
 
 
 def check_answers(servers: Sequence[Server], store: Store, vocab_size: int) -> list[str]:
@@ -82,22 +96,56 @@ def check_answers(servers: Sequence[Server], store: Store, vocab_size: int) -> l
     return answers
 
 
-def measure_round(
-    servers: Sequence[Server], store: Store, traffic: Traffic, num_warm_up: int, number: int, rounds: Rounds
+def count(servers: Sequence[Server], store: Store) -> dict[str, float]:
+    """The sums of all servers' counters."""
+    totals: dict[str, float] = {}
+    for server in servers:
+        for name, value in server.counters(store.admin_key).items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def measure_popularity(
+    arguments: argparse.Namespace,
+    servers: Sequence[Server],
+    store: Store,
+    alpha: float,
+    seed: str,
+    requests_s: float | None,
+    rounds: Rounds,
 ) -> None:
-    bodies = traffic.bodies(store.models, f"{number}", traffic.num_requests)
-    urls = [server.url for server in servers]
+    traffic = Traffic(
+        num_prompt=arguments.prompt,
+        num_output=arguments.output,
+        alpha=alpha,
+        vocab_size=SHAPES[arguments.size].vocab_size,
+    )
+    urls, key = [server.url for server in servers], store.api_key
+    warm_up, closed, open_loop = (
+        traffic.bodies(store.models, f"{part} {seed}", num_requests)
+        for part, num_requests in (
+            ("warm-up", arguments.warm_up),
+            ("closed", arguments.requests),
+            ("open", arguments.requests),
+        )
+    )
     # Let the pools fill, and let the servers learn which adapters the other servers hold.
-    warm_up = traffic.bodies(store.models, f"warm-up {number}", num_warm_up)
-    asyncio.run(run_traffic(urls, store.api_key, warm_up, traffic.num_clients))
-    before = sum(server.loads(store.admin_key) for server in servers)
-    sample = asyncio.run(run_traffic(urls, store.api_key, bodies, traffic.num_clients))
-    num_loads = sum(server.loads(store.admin_key) for server in servers) - before
-    rounds.samples.append(sample)
-    rounds.hit_rates.append(1 - num_loads / len(bodies))
+    asyncio.run(run_clients(urls, key, warm_up, arguments.clients))
+    before = count(servers, store)
+    sample = asyncio.run(run_clients(urls, key, closed, arguments.clients))
+    rounds.tokens_s.append(sample.num_tokens / sample.seconds)
+    rounds.requests_s.append(len(closed) / sample.seconds)
+    rate = arguments.load * (rounds.requests_s[-1] if requests_s is None else requests_s)
+    rounds.first_token_s += asyncio.run(run_arrivals(urls, key, open_loop, rate, seed)).first_token_s
+    grown = {name: value - before.get(name, 0.0) for name, value in count(servers, store).items()}
+    num_loads = grown.pop(LOADS)
+    rounds.num_loads += num_loads
+    for name, seconds in grown.items():
+        rounds.stage_s[name] = rounds.stage_s.get(name, 0.0) + seconds
+    rounds.hit_rates.append(1 - num_loads / (len(closed) + len(open_loop)))
 
 
-def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Rounds]:
+def measure(arguments: argparse.Namespace, console: Console) -> Found:
     files = make_model_files(arguments.scratch, arguments.size, arguments.adapters, arguments.rank)
     setting = ClusterSetting(
         base=files.base,
@@ -107,53 +155,56 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Rounds
         threads=1,
         logs=arguments.scratch / "logs",
     )
-    traffic = traffic_of(arguments)
-    found = {ROUND_ROBIN: Rounds(), ROUTED: Rounds()}
+    found: Found = {alpha: {ROUND_ROBIN: Rounds(), ROUTED: Rounds()} for alpha in arguments.alpha}
     with tempfile.TemporaryDirectory(prefix="loramux-sharing-") as place:
         folder = Path(place)
+        console.print(f"pushing {len(files.adapters)} adapters")
         with open_store(setting, list(files.adapters.values()), folder) as store:
             expected: list[str] | None = None
-            for number in track(range(arguments.rounds), description="rounds", console=console):
-                for variant in (ROUND_ROBIN, ROUTED) if number % 2 else (ROUTED, ROUND_ROBIN):
+            for number in range(arguments.rounds):
+                # The first round begins with round robin, whose throughput determines the rate of arrivals.
+                for variant in (ROUTED, ROUND_ROBIN) if number % 2 else (ROUND_ROBIN, ROUTED):
+                    console.print(f"round {number + 1} of {arguments.rounds}: {variant}")
                     data = folder / f"{variant}-{number}"
                     with open_servers(setting, store, data, variant == ROUTED) as servers:
                         answers = check_answers(servers, store, files.shape.vocab_size)
                         if answers != (expected := expected or answers):
                             raise SystemFailed("an adapter's answer depends on the server that gives it")
-                        measure_round(servers, store, traffic, arguments.warm_up, number, found[variant])
+                        for alpha, rounds in found.items():
+                            first = next(iter(rounds[ROUND_ROBIN].requests_s), None)
+                            measure_popularity(
+                                arguments, servers, store, alpha, f"{alpha} {number}", first, rounds[variant]
+                            )
     return found
 
 
-def traffic_of(arguments: argparse.Namespace) -> Traffic:
-    return Traffic(
-        num_clients=arguments.clients,
-        num_requests=arguments.requests,
-        num_prompt=arguments.prompt,
-        num_output=arguments.output,
-        alpha=arguments.alpha,
-        vocab_size=SHAPES[arguments.size].vocab_size,
-    )
-
-
-def report(found: dict[str, Rounds], console: Console) -> bool:
-    table = Table("variant", "hit rate", "tokens/s", "first token p50", "first token p99")
-    for variant, rounds in found.items():
-        table.add_row(
-            variant,
-            f"{statistics.median(rounds.hit_rates):.3f}",
-            f"{rounds.tokens_s:.1f}",
-            f"{rounds.first_token_s(50) * 1000:.0f} ms",
-            f"{rounds.first_token_s(99) * 1000:.0f} ms",
-        )
+def report(found: Found, console: Console) -> bool:
+    table = Table("popularity", "variant", "hit rate", "tokens/s", "first token p50", "p90", "p99")
+    are_met = []
+    for alpha, rounds in found.items():
+        for variant, one in rounds.items():
+            table.add_row(
+                popularity(alpha),
+                variant,
+                f"{statistics.median(one.hit_rates):.3f}",
+                f"{statistics.median(one.tokens_s):.1f}",
+                *(f"{one.first_token_ms(percent):.0f} ms" for percent in (50, 90, 99)),
+            )
     console.print(table)
-    throughput = found[ROUTED].tokens_s / found[ROUND_ROBIN].tokens_s
-    tail = found[ROUTED].first_token_s(99) / found[ROUND_ROBIN].first_token_s(99)
-    is_met = throughput >= THROUGHPUT_GOAL or tail <= FIRST_TOKEN_GOAL
-    console.print(
-        f"routed over round robin: throughput {throughput:.2f} (goal {THROUGHPUT_GOAL}), p99 of the time to first "
-        f"token {tail:.2f} (goal {FIRST_TOKEN_GOAL}); one of the two: {'met' if is_met else 'missed'}"
-    )
-    return is_met
+    for alpha, rounds in found.items():
+        throughput = statistics.median(rounds[ROUTED].tokens_s) / statistics.median(rounds[ROUND_ROBIN].tokens_s)
+        tail = rounds[ROUTED].first_token_ms(99) / rounds[ROUND_ROBIN].first_token_ms(99)
+        are_met.append(throughput >= THROUGHPUT_GOAL or tail <= FIRST_TOKEN_GOAL)
+        console.print(
+            f"{popularity(alpha)}, routed over round robin: throughput {throughput:.2f} (goal {THROUGHPUT_GOAL}), "
+            f"p99 of the time to first token {tail:.2f} (goal {FIRST_TOKEN_GOAL}); one of the two: "
+            f"{'met' if are_met[-1] else 'missed'}"
+        )
+    return all(are_met)
+
+
+def popularity(alpha: float) -> str:
+    return f"Zipf {alpha:g}" if alpha else "uniform"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -166,16 +217,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--servers", type=int, default=3, help="number of servers")
     add("--adapters", type=int, default=60, help="number of adapters")
     add("--resident", type=int, default=20, help="adapters that fit into each server's pool")
-    add("--disk-tier-mib", type=int, default=256, help="size of each server's disk tier, in MiB")
+    add("--disk-tier-mib", type=int, default=128, help="size of each server's disk tier, in MiB")
     add("--size", choices=sorted(SHAPES), default="small", help="shape of the random base model")
-    add("--rank", type=int, default=64, help="rank of the adapters")
-    add("--alpha", type=float, default=1.0, help="exponent of Zipf's law for the adapters' popularity")
-    add("--clients", type=int, default=12, help="clients, each with one open request")
-    add("--requests", type=int, default=240, help="requests in each round")
-    add("--warm-up", type=int, default=360, help="requests before each round")
+    add("--rank", type=int, default=32, help="rank of the adapters")
+    add("--alpha", type=float, nargs="+", default=[0.0, 1.0], help="exponents of Zipf's law; 0 is uniform")
+    add("--clients", type=int, default=12, help="clients of the throughput measurement, each with one open request")
+    add("--load", type=float, default=0.5, help="rate of random arrivals, relative to round robin's throughput")
+    add("--requests", type=int, default=200, help="requests of each measurement")
+    add("--warm-up", type=int, default=200, help="requests before the measurements of each popularity")
     add("--prompt", type=int, default=32, help="prompt tokens of a request")
     add("--output", type=int, default=16, help="new tokens of a request")
-    add("--rounds", type=int, default=3, help="rounds, each with both variants")
+    add("--rounds", type=int, default=2, help="rounds, each with both variants")
     add("--scratch", type=Path, default=FOLDER / "scratch" / "sharing", help="folder for models and logs")
     add("--out", type=Path, help="write the figures to this JSON file")
     add_allow_busy(parser)
@@ -199,7 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "machine": describe(),
             "busy_before": round(busy_before, 3),
             "setting": {name: value for name, value in vars(arguments).items() if name not in hidden},
-            "figures": {variant: rounds.document() for variant, rounds in found.items()},
+            "figures": {
+                popularity(alpha): {variant: one.document() for variant, one in rounds.items()}
+                for alpha, rounds in found.items()
+            },
             "met": is_met,
         }
         arguments.out.write_text(json.dumps(document, indent=2) + "\n")

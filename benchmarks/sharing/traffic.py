@@ -1,4 +1,4 @@
-"""Closed-loop clients that stream answers from several servers in turn, as behind a round-robin balancer."""
+"""Clients that stream answers from several servers in turn, as behind a round-robin balancer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """`num_clients` clients send `num_requests` requests. Popularity follows Zipf's law with exponent `alpha`."""
+    """The shape of requests. Popularity follows Zipf's law with exponent `alpha`."""
 
-    num_clients: int
-    num_requests: int
     num_prompt: int
     num_output: int
     alpha: float
@@ -58,13 +56,14 @@ class Sample:
     """Times between two chunks of a stream."""
 
 
-async def run_traffic(urls: Sequence[str], api_key: str, bodies: Sequence[dict[str, Any]], num_clients: int) -> Sample:
-    """Send the bodies to the servers in turn. Raises SystemFailed if an answer fails or ends early."""
+async def run_clients(urls: Sequence[str], api_key: str, bodies: Sequence[dict[str, Any]], num_clients: int) -> Sample:
+    """Send the bodies to the servers in turn. Each client has one open request at a time.
+
+    Raises SystemFailed if an answer fails or ends early.
+    """
     sample = Sample()
     queue = zip(bodies, itertools.cycle(urls), strict=False)
-    limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
-    headers = {"authorization": f"Bearer {api_key}"}
-    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
+    async with _open_client(api_key) as client:
 
         async def work() -> None:
             for body, url in queue:
@@ -76,6 +75,31 @@ async def run_traffic(urls: Sequence[str], api_key: str, bodies: Sequence[dict[s
                 group.create_task(work())
         sample.seconds = time.perf_counter() - started
     return sample
+
+
+async def run_arrivals(
+    urls: Sequence[str], api_key: str, bodies: Sequence[dict[str, Any]], requests_per_s: float, seed: str
+) -> Sample:
+    """Send the bodies to the servers in turn, at random times (Poisson arrivals).
+
+    Raises SystemFailed if an answer fails or ends early.
+    """
+    sample, dice = Sample(), random.Random(seed)
+    async with _open_client(api_key) as client:
+        started = due = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for body, url in zip(bodies, itertools.cycle(urls), strict=False):
+                due += dice.expovariate(requests_per_s)
+                await asyncio.sleep(due - time.perf_counter())
+                group.create_task(_stream(client, f"{url}/v1/completions", body, sample))
+        sample.seconds = time.perf_counter() - started
+    return sample
+
+
+def _open_client(api_key: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {"authorization": f"Bearer {api_key}"}
+    return httpx.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT_S, trust_env=False)
 
 
 async def _stream(client: httpx.AsyncClient, url: str, body: dict[str, Any], sample: Sample) -> None:
