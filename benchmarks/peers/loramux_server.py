@@ -50,13 +50,20 @@ class LoramuxServer:
 
 
 def loramux_command(
-    files: ModelFiles, data_dir: Path, dtype: str, port: int, admin_port: int, quantization: str | None = None
+    files: ModelFiles,
+    data_dir: Path,
+    dtype: str,
+    port: int,
+    admin_port: int,
+    quantization: str | None = None,
+    activations: str | None = None,
 ) -> list[str]:
     return [
         *(sys.executable, "-m", "loramux.admin.cli", "serve", "--model", str(files.base), "--data-dir", str(data_dir)),
         *("--host", HOST, "--port", str(port), "--admin-port", str(admin_port)),
         *("--dtype", dtype, "--device", "cpu", "--served-name", BASE_NAME),
         *(() if quantization is None else ("--quantization", quantization)),
+        *(() if activations is None else ("--activations", activations)),
     ]
 
 
@@ -69,6 +76,7 @@ def open_loramux(
     is_check: bool,
     pool_bytes: str = "1GiB",
     quantization: str | None = None,
+    activations: str | None = None,
 ) -> Iterator[Running]:
     port, admin_port, admin_key = free_port(), free_port(), secrets.token_urlsafe(32)
     environment = server_environment(
@@ -80,7 +88,7 @@ def open_loramux(
         }
     )
     with tempfile.TemporaryDirectory(prefix="loramux-peers-") as folder:
-        command = loramux_command(files, Path(folder), dtype, port, admin_port, quantization)
+        command = loramux_command(files, Path(folder), dtype, port, admin_port, quantization, activations)
         with child_server(LORAMUX, command, environment, logs / f"loramux-{dtype}.log") as server:
             admin_url = f"http://{HOST}:{admin_port}"
             server.wait_until_ready(f"{admin_url}/health/ready", START_S)

@@ -3,8 +3,8 @@
 llama-server serves a Q8_0 or Q4_0 file that llama.cpp's own quantiser writes. Sixteen greedy requests arrive together,
 for the base only and for sixteen adapters. Before that, each server's answers on the small model, with K and V in
 float32, are compared with peft's answers over a float32 copy of that server's own dequantised weights. loramux must
-give the same tokens. llama-server rounds the inputs of its products to 8 bits, so the number of equal answers is
-reported.
+give the same tokens. llama-server rounds the inputs of its products to 8 bits, as loramux does with `--activations
+int8`, so the number of equal answers is reported.
 """
 
 from __future__ import annotations
@@ -42,9 +42,14 @@ FORMATS = {"int8": "Q8_0", "int4": "Q4_0"}
 KINDS = (BASE, DISTINCT)
 GOALS = Goals({BASE: 1.0, DISTINCT: 4.0}, {})
 
+WORKLOAD = ("size", "quantization", "activations", "adapters", "rank", "repeats", "threads")
+"""The arguments that are written to the result file under their own names."""
+
 LEAST_SHARE = 0.25
-"""Least share of llama-server's answers that must equal peft's. Rounding inputs to 8 bits changes the choice between
-tokens of similar likelihood, which are frequent in a random model, but a wrong model or adapter changes every answer.
+"""Least share of answers that must equal peft's if a server rounds inputs to 8 bits.
+
+Rounding changes the choice between tokens of similar likelihood, which are frequent in a random model, but a wrong
+model or adapter changes every answer.
 """
 
 
@@ -78,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         head = {
             "date": datetime.now(UTC).date().isoformat(),
             "workload": {
-                **{name: getattr(arguments, name) for name in ("size", "quantization", "adapters", "rank", "repeats")},
-                "threads": arguments.threads,
+                **{name: getattr(arguments, name) for name in WORKLOAD},
                 "loads": [str(load) for load in arguments.load],
             },
             "machine": machine,
@@ -92,15 +96,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def own_system(dtype: str, arguments: argparse.Namespace, logs: Path) -> System:
-    opened = partial(open_loramux, dtype, arguments.threads, logs, quantization=arguments.quantization)
-    return System(LORAMUX, dtype, KINDS, opened, arguments.quantization)
+    opened = partial(
+        open_loramux,
+        dtype,
+        arguments.threads,
+        logs,
+        quantization=arguments.quantization,
+        activations=arguments.activations,
+    )
+    suffix = "" if arguments.activations is None else "-a8"
+    return System(LORAMUX, dtype, KINDS, opened, arguments.quantization + suffix)
 
 
 def check(
     arguments: argparse.Namespace, files: ModelFiles, llama: Peer, logs: Path, console: Console
 ) -> dict[str, Agreement]:
-    """Each server's agreement with peft over a float copy of its own weights. Raises CheckFailed if any of loramux's
-    answers differ, or more of llama-server's than rounding explains.
+    """Each server's agreement with peft over a float copy of its own weights.
+
+    Raises CheckFailed if any answer of a loramux with 16-bit inputs differs, or if more answers of a server with 8-bit
+    inputs differ than rounding explains.
     """
     reference = find_peft(arguments.threads).systems[0]
 
@@ -114,14 +128,15 @@ def check(
     agreements = {
         LORAMUX: agreement_of(own_system("float32", arguments, logs), own_copy(files, arguments.quantization))
     }
-    if not agreements[LORAMUX].is_whole:
+    if arguments.activations is None and not agreements[LORAMUX].is_whole:
         raise CheckFailed(f"{LORAMUX} and peft disagree in float32: {agreements[LORAMUX]}")
     found = locate_llama(os.environ)
     if llama.check is not None and found is not None:
         copy = llama_copy(files, found, FORMATS[arguments.quantization])
         agreements[llama.name] = agreement_of(llama.check, copy)
-        if agreements[llama.name].share < LEAST_SHARE:
-            raise CheckFailed(f"too many answers of {llama.name} differ from peft's: {agreements[llama.name]}")
+    for name, agreement in agreements.items():
+        if agreement.share < LEAST_SHARE:
+            raise CheckFailed(f"too many answers of {name} differ from peft's: {agreement}")
     return agreements
 
 
@@ -133,6 +148,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quantization", choices=sorted(FORMATS), required=True)
+    add("--activations", choices=("int8",), help="round the inputs of loramux's products to 8 bits")
     add("--size", choices=sorted(SHAPES), default="1b")
     add("--load", type=load_of, action="append", metavar="PROMPT/OUTPUT", help="repeatable; default 64/32 and 32/128")
     add("--adapters", type=positive, default=16, help="number of adapters, and of requests that arrive together")

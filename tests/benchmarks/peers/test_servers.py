@@ -221,8 +221,8 @@ def test_loramux_runs_with_this_interpreter_on_loopback(files: ModelFiles, tmp_p
     )
     assert flag(command, "--dtype") == "bfloat16"
     assert "--quantization" not in command
-    quantized = loramux_command(files, tmp_path, "bfloat16", 8123, 8124, "int4")
-    assert flag(quantized, "--quantization") == "int4"
+    quantized = loramux_command(files, tmp_path, "bfloat16", 8123, 8124, "int4", "int8")
+    assert (flag(quantized, "--quantization"), flag(quantized, "--activations")) == ("int4", "int8")
 
 
 def test_server_environment_omits_the_variables_that_locate_peers(monkeypatch: pytest.MonkeyPatch) -> None:
