@@ -113,6 +113,10 @@ class AdapterInUse(StoreError):
     """The adapter has versions or uploads. It can be disabled, but not deleted."""
 
 
+class BaseNotFound(StoreError):
+    """No server on this database has served the base."""
+
+
 class TenantNotFound(StoreError):
     """There is no such tenant."""
 

@@ -13,7 +13,7 @@ from loramux.admin.console.app import create_console, to_console
 from loramux.admin.rest.access import READER
 from loramux.admin.rest.accounts import api_keys, audit_log, tenants
 from loramux.admin.rest.adapters import adapters, aliases, grants, jobs, pins, uploads, version_files, versions
-from loramux.admin.rest.engine import engine_state, replicas, requests_in_flight, residency, server
+from loramux.admin.rest.engine import bases, engine_state, replicas, requests_in_flight, residency, server
 from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.rest.store_errors import api_error
@@ -37,6 +37,7 @@ ROUTERS = (
     pins,
     residency,
     replicas,
+    bases,
     requests_in_flight,
     jobs,
     quotas,

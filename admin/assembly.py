@@ -27,6 +27,7 @@ from loramux.adapter_store.ingest.jobs import IngestJobs
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
@@ -44,6 +45,7 @@ from loramux.admin.upkeep import Upkeep
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
 from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.model_files import base_sha256
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
@@ -89,6 +91,7 @@ class Assembled:
     api_keys: ApiKeys
     metrics: GatewayMetrics
     sharing: Sharing | None
+    base_id: str
 
 
 @contextmanager
@@ -115,7 +118,10 @@ def assemble(
             blobs = open_blob_store(config.blob_url)
             blobs.check()
             tokenizer = ModelTokenizer.load(settings.model)
-            registry = AdapterRegistry(database, reserved_names=(served_name,), limits=AdapterLimits())
+            base_id = base_sha256(settings.model)
+            bases = Bases(database)
+            bases.register(base_id, served_name)
+            registry = AdapterRegistry(database, (served_name,), AdapterLimits(), base_id)
             required = ESSENTIAL if settings.sandbox == "required" else ()
             quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
             validator = SubprocessValidator(required=required, base=BaseWeights(settings.model, quantized_dir))
@@ -136,7 +142,7 @@ def assemble(
                 check_vocabulary=VersionTokenizers(tokenizer).check_upload,
             )
             ingest.recover()
-        except (DatabaseError, StoreError, ModelFilesError) as error:
+        except (ConfigNotUsable, DatabaseError, StoreError, ModelFilesError) as error:
             raise StartRefused(str(error)) from error
         except SQLAlchemyError as error:
             reason = str(getattr(error, "orig", None) or error).splitlines()[0]
@@ -147,7 +153,7 @@ def assemble(
         sharing = None if share is None else share(database, metrics, executor)
         if sharing is not None:
             engine = sharing.engine
-        worker = IngestWorker(ingest)
+        worker = IngestWorker(ingest, note_progress=metrics.note_base_versions)
         worker.start()
         stack.callback(worker.stop)
         # This runs before `worker.stop`, which would otherwise wait for a running validation to finish.
@@ -184,6 +190,7 @@ def assemble(
             tenants=tenants,
             api_keys=api_keys,
             registry=registry,
+            bases=bases,
             aliases=AdapterAliases(database),
             grants=AdapterGrants(database),
             version_states=VersionStates(database, registry),
@@ -230,6 +237,7 @@ def assemble(
             api_keys,
             metrics,
             sharing,
+            base_id,
         )
 
 

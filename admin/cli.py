@@ -10,6 +10,7 @@ from loramux.admin.commands import (
     adapters,
     aliases,
     audit,
+    bases,
     check,
     database,
     doctor,
@@ -57,6 +58,7 @@ app.add_typer(prices.app, name="prices", rich_help_panel=VERBS)
 app.command("audit", rich_help_panel=VERBS)(audit.audit)
 app.command("residency", rich_help_panel=VERBS)(residency.residency)
 app.command("replicas", rich_help_panel=VERBS)(replicas.replicas)
+app.add_typer(bases.app, name="bases", rich_help_panel=VERBS)
 app.add_typer(requests.app, name="requests", rich_help_panel=VERBS)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=VERBS)
 app.add_typer(profiles.app, name="profiles", rich_help_panel=VERBS)

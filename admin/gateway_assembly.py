@@ -74,7 +74,7 @@ def assemble_gateway(
             database=database,
             tenants=Tenants(database),
             api_keys=ApiKeys(database),
-            registry=AdapterRegistry(database, reserved_names=(settings.resolved_served_name,)),
+            registry=AdapterRegistry(database, (settings.resolved_served_name,), base_id=info.base_sha256),
             engine=engine,
             tokenizer=tokenizer,
             templates=templates,

@@ -163,6 +163,8 @@ async def _serve(
             stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
             if not await _started(engine, signals):
                 return
+            if engine.info is not None and engine.info.base_sha256 != assembled.base_id:
+                raise StartRefused("the files in the model directory changed while the server started: start it again")
         except EngineStartError as error:
             raise StartRefused(str(error)) from error
         presence = None if assembled.sharing is None else assembled.sharing.open_presence()

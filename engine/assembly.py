@@ -44,7 +44,7 @@ from loramux.engine.grammars.vocabulary import load_vocabulary
 from loramux.engine.messages import Add, EngineReady, GraphMemory, SamplingParams
 from loramux.engine.model.decoder import Decoder
 from loramux.engine.model.model_config import ModelConfig
-from loramux.engine.model.model_files import model_sha256
+from loramux.engine.model.model_files import base_sha256, model_sha256
 from loramux.engine.model.weights import WeightSource, open_weights
 from loramux.engine.pages.eviction import POLICIES
 from loramux.engine.pages.kv_pages import KvPages
@@ -215,6 +215,7 @@ def assemble_engine(
         dtype=dtype,
         quantization=_quantization(config, model),
         model_sha256=model_sha256(Path(config.model_dir)),
+        base_sha256=base_sha256(Path(config.model_dir)),
         ran_at_death=config.ran_at_death,
     )
     return AssembledEngine(engine, adapters, grammars, stager, views, ready)

@@ -13,7 +13,7 @@ import msgspec
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -379,6 +379,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     protocol: int = PROTOCOL
     model_sha256: str = ""
     """SHA-256 of the files that must be identical on gateway and engine: see `model_files.py`."""
+    base_sha256: str = ""
+    """Identifies the base, including its weights. Adapters are validated for one base: see `model_files.py`."""
     ran_at_death: tuple[str, ...] = ()
     """Ids of the sequences, from all gateways, that the previous engine was running when it died."""
 

@@ -114,6 +114,8 @@ adapter_versions = Table(
     Column("ready_us", BigInteger, nullable=True),
     # When an operator pinned the version in the page pool.
     Column("pinned_us", BigInteger, nullable=True),
+    # The base of the server that received the version. Servers of this base validate the upload first. NULL for any.
+    Column("base_id", String(64), nullable=True),
     UniqueConstraint("adapter_id", "number"),
     Index("ix_adapter_versions_digest", "digest"),
     Index("ix_adapter_versions_adapter_id_id", "adapter_id", "id"),
@@ -129,6 +131,35 @@ adapter_versions = Table(
     # statistics.
     Index("ix_adapter_versions_state_id", "state", "id", postgresql_where=text("state IN ('pending', 'validating')")),
     CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected', 'quarantined', 'archived')", name="state"),
+)
+
+# The base models that servers on this database serve, or have served.
+bases = Table(
+    "bases",
+    metadata,
+    # SHA-256 of the configuration, the tokenizer and a sample of the weights, hexadecimal.
+    Column("id", String(64), primary_key=True),
+    Column("served_name", String(200), nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+)
+
+# The bases that versions were validated for. A version without a row is waiting for a server of that base.
+version_bases = Table(
+    "version_bases",
+    metadata,
+    Column("version_id", ID, ForeignKey("adapter_versions.id"), primary_key=True),
+    Column("base_id", String(64), ForeignKey("bases.id"), primary_key=True),
+    Column("state", String(16), nullable=False),
+    # The server that is validating the version, and when its claim expires.
+    Column("claimed_by", ID, nullable=True),
+    Column("claim_expires_us", BigInteger, nullable=True),
+    # Why the version was rejected.
+    Column("code", String(64), nullable=True),
+    Column("message", String(1000), nullable=True),
+    # When the verdict was recorded.
+    Column("checked_us", BigInteger, nullable=True),
+    Index("ix_version_bases_base_id_state", "base_id", "state", "version_id"),
+    CheckConstraint("state IN ('validating', 'ready', 'rejected')", name="state"),
 )
 
 # A version's optional files, such as its chat template. They are written in the transaction that records the digest.

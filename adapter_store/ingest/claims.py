@@ -6,15 +6,23 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import structlog
 from sqlalchemy import Connection, select, update
 
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
 from loramux.adapter_store.formats.further_files import NO_FURTHER_FILES, FurtherFiles, version_digest
-from loramux.adapter_store.ingest.upload_rows import LEASE_US, files_sha256, identical_version, is_free, upload_of
+from loramux.adapter_store.ingest.upload_rows import (
+    LEASE_US,
+    files_sha256,
+    identical_version,
+    is_for_base,
+    is_free,
+    upload_of,
+)
 from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, SYSTEM, change_alias
+from loramux.adapter_store.registry.bases import forget_verdicts, note_validated
 from loramux.adapter_store.registry.records import (
     DEFAULT_ALIAS,
     UNFINISHED,
@@ -59,12 +67,20 @@ class VersionClaims:
 
     pending -> validating (claimed) -> ready or rejected. Any server can claim a version that was returned to the queue
     or whose claim has expired. `accept` records the digest while the version is still `validating`, before any
-    permanent blob is stored, so that every permanent blob has a row.
+    permanent blob is stored, so that every permanent blob has a row. An accepted version is valid for
+    `base_id`, the base of this server.
     """
 
-    def __init__(self, database: Database, lease_s: float = LEASE_S, limits: StockLimits | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        lease_s: float = LEASE_S,
+        limits: StockLimits | None = None,
+        base_id: str | None = None,
+    ) -> None:
         self._database = database
         self._limits = limits
+        self._base_id = base_id
         self._lease_us = round(lease_s * 1_000_000)
         self.lease_s = lease_s
         self.server_id = new_id("srv")
@@ -77,7 +93,12 @@ class VersionClaims:
             now_us = self._database.now_us(connection)
             taken = connection.execute(
                 update(adapter_versions)
-                .where(columns.id == version_id, columns.state.in_(UNFINISHED), is_free(now_us))
+                .where(
+                    columns.id == version_id,
+                    columns.state.in_(UNFINISHED),
+                    is_free(now_us),
+                    is_for_base(self._base_id, now_us),
+                )
                 .values(state="validating", claimed_by=self.server_id, claim_expires_us=now_us + self._lease_us)
             )
             if taken.rowcount == 0:
@@ -160,6 +181,10 @@ class VersionClaims:
             self._change(connection, version.id, facts)
             # An earlier attempt may have recorded other files from the same source.
             replace_further_files(connection, version.id, verdict.files)
+            # A server of another base may publish the version if this one dies.
+            forget_verdicts(connection, version.id)
+            if self._base_id is not None:
+                note_validated(connection, version.id, self._base_id, self._database.now_us(connection))
 
     def publish(self, version: AdapterVersion) -> None:
         """Make an accepted version ready, and make it the default if the adapter has no default version.
@@ -187,6 +212,7 @@ class VersionClaims:
         with self._database.write() as connection:
             self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})
             delete_further_files(connection, version_id)
+            forget_verdicts(connection, version_id)
 
     def _change(self, connection: Connection, version_id: str, values: Mapping[str, Any]) -> None:
         columns = adapter_versions.c
@@ -199,13 +225,20 @@ class VersionClaims:
             raise ClaimLost("another server has taken over the version")
 
 
+class Renewable(Protocol):
+    @property
+    def lease_s(self) -> float: ...
+
+    def renew(self, version_id: str) -> None: ...
+
+
 class ClaimRenewal:
     """Renews a claim three times per lease, on a thread that runs while the `with` block does.
 
     If the claim is lost anyway, the next change to the version raises ClaimLost.
     """
 
-    def __init__(self, claims: VersionClaims, version_id: str) -> None:
+    def __init__(self, claims: Renewable, version_id: str) -> None:
         self._claims = claims
         self._version_id = version_id
         self._is_over = threading.Event()

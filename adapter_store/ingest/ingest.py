@@ -16,8 +16,10 @@ from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES
 from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook, no_op
+from loramux.adapter_store.ingest.file_validation import FileValidation
 from loramux.adapter_store.ingest.janitor import Janitor
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, TenantCaps
@@ -72,23 +74,25 @@ class Ingest:
     ) -> None:
         self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
         caps = TenantCaps(max_open_bytes=MAX_OPEN_LARGEST * sum(self._max_bytes.values()))
-        self._upload_rows = UploadRows(registry.database, registry.limits, caps)
-        self._turns = IngestTurns(registry.database)
+        self._upload_rows = UploadRows(registry.database, registry.limits, caps, registry.base_id)
+        self._turns = IngestTurns(registry.database, registry.base_id)
+        validation = FileValidation(target, validator, check_template, check_vocabulary)
         self._blobs = blobs
         self._scratch_dir = scratch_dir
         self._sources = sources or AdapterSources()
         self._processor = VersionProcessor(
             registry.database,
-            VersionClaims(registry.database, lease_s, registry.limits),
+            VersionClaims(registry.database, lease_s, registry.limits, registry.base_id),
             blobs,
-            target,
+            validation,
             scratch_dir,
-            validator,
             self._sources,
-            check_template,
-            check_vocabulary,
             at_failpoint,
         )
+        self.for_base: BaseValidation | None = None
+        """Validates versions of other bases for this server's base, if the registry has one."""
+        if registry.base_id is not None:
+            self.for_base = BaseValidation(registry.database, blobs, validation, scratch_dir, registry.base_id, lease_s)
         self._janitor = Janitor(self._upload_rows, blobs)
         self._lifetime_s = upload_lifetime_s
         self._is_presigning = is_presigning

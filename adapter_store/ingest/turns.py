@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from sqlalchemy import case, func, not_, select
 
-from loramux.adapter_store.ingest.upload_rows import is_free
+from loramux.adapter_store.ingest.upload_rows import is_for_base, is_free
 from loramux.adapter_store.registry.records import UNFINISHED
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_versions, adapters
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class Candidate:
     """A tenant's oldest unclaimed version, and the number of the tenant's versions that are claimed now."""
 
     version_id: str
@@ -22,7 +23,7 @@ class _Candidate:
     num_claimed: int
 
 
-class IngestTurns:
+class TenantTurns(ABC):
     """One server's order: among tenants with waiting versions, the one with the fewest validations in progress is next.
 
     Ties go to a tenant that this server has never served, then to the one that it served longest ago, then to the
@@ -30,8 +31,7 @@ class IngestTurns:
     version of each other tenant, no matter how many versions the other tenants have.
     """
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self) -> None:
         # The number of each tenant's last turn. Contains only tenants with waiting versions.
         self._last_turns: dict[str, int] = {}
         self._num_turns = 0
@@ -51,12 +51,25 @@ class IngestTurns:
         self._last_turns[chosen.tenant_id] = self._num_turns
         return chosen.version_id
 
-    def _candidates(self, but: Collection[str]) -> list[_Candidate]:
+    @abstractmethod
+    def _candidates(self, but: Collection[str]) -> list[Candidate]:
         """Return one candidate for each tenant with a version that is unclaimed or has an expired claim."""
+
+
+class IngestTurns(TenantTurns):
+    """The order of uploaded versions. `base_id` is the base that this server serves."""
+
+    def __init__(self, database: Database, base_id: str | None = None) -> None:
+        super().__init__()
+        self._database = database
+        self._base_id = base_id
+
+    def _candidates(self, but: Collection[str]) -> list[Candidate]:
         columns = adapter_versions.c
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)
-            oldest = func.min(case((is_free(now_us) & columns.id.not_in(sorted(but)), columns.id)))
+            is_waiting = is_free(now_us) & is_for_base(self._base_id, now_us)
+            oldest = func.min(case((is_waiting & columns.id.not_in(sorted(but)), columns.id)))
             # A postponed version is unclaimed, but cannot be claimed until its retry is due.
             is_claimed = columns.claimed_by.is_not(None) & not_(is_free(now_us))
             query = (
@@ -66,4 +79,4 @@ class IngestTurns:
                 .group_by(adapters.c.tenant_id)
                 .having(oldest.is_not(None))
             )
-            return [_Candidate(*row) for row in connection.execute(query)]
+            return [Candidate(*row) for row in connection.execute(query)]

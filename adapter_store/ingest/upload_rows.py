@@ -30,6 +30,8 @@ from loramux.migrations.schema import adapter_versions, uploads
 
 LEASE_US = 30_000_000
 """Lifetime of a claim, in microseconds. A server that does not renew its claim in this time is dead or hanging."""
+OTHER_BASE_WAIT_US = 600_000_000
+"""How long a version is left to servers of the base that received it, in microseconds."""
 _MAX_NAMES = 500
 """Maximum number of identifiers in one query."""
 
@@ -41,12 +43,22 @@ class AddedVersion:
 
 
 class UploadRows:
-    """Changes the state of uploads and creates versions. Each change is one transaction."""
+    """Changes the state of uploads and creates versions. Each change is one transaction.
 
-    def __init__(self, database: Database, limits: StockLimits | None = None, caps: TenantCaps | None = None) -> None:
+    `base_id` is the base that this server serves. It validates new versions first.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        limits: StockLimits | None = None,
+        caps: TenantCaps | None = None,
+        base_id: str | None = None,
+    ) -> None:
         self._database = database
         self._limits = limits
         self._caps = caps
+        self._base_id = base_id
 
     def open_upload(self, adapter_id: str, files: Sequence[UploadFile], lifetime_us: int) -> Upload:
         """Open an upload.
@@ -129,7 +141,7 @@ class UploadRows:
                 _check_open(upload, now_us)
                 if self._caps is not None:
                     self._caps.check_version(connection, tenant_id)
-                added = _insert_version(connection, upload, now_us)
+                added = _insert_version(connection, upload, now_us, self._base_id)
             if upload.state == "open":
                 connection.execute(update(uploads).where(uploads.c.id == upload_id).values(state="used"))
         return added
@@ -154,7 +166,7 @@ class UploadRows:
             if version_id is not None:
                 return _version(connection, version_id)
             upload = self._insert_upload(connection, adapter_id, (), "used", source_url, lifetime_us)
-            return _insert_version(connection, upload, upload.created_us).version
+            return _insert_version(connection, upload, upload.created_us, self._base_id).version
 
     def get_version(self, version_id: str) -> AdapterVersion:
         row = None
@@ -224,13 +236,25 @@ class UploadRows:
         return upload_of(connection.execute(select(uploads).where(uploads.c.id == upload_id)).one())
 
 
-def is_free(now_us: int) -> ColumnElement[bool]:
+def is_free(
+    now_us: int, expires_us: ColumnElement[int | None] = adapter_versions.c.claim_expires_us
+) -> ColumnElement[bool]:
     """Match versions that a server may claim: neither postponed nor under an unexpired claim.
 
     A claim that expires more than two leases from now was made before the clock was set back, and does not count.
     """
-    expires_us = adapter_versions.c.claim_expires_us
     return or_(expires_us.is_(None), not_(expires_us.between(now_us + 1, now_us + 2 * LEASE_US)))
+
+
+def is_for_base(base_id: str | None, now_us: int) -> ColumnElement[bool]:
+    """Match pending versions that a server of this base may claim.
+
+    A version that another base's server received is left to that base's servers for a while, because it may fit only
+    their base.
+    """
+    columns = adapter_versions.c
+    is_overdue = not_(columns.created_us.between(now_us - OTHER_BASE_WAIT_US, now_us))
+    return or_(columns.base_id.is_(None), columns.base_id == base_id, is_overdue)
 
 
 def files_sha256(files: Collection[UploadFile]) -> str | None:
@@ -303,7 +327,7 @@ def _existing_version(connection: Connection, upload: Upload) -> AddedVersion | 
     return None if found is None else AddedVersion(_version(connection, found.id), found.upload_id)
 
 
-def _insert_version(connection: Connection, upload: Upload, now_us: int) -> AddedVersion:
+def _insert_version(connection: Connection, upload: Upload, now_us: int, base_id: str | None) -> AddedVersion:
     version_id = new_id("adv")
     last = select(func.max(adapter_versions.c.number)).where(adapter_versions.c.adapter_id == upload.adapter_id)
     connection.execute(
@@ -316,6 +340,7 @@ def _insert_version(connection: Connection, upload: Upload, now_us: int) -> Adde
             files_sha256=files_sha256(upload.files),
             report={},
             created_us=now_us,
+            base_id=base_id,
         )
     )
     added = AddedVersion(_version(connection, version_id), upload.id)

@@ -10,7 +10,6 @@ import structlog
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key, upload_key
 from loramux.adapter_store.errors import (
-    AdapterCorrupt,
     AdapterRejected,
     BlobNotFound,
     BlobTooLarge,
@@ -21,21 +20,15 @@ from loramux.adapter_store.errors import (
 from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES
-from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import ClaimedVersion, ClaimRenewal, Verdict, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook
+from loramux.adapter_store.ingest.file_validation import FileValidation
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
-from loramux.adapter_store.validation.further_checks import (
-    TemplateCheck,
-    VocabularyCheck,
-    check_further_files,
-    check_vocab_size,
-)
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
-from loramux.adapter_store.validation.validator import Accepted, ValidationJob, Validator
+from loramux.adapter_store.validation.validator import Accepted, ValidationJob
 from loramux.migrations.database import Database
 
 SOURCE_RETRY_S = 30.0
@@ -56,24 +49,18 @@ class VersionProcessor:
         database: Database,
         claims: VersionClaims,
         blobs: BlobStore,
-        target: PackTarget,
+        validation: FileValidation,
         scratch_dir: Path,
-        validator: Validator,
         sources: AdapterSources,
-        check_template: TemplateCheck,
-        check_vocabulary: VocabularyCheck,
         at_failpoint: FailpointHook,
     ) -> None:
         self._database = database
         self._upload_rows = UploadRows(database)
         self._claims = claims
         self._blobs = blobs
-        self._target = target
+        self._validation = validation
         self._scratch_dir = scratch_dir
-        self._validator = validator
         self._sources = sources
-        self._check_template = check_template
-        self._check_vocabulary = check_vocabulary
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
@@ -117,26 +104,14 @@ class VersionProcessor:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _validate_and_put(self, claimed: ClaimedVersion, scratch: Path) -> None:
-        job = ValidationJob(
-            config=scratch / CONFIG_FILE,
-            tensors=scratch / TENSORS_FILE,
-            canonical=scratch / "canonical",
-            packed=scratch / "packed",
-        )
         facts: dict[str, Any] = {}
         if claimed.upload.source_url is None:
             self._fetch(claimed, scratch)
         else:
             facts = self._fetch_source(claimed, claimed.upload.source_url, scratch)
         self._at_failpoint(Failpoint.FILES_FETCHED)
-        further = {name: scratch / name for name in FURTHER_FILES if (scratch / name).exists()}
-        contents = {name: path.read_bytes() for name, path in further.items()}
-        files = check_further_files(contents, self._check_template, self._check_vocabulary)
-        accepted = self._validator.validate(job, self._target)
-        check_vocab_size(files, accepted.vocab_size, self._target)
-        # Do not trust the digest from a process that has parsed a tenant's bytes.
-        if digest_of(job.canonical) != accepted.digest:
-            raise AdapterCorrupt("the validation process wrote a file with a different digest")
+        valid = self._validation.validate(scratch)
+        job, accepted = valid.job, valid.accepted
         kept = KeptHeader.of(job.tensors, job.canonical)
         self._at_failpoint(Failpoint.VALIDATED)
         self._claims.accept(
@@ -146,8 +121,8 @@ class VersionProcessor:
                 accepted.max_rank,
                 accepted.num_pages,
                 job.canonical.stat().st_size,
-                accepted.report | files.report() | facts,
-                files,
+                accepted.report | valid.further.report() | facts,
+                valid.further,
                 accepted.invocation_tokens,
             ),
         )
@@ -171,7 +146,8 @@ class VersionProcessor:
     def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> dict[str, Any]:
         """Copy the files of a source, and return the facts for the report."""
         found = []
-        max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._target.max_tensors_bytes, **MAX_FURTHER_BYTES}
+        tensors_bytes = self._validation.target.max_tensors_bytes
+        max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: tensors_bytes, **MAX_FURTHER_BYTES}
         try:
             source = self._sources.open(url)
         except UploadRefused as error:
@@ -203,7 +179,7 @@ class VersionProcessor:
         self._blobs.put(canonical_key(accepted.digest), job.canonical)
         self._at_failpoint(Failpoint.CANONICAL_STORED)
         if job.packed.exists():
-            self._blobs.put(packed_key(accepted.digest, self._target.pack_key), job.packed)
+            self._blobs.put(packed_key(accepted.digest, self._validation.target.pack_key), job.packed)
         self._at_failpoint(Failpoint.PACKED_STORED)
 
     def _reject(self, version_id: str, error: AdapterRejected) -> None:

@@ -4,29 +4,43 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import structlog
 
+from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.ingest import Ingest
+from loramux.adapter_store.registry.bases import Base
 from loramux.adapter_store.registry.records import UNFINISHED
 
 MAX_IN_A_ROW = 100
 """Maximum number of versions to process before the thread checks for abandoned uploads again."""
+MAX_FOR_BASE_IN_A_ROW = 20
+"""Maximum number of other bases' versions to validate before the thread looks for uploads and reports its progress."""
 
 _log = structlog.get_logger(__name__)
 
 
 class IngestWorker:
-    """Processes pending versions as they arrive, and regularly removes abandoned uploads.
+    """Processes pending versions as they arrive, then versions that only other bases have validated, and regularly
+    removes abandoned uploads. `note_progress` receives the number of this base's versions by verdict.
 
     Every `poll_s` seconds, it looks for versions that other gateways created or a dead gateway left behind, and retries
     versions that failed because a store or the database was down.
     """
 
-    def __init__(self, ingest: Ingest, poll_s: float = 5.0, clear_up_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        ingest: Ingest,
+        poll_s: float = 5.0,
+        clear_up_s: float = 300.0,
+        note_progress: Callable[[Base], None] = lambda base: None,
+    ) -> None:
         self._ingest = ingest
+        self._note_progress = note_progress
         self._poll_s = poll_s
         self._clear_up_s = clear_up_s
+        self._has_noted_progress = False
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
 
@@ -46,6 +60,8 @@ class IngestWorker:
             self._ingest.has_pending.clear()
             try:
                 self._process_waiting()
+                if self._ingest.for_base is not None:
+                    self._validate_for_base(self._ingest.for_base)
                 if time.monotonic() >= next_clear_up:
                     next_clear_up = time.monotonic() + self._clear_up_s
                     self._ingest.remove_abandoned()
@@ -75,3 +91,41 @@ class IngestWorker:
         if num_done:
             # More versions may be waiting.
             self._ingest.has_pending.set()
+
+    def _validate_for_base(self, for_base: BaseValidation) -> None:
+        undecided: set[str] = set()
+        num_decided = 0
+        version_id = None
+        for _ in range(MAX_FOR_BASE_IN_A_ROW):
+            # Tenants wait for uploads, so they go first.
+            is_interrupted = self._is_stopping.is_set() or self._ingest.has_pending.is_set()
+            version_id = None if is_interrupted else for_base.next_waiting(undecided)
+            if version_id is None:
+                break
+            try:
+                verdict = for_base.process(version_id)
+            except Exception as error:
+                undecided.add(version_id)
+                _log.warning("base_validation_postponed", version_id=version_id, error=str(error))
+                continue
+            if verdict == "pending":
+                # Another server has claimed the version.
+                undecided.add(version_id)
+            else:
+                num_decided += 1
+        if num_decided or not self._has_noted_progress:
+            self._report(for_base.progress())
+        if num_decided and version_id is not None:
+            # More versions may be waiting.
+            self._ingest.has_pending.set()
+
+    def _report(self, base: Base) -> None:
+        self._has_noted_progress = True
+        self._note_progress(base)
+        _log.info(
+            "base_validation",
+            base_id=base.id,
+            validated=base.num_validated,
+            rejected=base.num_rejected,
+            pending=base.num_pending,
+        )

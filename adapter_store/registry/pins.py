@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy import select, update
 
 from loramux.adapter_store.errors import VersionNotFound, VersionNotReady
+from loramux.adapter_store.registry.bases import is_validated_for
 from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.adapter_store.registry.registry import AdapterRegistry, lock_adapter, owner_of
 from loramux.migrations.audit import audit
@@ -46,12 +47,14 @@ class AdapterPins:
         return version
 
     def digests(self) -> frozenset[str]:
-        """Return the digests of all pinned versions that are in service."""
+        """Return the digests of all pinned versions that are in service and valid for the served base."""
         columns = adapter_versions.c
         query = (
             select(columns.digest)
             .join_from(adapter_versions, adapters)
             .where(columns.pinned_us.is_not(None), columns.state == "ready", adapters.c.disabled_us.is_(None))
         )
+        if self._registry.base_id is not None:
+            query = query.where(is_validated_for(self._registry.base_id))
         with self._database.read() as connection:
             return frozenset(connection.execute(query).scalars())

@@ -13,6 +13,9 @@ AliasAction = Literal["set", "rollback"]
 UNFINISHED: tuple[VersionState, ...] = ("pending", "validating")
 """States of a version without a verdict."""
 
+BaseVerdict = Literal["ready", "rejected", "pending"]
+"""Whether a version is valid for a base. `pending` means that no server of that base has decided yet."""
+
 DEFAULT_ALIAS = "default"
 """The alias that a bare adapter name resolves to."""
 
@@ -143,3 +146,5 @@ class AdapterRef:
     """The digest of the weights and the optional files; equal to `digest` if there are no such files."""
     invocation_tokens: tuple[int, ...] = ()
     """The tokens that activate the adapter; empty if it is always active."""
+    base_verdict: BaseVerdict = "ready"
+    """Whether the version is valid for the base that this server serves."""

@@ -16,7 +16,8 @@ from loramux.adapter_store.errors import (
     InvalidName,
     TenantNotFound,
 )
-from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion
+from loramux.adapter_store.registry.bases import Bases
+from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion, BaseVerdict
 from loramux.adapter_store.registry.resolution import (
     Suffix,
     adapter_ref,
@@ -52,14 +53,20 @@ class StockLimits(Protocol):
 class AdapterRegistry:
     """Adapters and versions in SQL. `Ingest` creates new versions.
 
-    Adapters cannot have any of the `reserved_names`, such as the served base model's name.
+    Adapters cannot have any of the `reserved_names`, such as the served base model's name. `base_id` is the base that
+    resolved versions must be valid for. If it is None, every version counts as valid.
     """
 
     def __init__(
-        self, database: Database, reserved_names: Collection[str] = (), limits: StockLimits | None = None
+        self,
+        database: Database,
+        reserved_names: Collection[str] = (),
+        limits: StockLimits | None = None,
+        base_id: str | None = None,
     ) -> None:
         self.database = database
         self.limits = limits
+        self.base_id = base_id
         self._reserved_names = frozenset(reserved_names)
 
     def create_adapter(self, tenant_id: str, name: str) -> Adapter:
@@ -169,7 +176,8 @@ class AdapterRegistry:
         A digest prefix has 12 to 64 hexadecimal digits. A prefix that matches two different digests resolves to
         nothing. If an alias names several versions, equal `sticky` strings resolve to the same version while the
         weights are unchanged. Strings that resolve to the newest version still do so when its share grows. With
-        `caller_id`, only adapters that this tenant owns or was granted are considered.
+        `caller_id`, only adapters that this tenant owns or was granted are considered. The caller must check that the
+        version's `base_verdict` is ready.
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None
@@ -190,7 +198,8 @@ class AdapterRegistry:
             parameters["end"] = f"{wanted}g"
         if caller_id is not None:
             parameters["caller_id"] = caller_id
-        rows = self.database.query(versions_named(suffix, caller_id is not None), parameters)
+        query = versions_named(suffix, caller_id is not None, self.base_id is not None)
+        rows = self.database.query(query, parameters | self._base)
         found = [(adapter_ref(row), row[-1]) for row in rows]
         if not found:
             return None
@@ -200,11 +209,23 @@ class AdapterRegistry:
         return None if any(ref.version_digest != newest.version_digest for ref, _ in found) else newest
 
     def list_models(self, tenant_id: str) -> list[AdapterRef]:
-        """List the adapters that a tenant may call, its own first, each with its default version of highest weight."""
-        rows = self.database.query(default_models(), {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS})
+        """List the adapters that a tenant may call, its own first, each with its default version of highest weight.
+
+        Versions that are not valid for the served base are left out.
+        """
+        parameters = {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS, **self._base}
+        rows = self.database.query(default_models(self.base_id is not None), parameters)
         # Each adapter's rows are sorted by ascending weight, so the version with the largest weight overwrites the
         # others.
         return list({row.adapter_id: adapter_ref(row) for row in rows}.values())
+
+    def base_verdict(self, version_id: str) -> BaseVerdict:
+        """Whether a version is valid for the served base."""
+        return "ready" if self.base_id is None else Bases(self.database).verdict(version_id, self.base_id)
+
+    @property
+    def _base(self) -> dict[str, object]:
+        return {} if self.base_id is None else {"base_id": self.base_id}
 
 
 def is_identifier(text: str) -> bool:

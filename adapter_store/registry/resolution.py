@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal
 
-from sqlalchemy import BindParameter, Column, ColumnElement, Row, Select, bindparam, exists, func, literal, select
+from sqlalchemy import BindParameter, Column, ColumnElement, Row, Select, bindparam, case, exists, func, literal, select
 from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from loramux.adapter_store.registry.records import AdapterRef
-from loramux.migrations.schema import adapter_alias_targets, adapter_grants, adapter_versions, adapters, tenants
+from loramux.migrations.schema import (
+    adapter_alias_targets,
+    adapter_grants,
+    adapter_versions,
+    adapters,
+    tenants,
+    version_bases,
+)
 
 _NUM_FACTS = len(fields(AdapterRef))
 
@@ -21,14 +28,17 @@ Suffix = Literal["alias", "number", "digest"]
 
 
 @functools.cache
-def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]:
+def versions_named(suffix: Suffix, has_caller: bool, has_base: bool) -> Select[*tuple[Any, ...]]:
     """Select an AdapterRef's columns and a weight for every version in service that matches a name, newest first.
 
     Its bound parameters are `tenant` and `adapter`; for an alias or a number, `wanted`; for a digest, the range
-    `[wanted, end)`; with `has_caller`, `caller_id`, the tenant that must own the adapter or have been granted it.
+    `[wanted, end)`; with `has_caller`, `caller_id`, the tenant that must own the adapter or have been granted it; with
+    `has_base`, `base_id`, the base whose verdict is selected. Without it, every version counts as valid.
     """
     # The statement is cached because building it takes longer than running it on SQLite.
-    query = _select_in_service().where(tenants.c.slug == bindparam("tenant"), adapters.c.name == bindparam("adapter"))
+    query = _select_in_service(has_base).where(
+        tenants.c.slug == bindparam("tenant"), adapters.c.name == bindparam("adapter")
+    )
     query = query.order_by(adapter_versions.c.number.desc())
     if has_caller:
         query = query.where(_may_call())
@@ -43,15 +53,16 @@ def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]
 
 
 @functools.cache
-def default_models() -> Select[*tuple[Any, ...]]:
+def default_models(has_base: bool) -> Select[*tuple[Any, ...]]:
     """Select the versions to which bare names resolve for the tenant `caller_id`.
 
     The tenant's own adapters come first. Each adapter's versions are sorted by ascending weight. `wanted` is the alias
-    to which a bare name resolves.
+    to which a bare name resolves. With `has_base`, only versions that are valid for `base_id` are selected.
     """
     by_name = (tenants.c.id != bindparam("caller_id"), tenants.c.slug, adapters.c.name)
     by_weight = (adapter_alias_targets.c.weight, adapter_versions.c.number)
-    return _join_alias(_select_in_service()).where(_may_call()).order_by(*by_name, *by_weight)
+    query = _join_alias(_select_in_service(has_base)).where(_may_call()).order_by(*by_name, *by_weight)
+    return query.where(version_bases.c.state == "ready") if has_base else query
 
 
 def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
@@ -82,8 +93,11 @@ def adapter_ref(row: Row[*tuple[Any, ...]]) -> AdapterRef:
     return replace(ref, invocation_tokens=tuple(ref.invocation_tokens or ()))
 
 
-def _select_in_service() -> Select[*tuple[Any, ...]]:
-    return (
+def _select_in_service(has_base: bool) -> Select[*tuple[Any, ...]]:
+    verdicts = version_bases.c
+    # A version that a server is validating has no verdict yet.
+    verdict = case((verdicts.state.in_(("ready", "rejected")), verdicts.state), else_="pending")
+    query = (
         select(
             tenants.c.id,
             tenants.c.slug,
@@ -95,12 +109,17 @@ def _select_in_service() -> Select[*tuple[Any, ...]]:
             adapter_versions.c.max_rank,
             version_digest_of(adapter_versions.c),
             adapter_versions.c.invocation_tokens,
+            (verdict if has_base else literal("ready")).label("base_verdict"),
         )
         .select_from(adapter_versions)
         .join(adapters, adapters.c.id == adapter_versions.c.adapter_id)
         .join(tenants, tenants.c.id == adapters.c.tenant_id)
         .where(adapter_versions.c.state == "ready", adapters.c.disabled_us.is_(None))
     )
+    if not has_base:
+        return query
+    is_verdict = (verdicts.version_id == adapter_versions.c.id) & (verdicts.base_id == bindparam("base_id"))
+    return query.outerjoin(version_bases, is_verdict)
 
 
 def _join_alias(query: Select[*tuple[Any, ...]]) -> Select[*tuple[Any, ...]]:

@@ -13,6 +13,7 @@ from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.jobs import IngestJobs
 from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
@@ -87,6 +88,7 @@ class AdminServices:
     tenants: Tenants
     api_keys: ApiKeys
     registry: AdapterRegistry
+    bases: Bases
     aliases: AdapterAliases
     grants: AdapterGrants
     version_states: VersionStates

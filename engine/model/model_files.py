@@ -1,9 +1,13 @@
-"""Identifies a base model without reading its weights."""
+"""Identifies a base model by its files."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+
+from loramux.adapter_store.errors import AdapterUnavailable
+from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.engine.errors import ConfigNotUsable
 
 IDENTIFYING_FILES = ("config.json", "tokenizer.json")
 
@@ -16,3 +20,17 @@ def model_sha256(model_dir: Path) -> str:
         content = path.read_bytes() if path.is_file() else b""
         total.update(hashlib.sha256(content).digest())
     return total.hexdigest()
+
+
+def base_sha256(model_dir: Path) -> str:
+    """SHA-256 of the same files and of a sample of the weights, as read from the files. Identifies the base.
+
+    An adapter that is valid for one base can be wrong for another, even if all shapes are equal. Raises
+    ConfigNotUsable if the weights cannot be read.
+    """
+    try:
+        weights = BaseWeights(model_dir).fingerprint
+    except AdapterUnavailable as error:
+        raise ConfigNotUsable(f"the weights in {model_dir} cannot be read: {error.__cause__}") from error
+    parts = f"{model_sha256(model_dir)} {weights}"
+    return hashlib.sha256(parts.encode()).hexdigest()

@@ -6,12 +6,15 @@ import re
 import secrets
 from dataclasses import dataclass
 
-from loramux.adapter_store.registry.records import AdapterRef
+from loramux.adapter_store.registry.records import AdapterRef, BaseVerdict
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.platform.accounts.principals import Principal
-from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound, PermissionDenied
 
 INFERENCE_SCOPES = frozenset({"adapters", "base"})
+
+PENDING_RETRY_S = 5.0
+"""How long clients should wait for the validation of a version for another base, in seconds."""
 
 _INTEGER = re.compile(r"[1-9][0-9]{0,9}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{12,64})")
@@ -24,6 +27,22 @@ class ModelNotFound(NotFound):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The model {name!r} does not exist or you do not have access to it.", param="model")
+
+
+class AdapterNotValidated(Conflict):
+    """The version has not been accepted for the base that this server serves."""
+
+    code = "adapter_not_validated"
+
+    def __init__(self, label: str, verdict: BaseVerdict, param: str = "model") -> None:
+        if verdict == "rejected":
+            super().__init__(f"{label} is not valid for the base model that this server serves", param=param)
+            return
+        super().__init__(
+            f"{label} has not been validated yet for the base model that this server serves; try again",
+            param=param,
+            retry_after_s=PENDING_RETRY_S,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +99,8 @@ class ModelResolver:
         """Resolve a name, never falling back to the base.
 
         If the name stands for several versions, equal `sticky` texts always get the same version. Without `sticky`, the
-        choice is random. Raises ModelNotFound, InvalidRequest, or PermissionDenied if the key has no inference scope.
+        choice is random. Raises ModelNotFound, InvalidRequest, PermissionDenied if the key has no inference scope, or
+        AdapterNotValidated if the version is not valid for the served base.
         """
         require_inference(principal)
         if name == self.served_name:
@@ -101,6 +121,8 @@ class ModelResolver:
         )
         if adapter is None or not principal.may_name(adapter.adapter_id):
             raise ModelNotFound(name)
+        if adapter.base_verdict != "ready":
+            raise AdapterNotValidated(adapter_label(adapter), adapter.base_verdict)
         return ResolvedModel(adapter_label(adapter), adapter)
 
     def list_models(self, principal: Principal) -> list[ResolvedModel]:

@@ -20,7 +20,7 @@ class JoinedEngine(FollowedEngine):
 
     When the engine stops, open streams end with the code `engine_unavailable`, and the client joins the next engine
     that listens at the path. The engine must run the same version of loramux and the model with the given
-    `model_sha256`.
+    `model_sha256`. Later engines must also have the first one's weights.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class JoinedEngine(FollowedEngine):
         super().__init__(str(path), joining if joining is not None else Joining(), clock)
         self._path = path
         self._model_sha256 = model_sha256
+        self._base_sha256: str | None = None
 
     async def start(self) -> None:
         """Join the engine. Raises JoinRefused if there is no engine or it is the wrong one."""
@@ -50,6 +51,10 @@ class JoinedEngine(FollowedEngine):
             raise JoinRefused(
                 f"the engine at {self._path} serves another model: pass the --model directory that its server uses"
             )
+        if self._base_sha256 not in (None, connection.info.base_sha256):
+            connection.close(frozenset())
+            raise JoinRefused(f"the engine at {self._path} now serves other weights: start this gateway again")
+        self._base_sha256 = connection.info.base_sha256
         return connection
 
 

@@ -75,7 +75,7 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
     """Resolve the model to a version.
 
     If an alias stands for several versions, each `user` always gets the same version. Raises ModelNotFound,
-    InvalidRequest, PermissionDenied, Unavailable or DatabaseTrouble.
+    AdapterNotValidated, InvalidRequest, PermissionDenied, Unavailable or DatabaseTrouble.
     """
     recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
 

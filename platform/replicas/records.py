@@ -42,7 +42,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def base_fingerprint(ready: EngineReady) -> str:
     """Return a hash that is equal for engines with the same model, dtype, quantisation and page size."""
-    parts = (ready.model_sha256, ready.dtype, ready.quantization, ready.page_tokens)
+    parts = (ready.base_sha256, ready.dtype, ready.quantization, ready.page_tokens)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 

@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from loramux.adapter_store.registry.bases import Base
 from loramux.platform.grammars.keywords import JSON_SCHEMA_KEYWORDS
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.policies import QuotaPolicy
@@ -128,6 +129,9 @@ class GatewayMetrics:
         )
 
         self.validations = self._counter("loramux_validations", "Validated uploads, by outcome", "outcome")
+        self.base_versions = self._gauge(
+            "loramux_base_versions", "Ready versions by their verdict for the served base", "verdict"
+        )
         self.validation_seconds = self._histogram("loramux_validation_seconds", "Duration of a validation", SECONDS)
         self.admin_requests = self._counter("loramux_admin_requests", "Answered admin calls", "method", "status")
         self.admin_request_seconds = self._histogram(
@@ -139,12 +143,18 @@ class GatewayMetrics:
             (self.settled, ("completed", "aborted", "failed")),
             (self.tokens, ("prompt", "cached", "completion")),
             (self.validations, ("accepted", "rejected", "failed")),
+            (self.base_versions, ("ready", "rejected", "pending")),
             (self.peers, PEER_STATES),
             (self.forwarded, ("completed", "failed", "lost", "moved")),
             (self.replica_refusals, REPLICA_REFUSALS),
         ):
             for value in values:
                 family.labels(value)
+
+    def note_base_versions(self, base: Base) -> None:
+        self.base_versions.labels("ready").set(base.num_validated)
+        self.base_versions.labels("rejected").set(base.num_rejected)
+        self.base_versions.labels("pending").set(base.num_pending)
 
     def count_settlement(self, settlement: Settlement) -> None:
         self.settled.labels(settlement.status).inc()

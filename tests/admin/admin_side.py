@@ -15,6 +15,7 @@ from loramux.adapter_store.ingest.jobs import IngestJobs
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
@@ -91,6 +92,7 @@ def open_admin_side(
             tenants=Tenants(database),
             api_keys=ApiKeys(database, ADMIN_KEY),
             registry=registry,
+            bases=Bases(database),
             aliases=AdapterAliases(database),
             grants=AdapterGrants(database),
             version_states=VersionStates(database, registry),

@@ -22,8 +22,10 @@ from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import Settings
 from loramux.engine.config import EngineConfig
 from loramux.migrations.database import Database
+from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.threads import call_on
+from tests.platform.ready_adapters import add_ready_adapter
 
 
 def assembling(model: Path, tmp_path: Path, **given: str) -> AbstractContextManager[Assembled]:
@@ -78,8 +80,30 @@ def test_required_sandbox_applies_to_every_validation(
 ) -> None:
     with assembling(demo_base, tmp_path, sandbox=sandbox) as assembled:
         services = assembled.admin_app.state.services
-        assert services.ingest._processor._validator._validator._required == required
+        assert services.ingest._processor._validation.validator._validator._required == required
         assert services.self_check.is_sandbox_required is bool(required)
+
+
+def test_server_with_other_weights_serves_no_version_of_the_first(
+    demo_base: Path, tmp_path: Path, database_url: str
+) -> None:
+    other = shutil.copytree(demo_base, tmp_path / "other")
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-100] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    database = Database(database_url)
+    database.upgrade()
+    tenant = Tenants(database).create("acme")
+    add_ready_adapter(database, tenant.id, "support", ["1" * 64])
+    verdicts = []
+    for model in (demo_base, other, demo_base):
+        with assembling(model, tmp_path / f"data-{len(verdicts)}", database_url=database_url) as assembled:
+            found = assembled.gateway_app.state.services.resolver._registry.resolve("acme", "support")
+            assert found is not None
+            verdicts.append((assembled.base_id, found.base_verdict))
+    database.close()
+    assert [verdict for _, verdict in verdicts] == ["ready", "pending", "ready"]
+    assert verdicts[0][0] == verdicts[2][0] != verdicts[1][0]
 
 
 def test_empty_database_is_migrated(demo_base: Path, tmp_path: Path, database_url: str) -> None:

@@ -21,6 +21,8 @@ import httpx
 from sqlalchemy import func, select, text
 
 from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
+from loramux.adapter_store.registry.bases import Bases
+from loramux.engine.model.model_files import base_sha256
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
@@ -93,6 +95,8 @@ class GatewayLab:
         self._database_url, self._model = database_url, model
         self.database = Database(database_url)
         self.database.upgrade()
+        self._base_id = base_sha256(model)
+        Bases(self.database).register(self._base_id, "base")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), *sys.path])
         self._engine = self._start_engine(environment)
@@ -186,7 +190,7 @@ class GatewayLab:
         tenant = Tenants(self.database).create(slug)
         for name, template in LAB_ADAPTERS.items():
             files = None if template is None else {TEMPLATE_FILE: template.encode()}
-            add_ready_adapter(self.database, tenant.id, name, [digest_of(name)], files)
+            add_ready_adapter(self.database, tenant.id, name, [digest_of(name)], files, base_id=self._base_id)
         QuotaPolicies(self.database).set(tenant.id, TOKENS_PER_MONTH, 10**15)
         return tenant, ApiKeys(self.database).create(tenant.id, "key").secret
 

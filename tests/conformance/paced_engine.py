@@ -26,7 +26,7 @@ from loramux.engine.config import EngineConfig
 from loramux.engine.engine import Engine, Outbound
 from loramux.engine.grammars.vocabulary import load_vocabulary
 from loramux.engine.messages import Add, EngineReady, Finished, StepOutput
-from loramux.engine.model.model_files import model_sha256
+from loramux.engine.model.model_files import base_sha256, model_sha256
 from loramux.engine.server.process import EngineServer
 from loramux.engine.server.step_record import StepRecord
 from tests.conformance.drawn_requests import LAB_ADAPTERS
@@ -106,6 +106,7 @@ def main() -> None:
         device="cpu",
         dtype="float32",
         model_sha256=model_sha256(model),
+        base_sha256=base_sha256(model),
     )
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)

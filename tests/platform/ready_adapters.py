@@ -7,6 +7,7 @@ from sqlalchemy import insert
 
 from loramux.adapter_store.formats.further_files import FurtherFiles, version_digest
 from loramux.adapter_store.registry.aliases import change_alias
+from loramux.adapter_store.registry.bases import note_validated
 from loramux.adapter_store.registry.records import AliasTarget
 from loramux.adapter_store.registry.version_files import replace_further_files
 from loramux.migrations import schema
@@ -21,10 +22,12 @@ def add_ready_adapter(
     digests: list[str],
     files: Mapping[str, bytes] | None = None,
     invocation_tokens: Sequence[int] = (),
+    base_id: str | None = None,
 ) -> str:
     """Add an adapter with a ready version per digest, and return its identifier. The last version is the default.
 
-    `files` are the optional files of each version, by name; `invocation_tokens` activate each version.
+    `files` are the optional files of each version, by name; `invocation_tokens` activate each version. The
+    versions are valid for `base_id`.
     """
     further = FurtherFiles(files or {})
     adapter_id = new_id("ada")
@@ -51,6 +54,8 @@ def add_ready_adapter(
                 )
             )
             replace_further_files(connection, version_id, further)
+            if base_id is not None:
+                note_validated(connection, version_id, base_id, now_us=0)
         default = [AliasTarget(version_id, len(digests), 100)]
         change_alias(connection, adapter_id, "default", default, "system", "set", 0)
     return adapter_id

@@ -13,7 +13,7 @@ from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.admin.rest.access import Caller, Developer, PlatformAdmin, Services
 from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.adapters.versions import Number
-from loramux.admin.rest.adapters.warm_and_drain import WARM_TIMEOUT_S, load_charge
+from loramux.admin.rest.adapters.warm_and_drain import WARM_TIMEOUT_S, check_validated, load_charge
 from loramux.admin.rest.services import AdminServices
 from loramux.engine.messages import AdapterState
 from loramux.platform.engine_link.engine_client import EngineUnavailable
@@ -111,6 +111,7 @@ async def _find_ready(services: AdminServices, caller: Caller, adapter_id: str, 
     version = await _find(services, caller, adapter_id, number)
     if version.state != "ready":
         raise Conflict(f"version {number} is {version.state}", code="version_not_ready", param="version")
+    await check_validated(services, version)
     return version
 
 

@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterable
 
 import structlog
 
+from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.admin.rest.access import Caller
 from loramux.admin.rest.services import AdminServices
+from loramux.platform.accounts.model_names import AdapterNotValidated
 from loramux.platform.admission.records import LoadCharge
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import Unavailable
@@ -28,17 +30,26 @@ def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
     return LoadCharge(tenant_id=tenant_id, api_key_id=caller.principal.key_id, adapter_id=adapter_id)
 
 
+async def check_validated(services: AdminServices, version: AdapterVersion) -> None:
+    """Raise AdapterNotValidated if the version is not valid for the base that this server serves."""
+    verdict = await services.call(services.registry.base_verdict, version.id)
+    if verdict != "ready":
+        raise AdapterNotValidated(f"version {version.number}", verdict, "version")
+
+
 async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers: Collection[int]) -> None:
     """Load versions into the engine at the caller's expense. Versions that are not ready are skipped, because the route
     reports them.
 
-    Raises QuotaExceeded, or Unavailable if a load fails. Earlier versions may have been loaded by then.
+    Raises QuotaExceeded, AdapterNotValidated, or Unavailable if a load fails. Earlier versions may have been loaded by
+    then.
     """
     charge = load_charge(caller, adapter_id)
     for number in numbers:
         version = await services.call(services.registry.get_version, adapter_id, number)
         if version is None or version.state != "ready" or version.digest is None:
             continue
+        await check_validated(services, version)
         try:
             state = await services.loads.load(version.digest, charge, WARM_TIMEOUT_S)
         except TimeoutError:

@@ -109,6 +109,9 @@ def test_preloaded_version_appears_in_residency_and_jobs(loramux: Run, make_adap
     assert "pages are free" in shown
     assert loramux("residency", "--tier", "disk").exit_code == 0
     assert "does not share requests" in loramux("replicas").stdout
+    assert "validated" in loramux("bases", "list").stdout
+    unknown = loramux("bases", "rejected", "cafe")
+    assert (unknown.exit_code, "no base has" in unknown.stderr) == (1, True)
     alone = loramux("residency", "--all")
     assert (alone.exit_code, "--peer-address" in alone.stderr) == (1, True)
     assert printed_json(loramux("residency", "--tenant", "acme", "--json"))["data"][0]["is_pinned"] is True

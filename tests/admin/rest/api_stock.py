@@ -13,6 +13,8 @@ from tests.admin.metered_requests import begin_request
 
 ROLES = ("tenant:admin", "tenant:develop", "tenant:read")
 
+BASE_ID = "b" * 64
+
 
 class ApiStock:
     """A tenant with objects of every kind, and a second tenant that cannot see any of them.
@@ -53,7 +55,9 @@ class ApiStock:
             completion_nanos=2,
             effective_us=services.database.now_us() + 86_400_000_000,
         )
+        services.bases.register(BASE_ID, "the-base")
         return {
+            "base_id": BASE_ID,
             "tenant": "acme",
             "id_or_slug": "acme",
             "adapter_id": self.adapter.id,

@@ -113,6 +113,11 @@ def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, tmp
             assert joined.info.ran_at_death == ("doomed",)
             assert [len(engine._strikes) for engine in (local, joined)] == [1, 1]
             assert (await collect(joined, _another()))[1].reason == "length"
+
+            # A gateway checks adapters for the base that it first joined.
+            joined._base_sha256 = "0" * 64
+            with pytest.raises(JoinRefused, match="now serves other weights"):
+                await joined._join()
             await joined.close()
         assert not (tmp_path / "run" / "engine.sock").exists()
 

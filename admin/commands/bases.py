@@ -1,0 +1,61 @@
+"""`loramux bases`: the base models on one database, and the versions validated for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loramux.admin.commands.options import AsJson
+from loramux.admin.commands.output import Columns, connected, error_document, fail, print_list, time_in
+from loramux.admin.exit_codes import REFUSED
+
+if TYPE_CHECKING:
+    from loramux.admin.client.client import AdminClient
+
+app = typer.Typer(no_args_is_help=True, help="Show the base models on the database, and their versions.")
+
+NUM_SHOWN = 16
+"""Characters of a base's identifier in tables."""
+
+
+@app.command("list")
+def list_bases(as_json: AsJson = False) -> None:
+    """List the bases, and how many ready versions were validated for each."""
+    with connected(as_json) as client:
+        bases = client.get("bases")
+    columns: Columns = {
+        "base": lambda base: base["id"][:NUM_SHOWN] + (" (this server)" if base["is_own"] else ""),
+        "served name": "served_name",
+        "validated": "num_validated",
+        "rejected": "num_rejected",
+        "pending": "num_pending",
+        "first seen": time_in("created_at"),
+    }
+    print_list(bases, columns, as_json)
+
+
+@app.command()
+def rejected(
+    base: Annotated[str, typer.Argument(help="The start of the base's identifier.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """List the ready versions that were rejected for a base, newest first, with the reason."""
+    with connected(as_json) as client:
+        versions = client.whole_list(client.path("bases", _find(client, base, as_json), "rejected"))
+    columns: Columns = {
+        "version": lambda one: f"{one['tenant']}/{one['adapter']}@{one['version']}",
+        "code": "code",
+        "reason": "message",
+        "checked": time_in("checked_at"),
+    }
+    print_list(versions, columns, as_json)
+
+
+def _find(client: AdminClient, start: str, as_json: bool) -> str:
+    found: list[str] = [base["id"] for base in client.get("bases")["data"] if base["id"].startswith(start)]
+    if len(found) != 1:
+        reason = "several bases have" if found else "no base has"
+        message = f"{reason} an identifier that starts with {start!r}: see 'loramux bases list'"
+        fail(message, REFUSED, error_document(message, "base_not_found", "base") if as_json else None)
+    return found[0]

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from sqlalchemy import insert
+
+from loramux.admin.app import create_admin_app
+from loramux.migrations.schema import version_bases
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from tests.platform.ready_adapters import add_ready_adapter
+
+pytestmark = pytest.mark.anyio
+
+OLD, NEW = "a" * 64, "b" * 64
+
+
+@pytest.fixture
+async def operator(admin_side: AdminSide) -> AsyncIterator[httpx.AsyncClient]:
+    """An operator's client of a server of the new base. Of the old base's three versions, one was rejected."""
+    services = admin_side.services
+    tenant = services.tenants.create("acme")
+    adapter_id = add_ready_adapter(services.database, tenant.id, "support", ["1" * 64, "2" * 64, "3" * 64])
+    for base_id in (OLD, NEW):
+        services.bases.register(base_id, "llama")
+    services.registry.base_id = NEW
+    versions = {version.number: version.id for version in services.registry.list_versions(adapter_id, 3).data}
+    reason = {"code": "base_mismatch", "message": "too wide"}
+    verdict = {"base_id": NEW, "state": "rejected", "checked_us": 5_000_000, **reason}
+    with services.database.write() as connection:
+        connection.execute(insert(version_bases).values(version_id=versions[2], **verdict))
+        connection.execute(insert(version_bases).values(version_id=versions[1], base_id=NEW, state="ready"))
+    transport = httpx.ASGITransport(create_admin_app(services))
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin/admin/v1", headers=headers) as client:
+        yield client
+
+
+async def test_bases_are_listed_with_their_versions(operator: httpx.AsyncClient) -> None:
+    listed = (await operator.get("/bases")).json()["data"]
+    counts = [
+        (one["id"], one["is_own"], one["num_validated"], one["num_rejected"], one["num_pending"]) for one in listed
+    ]
+    assert counts == [(OLD, False, 3, 0, 0), (NEW, True, 1, 1, 1)]
+
+
+async def test_rejected_versions_are_listed_with_the_reason(operator: httpx.AsyncClient) -> None:
+    (found,) = (await operator.get(f"/bases/{NEW}/rejected")).json()["data"]
+    facts = {name: found[name] for name in ("tenant", "adapter", "version", "code", "message", "checked_at")}
+    assert facts == {
+        "tenant": "acme",
+        "adapter": "support",
+        "version": 2,
+        "code": "base_mismatch",
+        "message": "too wide",
+        "checked_at": 5,
+    }
+    assert (await operator.get(f"/bases/{OLD}/rejected")).json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("base_id", "status", "code"),
+    [("c" * 64, 404, "base_not_found"), ("short", 400, "invalid_value")],
+    ids=["unknown", "malformed"],
+)
+async def test_missing_bases_are_errors(operator: httpx.AsyncClient, base_id: str, status: int, code: str) -> None:
+    response = await operator.get(f"/bases/{base_id}/rejected")
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(("number", "says"), [(2, "is not valid"), (3, "not been validated yet")])
+@pytest.mark.parametrize("action", ["preload", "pin"])
+async def test_unvalidated_versions_are_not_loaded(
+    operator: httpx.AsyncClient, admin_side: AdminSide, number: int, says: str, action: str
+) -> None:
+    adapter = admin_side.services.registry.list_adapters(None, 1).data[0]
+    response = await operator.post(f"/adapters/{adapter.id}/versions/{number}/{action}")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (409, "adapter_not_validated")
+    assert says in error["message"]
+    assert admin_side.engine.resident == {}
