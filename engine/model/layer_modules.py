@@ -26,7 +26,7 @@ class Group(IntEnum):
 def attention_modules(
     attention: AttentionConfig, hidden_size: int, attending: Sequence[bool]
 ) -> list[tuple[Group, LinearShape]]:
-    """The projections of attention in the layers that have it according to `attending`."""
+    """The projections of attention in the layers that are marked in `attending`."""
     heads = list(zip(attention.layer_heads, attending, strict=True))
     q_out = [attention.num_heads * one.head_dim * has_attention for one, has_attention in heads]
     k_out = [
@@ -61,7 +61,7 @@ def feed_forward_modules(block: FeedForward, hidden_size: int, sizes: Sequence[i
 
 
 def router_modules(mixture: MixtureConfig, hidden_size: int, num_layers: int) -> list[tuple[Group, LinearShape]]:
-    """The linears that choose and weigh a layer's experts."""
+    """The router of a layer's experts and, if the shared expert has one, its gate."""
     found = []
     for router in mixture.router_linears(hidden_size):
         shape = router.in_features, router.out_features

@@ -60,9 +60,9 @@ class ModelConfig:
     hidden_size: int
     vocab_size: int
     max_model_len: int
-    """Largest number of tokens of a context by default."""
+    """Default limit on the tokens of a context."""
     stretched_model_len: int
-    """Largest number of tokens of a context that the operator can allow."""
+    """Highest limit on the tokens of a context that the operator can set."""
     dtype: str
     quantization: WeightFormat | None
     """Format of the stored weights, or None if they are floats."""
@@ -92,7 +92,7 @@ class ModelConfig:
     final_norm: str
     """Name of the norm after the last layer."""
     layer_input_size: int
-    """Size of an embedding that enters each layer, or 0 for no such embedding."""
+    """Size of an embedding that enters each layer, or 0 if there is none."""
     layer_input_vocab_size: int
     """Number of tokens with an embedding that enters each layer."""
     altup: AltUpConfig | None
