@@ -13,12 +13,12 @@ def host_features() -> frozenset[str]:
 
 
 def byte_products(features: Collection[str]) -> bool:
-    """True if this CPU multiplies bytes in one instruction, for activations of 8 bits."""
+    """True if one instruction of this CPU multiplies bytes and adds the products, as 8-bit activations require."""
     return ("avx512vnni" if "avx512f" in features else "avxvnni") in features and integer_products(features) is not None
 
 
 def bfloat16_products(features: Collection[str]) -> str | None:
-    """The instructions for products by bfloat16 weights, or None if they are computed in float32."""
+    """The instructions for products with bfloat16 weights, or None if they are computed in float32."""
     if "amx-bf16" in features:
         return "AMX"
     if "avx512bf16" in features:
@@ -28,7 +28,7 @@ def bfloat16_products(features: Collection[str]) -> str | None:
 
 
 def integer_products(features: Collection[str]) -> str | None:
-    """The instructions for products by weights of 8 and 4 bits, or None if such weights are dequantised."""
+    """The instructions for products with 8-bit and 4-bit weights, or None if such weights are dequantised."""
     if "avx512f" in features:
         if "avx512bw" not in features:
             return None

@@ -1,4 +1,4 @@
-"""Products of experts by weights of 8 and 4 bits, in one parallel loop over the panels of all chosen experts."""
+"""Products with the 8-bit and 4-bit weights of experts, in one parallel loop over the panels of all chosen experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLVM code for the innermost loop of products by quantised weights: a block of rows times a block of one panel.
+"""LLVM code for the innermost loop of products with quantised weights: a block of rows times a block of one panel.
 
 Up to 128 inputs are multiplied in integers: `x`, rounded to 16 or 8 bits, times the integers that the weight's codes
 represent. Sums of integers are exact, so every CPU and every number of rows produces the same bits. Only the sum of a

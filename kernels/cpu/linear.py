@@ -2,8 +2,8 @@
 
 Products with a bfloat16 weight use `amx.py` if the CPU has AMX and Linux lets the process use it, `avx512_bf16.py` if
 the CPU has AVX512_BF16, and oneDNN on an ARM CPU with bfloat16 instructions. Otherwise, this file computes them in
-float32 with AVX2 or AVX-512, still reading only two bytes per weight. `quantized_linear.py` multiplies by weights of
-8 and 4 bits.
+float32 with AVX2 or AVX-512, still reading only two bytes per weight. `quantized_linear.py` multiplies by 8-bit and
+4-bit weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ ROWS_HINT = 16
 
 
 class PackedLinear:
-    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`. Rows of `x` and `y` are contiguous, with any stride.
+    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`.
+
+    Each row of `x` and `y` is contiguous, and rows may be any distance apart.
 
     One copy of the weight `[out_features, in_features]` is kept, laid out for this CPU. If the weight is bfloat16 and
     the CPU multiplies bfloat16, `x` is rounded to bfloat16. A row's result is bitwise independent of the other rows,

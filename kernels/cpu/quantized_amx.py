@@ -1,4 +1,4 @@
-"""Products of many rows by a quantised weight with AMX, bitwise equal to the products of `quantized_linear`.
+"""Products of many rows with a quantised weight, computed with AMX. They are bitwise equal to `quantized_linear`'s.
 
 Tiles multiply 8-bit integers. Each 16-bit integer of `x` is therefore split into two: `256 * upper + lower`, where
 `upper` is signed and `lower` is not. Four tiles hold the sums of both halves for 16 rows and the 32 outputs of a panel
@@ -105,7 +105,7 @@ def _add_tiles(
 ) -> Any:
     """Write the sums of 16 rows and one block of `size` inputs to `sums`. `num_inputs` inputs fit into a tile.
 
-    `x` is the address of the upper halves; the lower halves are `lower` bytes behind them.
+    `x` is the address of the upper halves; the lower halves begin `lower` bytes after it.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -259,8 +259,8 @@ def multiply_code_tiles(
 ) -> None:
     """Compute `quantized_linear.multiply_codes` with tiles. `num_rows` is at least 1.
 
-    `halves` is scratch for the upper halves of `x`, `[whole tiles of rows, half_stride]` bytes, and `lower` bytes
-    behind it for the lower halves. `scratch` has `TILES_BYTES + SUMS_BYTES` for each thread.
+    `halves` is scratch for the upper halves of `x`, `[whole tiles of rows, half_stride]` bytes. Scratch of the same
+    size for the lower halves begins `lower` bytes after it. `scratch` has `TILES_BYTES + SUMS_BYTES` for each thread.
     """
     num_blocks = num_groups * group // block
     x_step, factor_step, y_step = 2 * rounded_stride, 8 * num_blocks, 4 * y_stride

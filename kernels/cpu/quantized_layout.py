@@ -51,7 +51,7 @@ class CodePanels:
     has_zeros: bool
     limit: int
     fits_tiles: bool
-    """True if all integers fit into 8 bits, as AMX needs, and `x` in 8 bits."""
+    """True if all integers fit into 8 bits, as products with AMX or with an 8-bit `x` require."""
 
 
 def pack_codes(weight: QuantizedWeight) -> CodePanels | None:

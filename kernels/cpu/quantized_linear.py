@@ -1,4 +1,4 @@
-"""Products by a quantised weight on a CPU, which read only the bytes of its codes and scales."""
+"""Products with a quantised weight on a CPU, which read only the bytes of its codes and scales."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Activations rounded to 16 or 8 bits, for products by quantised weights.
+"""Activations rounded to 16 or 8 bits, for products with quantised weights.
 
 The inputs of a row are divided into blocks. Each block has its own factor, so that its largest input becomes the
-largest integer. The error of an input is therefore at most `1 / (2 * limit)` of the largest input in its block; with
-the usual limit of 32767, that is less than rounding to bfloat16 does to the largest input. With 8 bits, the limit is
-127.
+largest integer. The error of an input is therefore at most `1 / (2 * limit)` of the largest input in its block. With
+the usual limit of 32767, this is less than the error of rounding the largest input to bfloat16. With 8 bits, the limit
+is 127.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compile every CPU kernel ahead of time, so that no server has to: `python -m loramux.kernels.cpu.warm`."""
+"""Compiles every CPU kernel ahead of time, so that no server has to: `python -m loramux.kernels.cpu.warm`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def warm_delta(kernels: CpuKernels, geometry: PageGeometry, batch: AttentionBatc
 
 def main() -> None:
     begin = time.perf_counter()
-    print("compiling the CPU kernels, one or two minutes unless they are already compiled ...", flush=True)
+    print("compiling the CPU kernels, which takes one or two minutes unless it has been done before ...", flush=True)
     for dtype in (torch.float32, torch.bfloat16):
         warm(dtype)
     current = cache_directory()
