@@ -8,6 +8,7 @@ for all rows.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,9 @@ _UPPER, _LOWER = 4, 5
 _CODES = 6
 
 
+@functools.cache
 def has_integer_tiles() -> bool:
+    # Without the cache, asking LLVM for the features would take as long as a small product.
     return "amx-int8" in cpu_features() and has_amx()
 
 
