@@ -29,9 +29,19 @@ def ports() -> tuple[int, int]:
 Demo = Callable[..., subprocess.Popen[str]]
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Interrupt a demo, so that it stops its server too. Kill it if it does not end."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
 @pytest.fixture
 def demo() -> Iterator[Demo]:
-    """Starts `loramux demo`. At the end of the test, a demo that still runs is killed."""
+    """Starts `loramux demo`. At the end of the test, a demo that still runs is stopped."""
     with ExitStack() as started:
 
         def start(*arguments: object) -> subprocess.Popen[str]:
@@ -44,7 +54,7 @@ def demo() -> Iterator[Demo]:
                     text=True,
                 )
             )
-            started.callback(process.kill)
+            started.callback(stop, process)
             return process
 
         yield start
