@@ -166,7 +166,7 @@ class SourceUnavailable(StoreError):
 
 
 class OriginalNotKept(StoreError):
-    """The version was created before loramux kept uploaded files."""
+    """The version was created before loramux began to keep uploaded files."""
 
 
 class FileNotFound(StoreError):

@@ -97,7 +97,7 @@ class ExpertLinear:
 class ExpertModules:
     """The linear layers of `num_experts` experts in `layers` (None: in all layers).
 
-    On the axis of modules, they follow all other modules, expert by expert. `router` is the module that chooses
+    Along the module axis, they follow all other modules, expert by expert. `router` is the module that chooses
     experts; adapters that were trained with transformers 5 call it `stacked_router`.
     """
 

@@ -53,7 +53,7 @@ class PackedAdapter:
 
 
 def needs_base(canonical: Path | bytes) -> bool:
-    """Return whether packing needs the base's weights, as for DoRA or for a whole weight of the embedding or head."""
+    """Return whether packing needs the base's weights: for DoRA, or for a complete embedding or head."""
     with CanonicalAdapter(canonical) as file:
         return _needs_base(file)
 

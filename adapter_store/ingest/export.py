@@ -102,7 +102,7 @@ class VersionExport:
                 config_key(version_id) if declared.name == CONFIG_FILE else header_key(version_id)
             )
         except BlobNotFound:
-            raise OriginalNotKept("the version was created before loramux kept uploaded files") from None
+            raise OriginalNotKept("the version was created before loramux began to keep uploaded files") from None
         if declared.name == CONFIG_FILE:
             return ExportedFile(declared, kept, None, None)
         return ExportedFile(declared, b"", KeptHeader.decode(kept), self._canonical(digest))

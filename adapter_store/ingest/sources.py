@@ -76,7 +76,7 @@ class AdapterSources:
     def open(self, url: str) -> Source:
         """Check a source again, because the allowed sources may have changed since it was recorded, and open it.
 
-        Raises UploadRefused, AdapterRejected if a hub's revision has moved, or SourceUnavailable.
+        Raises UploadRefused, SourceUnavailable, or, if the revision on the hub has moved, AdapterRejected.
         """
         location = HubLocation.parse(self.check(url))
         if location is not None:

@@ -50,7 +50,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """The process, the server's end of its standard input (a socket), and its standard error."""
+    """The process, our end of the socket that is its standard input, and its standard error."""
 
     process: subprocess.Popen[bytes]
     link: socket.socket

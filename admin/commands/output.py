@@ -29,7 +29,7 @@ Columns = Mapping[str, str | Callable[[dict[str, Any]], object]]
 
 @contextmanager
 def connected(as_json: bool) -> Iterator[AdminClient]:
-    """Connect to the configured server. A failed call prints a message and exits with an error code."""
+    """Connect to the configured server. If a call fails, print a message and exit with an error code."""
     from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
     from loramux.admin.commands.root import chosen_profile
 

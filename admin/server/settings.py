@@ -1,4 +1,4 @@
-"""Settings of a server or gateway: from flags, then `LORAMUX_*` variables, then a TOML file, then defaults."""
+"""Settings of a server or gateway. In order of precedence: flags, `LORAMUX_*` variables, a TOML file, defaults."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 
 FLUSH_BYTES = 256 << 20
-"""Bytes read between two replays: several times the L2 of any card, so that each replay reads its weights from
-memory.
+"""Bytes read between two replays: at least twice the L2 cache of any card in `CARDS`, so that each replay reads its
+weights from memory.
 """
 
 TINY_FLUSH_BYTES = 1 << 16

@@ -19,7 +19,10 @@ from benchmarks.peers.workload import (
 
 LOAD = Load(24, 8)
 LEAST_SHARE = 0.5
-"""Minimum share of equal answers. A peer with fewer runs another model or no adapters, so its speed is meaningless."""
+"""Minimum share of answers that equal the reference's.
+
+A peer with fewer runs another model or no adapters, so its speed is meaningless.
+"""
 
 TokenIds = tuple[tuple[int, ...], ...]
 

@@ -150,7 +150,10 @@ class Decoder:
 
     @property
     def module_groups(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """The indices of each group of `LayerGroups` on the axis of modules. A group that no layer has is empty."""
+        """For each group in `LayerGroups`, the indices of its modules along the module axis.
+
+        A group that no layer has is empty.
+        """
         return self._module_groups
 
     @property

@@ -122,7 +122,7 @@ class Mixture:
 
 
 def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup, first_expert: int) -> MixtureGroups:
-    """The groups of a mixture. `first_expert` is the index of expert 0's first module on the axis of modules."""
+    """The groups of a mixture. `first_expert` is the index of expert 0's first module along the module axis."""
     *gate_up, down = config.expert_linears(hidden_size)
     stride, size = len(gate_up) + 1, config.expert_size
     return MixtureGroups(

@@ -39,7 +39,7 @@ def make_coded_experts(
             return None
         if first is None:
             first, out_features = replace(packed, panels=panels.reshape(-1)), weight.shape[0]
-            # Allocated once, so that only one expert is in memory twice.
+            # Stacking the panels at the end would hold every expert in memory twice.
             panels = np.empty((num_experts, packed.panels.size), np.uint8)
         if packed.panels.size != panels.shape[1] or _traits(packed) != _traits(first):
             return None

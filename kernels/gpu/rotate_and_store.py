@@ -31,7 +31,7 @@ def rotate_and_store(
       the second, as `attention.py` reads them.
     - A row with a negative slot is padding; it is neither rotated nor stored.
     """
-    # Without k and v, the kernel reads neither.
+    # If k and v are None, empty views of q take their place. The kernel never reads them.
     keys, values = (q[:, :0] if rows is None else rows for rows in (k, v))
     _, num_q, head_dim = q.shape
     num_kv = keys.shape[1]

@@ -63,8 +63,8 @@ def sample_tokens(
       chosen token's weight is never 0.
 
     All tokens at distance `t` are kept, so top_k can keep more than k tokens if logits are equal. The CPU's sampler
-    sorts instead, and draws in order of likelihood when it truncates. A seed therefore reproduces its tokens only on
-    the same kind of device. A row's choice depends on that row alone.
+    sorts instead, and when it truncates, it draws in order of likelihood. A seed therefore reproduces its tokens only
+    on the same kind of device. A row's choice depends on that row alone.
 
     `logits` `[S, V]` float32, float16 or bfloat16, rows at any stride, columns contiguous; `temperature`, `top_p` (1:
     off, 0: only the most likely), `min_p` (0: off, at most 1), `uniform` (in [0, 1)) float32 `[S]`; `top_k` (0: off)

@@ -100,7 +100,7 @@ class Choice:
         return self._last((), finished.reason)
 
     def give_up(self) -> None:
-        """Record that the engine never reported the end. The prompt and the received tokens are charged."""
+        """Record that the engine never reported this choice's end. The prompt and the received tokens are charged."""
         self._is_given_up = True
 
     @property

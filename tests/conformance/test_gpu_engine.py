@@ -43,6 +43,8 @@ OUTER_PLANS = [
     AdapterPlan("both", 4, ["embed_tokens", "lm_head", "v_proj"], alpha=8.0, use_dora=True),
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+GRAPH_FAMILIES = ("llama", "gemma3", "qwen3-moe", "qwen3_5", "gemma4")
+"""One family for each kind of layer. How steps are captured does not depend on the family otherwise."""
 
 
 @pytest.fixture
@@ -55,6 +57,14 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     params=[pytest.param(family, marks=() if family == "llama" else pytest.mark.campaign) for family in FAMILIES],
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=() if family == "llama" else pytest.mark.campaign) for family in GRAPH_FAMILIES],
+)
+def graph_subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
 
 
@@ -181,23 +191,23 @@ def note_groups(executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch) -> set
 
 
 def test_adapters_of_few_modules_launch_nothing_for_the_others(
-    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    graph_subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assembled = subject.assemble(backend)
+    assembled = graph_subject.assemble(backend)
     recorder = Recorder(assembled.engine, monkeypatch)
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
     launched = note_groups(executor, monkeypatch)
-    config = ModelConfig.load(subject.directory)
+    config = ModelConfig.load(graph_subject.directory)
     layers = [config.layer_groups(layer) for layer in range(config.num_layers)]
     qkv, o, gate_up = ({groups[kind] for groups in layers} - {()} for kind in range(3))
     for wanted, num_tokens, expected in [([None, "r1"], 3, qkv), (["r31"], 1, qkv | o | gate_up)]:
         launched.clear()
-        asked = requests_of(subject, [(name, 1) for name in wanted], num_tokens=num_tokens)
+        asked = requests_of(graph_subject, [(name, 1) for name in wanted], num_tokens=num_tokens)
         recorder.by_sequence.clear()
         tokens_of(assembled.engine, [add for _, add in asked.values()])
         for sequence_id, (name, add) in asked.items():
-            assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+            assert_parity(graph_subject, name, add, recorder.by_sequence[sequence_id])
         assert launched == expected
     # Groups without modules are included.
     assert any(LayerGroups.QKV in shape.groups and LayerGroups.O not in shape.groups for shape in executor._graphs)
@@ -206,23 +216,23 @@ def test_adapters_of_few_modules_launch_nothing_for_the_others(
 
 @pytest.mark.campaign
 def test_a_long_prompt_is_taken_in_large_segments(
-    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    graph_subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assembled = subject.assemble(backend, max_batch_tokens=256, max_sequences=8)
+    assembled = graph_subject.assemble(backend, max_batch_tokens=256, max_sequences=8)
     recorder = Recorder(assembled.engine, monkeypatch)
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
-    asked = requests_of(subject, [("r3", 150), ("by-layer", 7)], num_tokens=1)
+    asked = requests_of(graph_subject, [("r3", 150), ("by-layer", 7)], num_tokens=1)
     tokens_of(assembled.engine, [add for _, add in asked.values()])
     for sequence_id, (name, add) in asked.items():
-        assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+        assert_parity(graph_subject, name, add, recorder.by_sequence[sequence_id])
     assert LARGE_SEGMENT_ROWS in {shape.segment_rows for shape in executor._has_run}
     assembled.adapters.close()
 
 
-def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_of_few_modules_drop_no_graphs(graph_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = plain_backend(HostAccelerator(), compiles=True)
-    assembled = subject.assemble(backend, max_batch_tokens=16, max_sequences=1)
+    assembled = graph_subject.assemble(backend, max_batch_tokens=16, max_sequences=1)
     recorder = Recorder(assembled.engine, monkeypatch)
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
@@ -231,11 +241,11 @@ def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pyt
     for room in (0, 1):
         executor._max_graphs = len(warmed) + room
         launched.clear()
-        asked = requests_of(subject, [("r1", 1)], num_tokens=4)
+        asked = requests_of(graph_subject, [("r1", 1)], num_tokens=4)
         recorder.by_sequence.clear()
         tokens_of(assembled.engine, [add for _, add in asked.values()])
         for sequence_id, (name, add) in asked.items():
-            assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+            assert_parity(graph_subject, name, add, recorder.by_sequence[sequence_id])
         assert set(executor._graphs) >= warmed
         assert len(executor._graphs) == len(warmed) + room
     # There was room for one more graph, so the new shape was captured at its first decode.
@@ -244,13 +254,13 @@ def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pyt
     assert LayerGroups.QKV in narrow.groups
     assert LayerGroups.O not in narrow.groups
     assert narrow.is_decode
-    config = ModelConfig.load(subject.directory)
+    config = ModelConfig.load(graph_subject.directory)
     assert launched == {config.layer_groups(layer)[0] for layer in range(config.num_layers)}
     assembled.adapters.close()
 
 
 def test_a_shape_whose_capture_fails_runs_uncaptured(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    graph_subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class RefusingAccelerator(HostAccelerator):
         num_captures = 0
@@ -260,14 +270,14 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
             raise RuntimeError("operation not permitted when stream is capturing")
 
     accelerator = RefusingAccelerator()
-    assembled = subject.assemble(plain_backend(accelerator), max_batch_tokens=16, max_sequences=4)
+    assembled = graph_subject.assemble(plain_backend(accelerator), max_batch_tokens=16, max_sequences=4)
     recorder = Recorder(assembled.engine, monkeypatch)
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
-    asked = requests_of(subject, [(None, 1), ("r3", 3)], num_tokens=6)
+    asked = requests_of(graph_subject, [(None, 1), ("r3", 3)], num_tokens=6)
     tokens_of(assembled.engine, [add for _, add in asked.values()])
     for sequence_id, (name, add) in asked.items():
-        assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+        assert_parity(graph_subject, name, add, recorder.by_sequence[sequence_id])
     assert executor.num_graphs == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "runs without a graph" in line]
     assert len(told) == accelerator.num_captures == len(executor._uncapturable) > 0, "each shape is tried once"
@@ -275,7 +285,7 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
     assembled.adapters.close()
 
 
-def test_the_memory_that_captures_take_is_counted(subject: Subject) -> None:
+def test_the_memory_that_captures_take_is_counted(graph_subject: Subject) -> None:
     class SmallAccelerator(HostAccelerator):
         """A device with its own memory, where each captured step takes 3 MiB."""
 
@@ -288,29 +298,33 @@ def test_the_memory_that_captures_take_is_counted(subject: Subject) -> None:
             self.free -= 3 << 20
             return step
 
-    assembled = subject.assemble(plain_backend(SmallAccelerator(), compiles=True), max_batch_tokens=16, max_sequences=4)
+    assembled = graph_subject.assemble(
+        plain_backend(SmallAccelerator(), compiles=True), max_batch_tokens=16, max_sequences=4
+    )
     num_decodes = sum(shape.is_decode for shape in reachable_shapes(16, 4))
     graphs = assembled.engine.stats(StatsRequest(call_id="")).graphs
     assert (graphs.num_graphs, graphs.num_bytes) == (num_decodes, num_decodes * (3 << 20))
     assembled.adapters.close()
 
 
-def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    assembled = subject.assemble(plain_backend(HostAccelerator()), max_batch_tokens=16, max_sequences=4)
+def test_the_graph_that_was_replayed_longest_ago_is_dropped(
+    graph_subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled = graph_subject.assemble(plain_backend(HostAccelerator()), max_batch_tokens=16, max_sequences=4)
     recorder = Recorder(assembled.engine, monkeypatch)
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
     executor._max_graphs = 2
     # Sequences end one after another, so that decodes have several sizes. The adapter adds more shapes.
     for name in ("r3", None, "r3"):
-        asked = requests_of(subject, [(name, 1), (None, 2), (None, 3), (None, 4)])
+        asked = requests_of(graph_subject, [(name, 1), (None, 2), (None, 3), (None, 4)])
         adds = [
             (owner, structs.replace(add, max_tokens=3 + 2 * place)) for place, (owner, add) in enumerate(asked.values())
         ]
         recorder.by_sequence.clear()
         tokens_of(assembled.engine, [add for _, add in adds])
         for adapter, add in adds:
-            assert_parity(subject, adapter, add, recorder.by_sequence[add.sequence_id])
+            assert_parity(graph_subject, adapter, add, recorder.by_sequence[add.sequence_id])
         assert executor.num_graphs == 2
     assert len(executor._has_run) > 2
     assembled.adapters.close()

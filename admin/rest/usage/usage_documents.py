@@ -1,4 +1,4 @@
-"""The models of reports and ledger entries, for the OpenAPI document."""
+"""Response models of usage reports and ledger entries, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UsageTotal(TypedDict):
 
 
 class UsageBucket(TypedDict):
-    """The sums of one span of time, [start_time, end_time)."""
+    """The usage totals of one interval, [start_time, end_time)."""
 
     object: Literal["bucket"]
     start_time: int
@@ -68,7 +68,7 @@ class CostsTotal(TypedDict):
 
 
 class CostsBucket(TypedDict):
-    """The sums of one span of time, [start_time, end_time)."""
+    """The usage totals of one interval, [start_time, end_time)."""
 
     object: Literal["bucket"]
     start_time: int
