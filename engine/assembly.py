@@ -215,7 +215,7 @@ def assemble_engine(
         dtype=dtype,
         quantization=_quantization(config, model),
         model_sha256=model_sha256(Path(config.model_dir)),
-        base_sha256=base_sha256(Path(config.model_dir)),
+        base_sha256=base_sha256(Path(config.model_dir)) if weights is None else "",
         ran_at_death=config.ran_at_death,
     )
     return AssembledEngine(engine, adapters, grammars, stager, views, ready)

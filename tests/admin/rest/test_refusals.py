@@ -79,7 +79,7 @@ CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
     ),
     "a body larger than 64 KiB": lambda caller: caller.post("/tenants", {"slug": "x" * 70_000}),
     "a body that does not arrive completely": Caller.slow,
-    "a change without `If-Match`": lambda caller: caller.rename(),
+    "a PATCH without `If-Match`": lambda caller: caller.rename(),
     "a change with an outdated `If-Match`": lambda caller: caller.rename(if_match='"0123456789abcdef"'),
     "an `Idempotency-Key` reused with another body": Caller.repeat,
     "revoking the platform's last administrator key": lambda caller: caller.delete(f"/api_keys/{caller.key_id}"),
