@@ -96,7 +96,7 @@ class Format:
 
 
 class RoundingLinear:
-    """A linear of a format's dequantised weights, whose inputs are rounded as in the format's products."""
+    """A linear layer with a format's dequantised weights. It rounds its input as the format's own kernels do."""
 
     def __init__(self, form: Format, linear: Linear) -> None:
         self._form = form

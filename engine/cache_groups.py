@@ -152,8 +152,9 @@ def uneven_layout(windows: Sequence[int | None], widths: Sequence[int], sources:
     """The layout for layers whose K and V differ in size, or that read the K and V of another layer.
 
     `windows` contains None for windows that cover every context. `widths` contains the number of elements of a token's
-    K in each layer. The largest width is a multiple of every width, and at most two combinations of width and window
-    occur. A layer reads the K and V of layer `sources[layer]`, which is the layer itself unless it has no K and V.
+    K in each layer. The largest width must be a multiple of every width, and there must be at most two combinations of
+    width and window. A layer reads the K and V of layer `sources[layer]`, which is the layer itself
+    unless it has no K and V.
     """
     num_layers = len(windows)
     kinds: dict[tuple[int, int | None], list[int]] = {}

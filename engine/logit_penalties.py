@@ -54,7 +54,7 @@ class LogitPenalties:
         self._num_marked = 0
 
     def marks(self, num_chosen: int) -> TokenMarks:
-        """Marks of the prompt and the first `num_chosen` new tokens, which must be committed or noted already."""
+        """The marks for the prompt and the first `num_chosen` new tokens, which must already be committed or noted."""
         if self._marks is None or self._num_marked > num_chosen:
             self._marks = TokenMarks(self._tokens[: self._num_prompt])
             self._num_marked = 0

@@ -23,7 +23,7 @@ class Failpoint(StrEnum):
     FILES_FETCHED = "files fetched"
     VALIDATED = "validated"
     ACCEPTED = "accepted"
-    """The row now has its digest. No permanent blob is stored before this point."""
+    """The version's row now has its digest. No permanent blob is stored before this point."""
     CONFIG_KEPT = "configuration kept"
     HEADER_KEPT = "header kept"
     CANONICAL_STORED = "canonical file stored"

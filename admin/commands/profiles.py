@@ -74,7 +74,7 @@ def use(name: Name, as_json: AsJson = False) -> None:
 
 @app.command()
 def remove(name: Name, as_json: AsJson = False) -> None:
-    """Remove a profile and its key from the file. The key stays valid on its server."""
+    """Remove a profile and its key from the profile file. The key stays valid on its server."""
     from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):

@@ -68,7 +68,7 @@ def _verb(path: str, what: str, amounts: Sequence[str], drawn: Sequence[str]) ->
 
 
 def _report(path: str, chosen: Format, **params: Any) -> Document | None:
-    """Fetch a report. Return it if it is to be shown as a table, otherwise print it and return None."""
+    """Fetch a report. Return it if it will be shown as a table. Otherwise, print it and return None."""
     with connected(chosen is Format.JSON) as client:
         if chosen in (Format.CSV, Format.NDJSON):
             print(client.get_text(path, **params, format=chosen.value), end="")

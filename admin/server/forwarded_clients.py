@@ -24,7 +24,7 @@ class ForwardedClients:
         self._proxies = proxies
         self._max_per_address = max_per_address
         self._on_refusal = on_refusal
-        # Requests in progress by client address. Addresses without requests are removed.
+        # The number of requests in progress for each client address. Addresses without requests are removed.
         self._num_running: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,7 +21,7 @@ SMALL = Model(4, 512, 1024, 8, 2, 64, 2048)
 TINY = Model(1, 64, 64, 2, 1, 16, 64)
 
 WEIGHTS = RandomWeights(torch.device("cpu"), torch.float32)
-"""Weights for both engines, generated on the CPU because generators on other devices return different numbers."""
+"""Weights for both engines, generated on the CPU because generators on other devices produce different numbers."""
 
 TOLERANCE = 1e-3
 """Largest accepted difference of float32 log-probabilities. Tokens may differ if the two likeliest are this close."""

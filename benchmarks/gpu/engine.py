@@ -1,4 +1,4 @@
-"""A whole in-process engine that records its steps."""
+"""A complete in-process engine that records its steps."""
 
 from __future__ import annotations
 

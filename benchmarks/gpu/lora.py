@@ -235,7 +235,7 @@ def _timed(
 
 
 def launches_of(model: Model) -> int:
-    """Launches in a step: a shrink and an expand for each group in each layer."""
+    """Number of kernel launches in a step: one shrink and one expand for each group in each layer."""
     return 2 * len(model.groups) * model.num_layers
 
 

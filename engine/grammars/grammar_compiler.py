@@ -94,7 +94,7 @@ class GrammarCompiler:
             self._thread = self._start()
 
     def poll(self) -> set[Grammar]:
-        """Update the grammars that were compiled or have failed since the last call, and return them."""
+        """Update the grammars that have compiled or failed since the last call, and return them."""
         if not self._waiting:
             return set()
         with self._lock:

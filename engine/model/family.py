@@ -86,7 +86,7 @@ class Family:
     """The field that lists each layer's theta, or 0 for no rotation."""
     mixture: MixtureTraits | None = None
     gates_attention: bool = False
-    """True if the query projection also yields a gate for each output of attention."""
+    """True if the query projection also yields a gate for each element of attention's output."""
     has_delta_layers: bool = False
     """True if `layer_types` may name layers with a gated delta rule."""
     has_chunks: bool = False

@@ -67,8 +67,8 @@ def lora_gather(pool: PoolViews, tokens: torch.Tensor, call: LoraCall, planes: t
       stored.
     - `tokens` int32 or int64 `[T]`, contiguous, in `[0, in_features)` for rows listed by a segment.
     - `call` as for `lora_shrink`, except that `call.group` is one embedding.
-    - `planes` float32 `[1, T, 1, max_rank]`, last axis contiguous. Listed rows are written up to `rank`; nothing else
-      is written, and nothing is read.
+    - `planes` float32 `[1, T, 1, max_rank]`, last axis contiguous. Only the first `rank` elements of listed rows are
+      written, and `planes` is never read.
 
     The call allocates nothing and does not wait for the device.
     """

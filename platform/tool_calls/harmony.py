@@ -98,7 +98,7 @@ class Harmony:
 
     @staticmethod
     def of(token_id_of: Callable[[str], int | None], spelled: Callable[[int], bytes]) -> Harmony | None:
-        """Return None if a marker is not a special token of the model."""
+        """Return None if any marker is not one of the model's special tokens."""
         ids = {marker: token_id for marker in MARKERS if (token_id := token_id_of(marker)) is not None}
         return Harmony(ids, spelled) if len(ids) == len(MARKERS) else None
 

@@ -103,7 +103,7 @@ MEANINGS = {
     "engine": "Socket of a running server's engine, which the server prints; for `loramux gateway` only.",
     "reuse_port": "Share `port` with other gateways on this host; each of them needs this setting.",
     "spool_bytes": "Maximum disk space for settlements that wait while the database is unavailable.",
-    "drain_s": "Longest time for running requests to finish after the first Ctrl-C or SIGTERM, in seconds.",
+    "drain_s": "Time that running requests have to finish after the first Ctrl-C or SIGTERM, in seconds.",
     "engine_step_timeout_s": "Longest duration of a step, in seconds; an engine that exceeds it is considered hung and "
     "restarted.",
 }

@@ -26,8 +26,8 @@ from loramux.adapter_store.formats.quantization.weight_format import (
 class GptqFormat:
     """`qweight` int32 `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]` and `scales` `[groups, out]`.
 
-    `g_idx` int32 `[in]` contains the group of each input. With act-order, the groups can be in any order. The first
-    version of the format stores each zero point minus 1.
+    `g_idx` int32 `[in]` contains the group of each input. With act-order, the inputs of a group can be
+    anywhere in the row. The first version of the format stores each zero point minus 1.
     """
 
     bits: int

@@ -32,9 +32,7 @@ def grouped_scales(
     if scales.size == out_features:
         return scales.reshape(out_features, 1)
     if scales.ndim != 2 or scales.shape[0] != out_features or in_features % scales.shape[1]:
-        raise parts.wrong(
-            suffix, f"has shape {list(scales.shape)}, which does not divide a weight of shape {list(shape)}"
-        )
+        raise parts.wrong(suffix, f"has shape {list(scales.shape)}, which does not fit a weight of shape {list(shape)}")
     return scales
 
 

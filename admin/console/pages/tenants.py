@@ -92,12 +92,12 @@ async def confirm_state(visit: Visit) -> Response:
         f"{slug} is active, with {_some(keys, 'usable key')}",
         f"{slug} is suspended: its keys are refused",
     )
+    kept = f" Running requests finish, and other tenants can still call the adapters that {slug} has granted them."
     return Confirmation(
         title=f"Suspend {slug}" if is_active else f"Resume {slug}",
         before=active if is_active else suspended,
         after=suspended if is_active else active,
-        affects=f"Callers of {slug} and its users in this console, within five seconds. Running requests finish; other "
-        "tenants can still call adapters that were granted to them.",
+        affects=f"Callers of {slug} and its users in this console, within five seconds.{kept if is_active else ''}",
         undo="One click on the tenant's page. Keys, adapters, quotas and usage stay as they are.",
         verb=f"Suspend {slug}" if is_active else f"Resume {slug}",
         path=f"/tenants/{slug}",
