@@ -53,7 +53,7 @@ CASES: list[tuple[str, Change, str]] = [
     ("fp8-blocks", drop(".weight_scale_inv"), "no tensor model.layers.0.self_attn.q_proj.weight_scale_inv"),
     ("fp8-blocks", fill(".weight", NAN), "weight contains NaN"),
     ("fp8-blocks", put(".weight_scale", torch.ones(1)), "two scale tensors"),
-    ("fbgemm-fp8", put(".weight_scale", torch.ones(200, 3)), "does not divide"),
+    ("fbgemm-fp8", put(".weight_scale", torch.ones(200, 3)), "does not fit a weight"),
     ("ct-w8a8", fill(".weight_scale", NAN), "not finite"),
     ("ct-w8a8", put(".weight_scale", torch.ones(200, 2)), "has 2 groups"),
     (
@@ -61,7 +61,7 @@ CASES: list[tuple[str, Change, str]] = [
         put(".weight", torch.zeros(200, 256).to(torch.float8_e4m3fn)),
         "is fp8, but quantization_config says int8",
     ),
-    ("ct-w4a16", put(".weight_scale", torch.ones(200, 5)), "does not divide"),
+    ("ct-w4a16", put(".weight_scale", torch.ones(200, 5)), "does not fit a weight"),
     ("ct-w4a16", put(".weight_scale", torch.ones(200, 8)), "has 8 groups, but groups of 64 of 256 inputs"),
     ("ct-w4a16", put(".weight_shape", torch.tensor([200, 250])), "says [200, 250], but [200, 256] weights are packed"),
     ("ct-w4a16", drop(".weight_shape"), "no tensor"),
