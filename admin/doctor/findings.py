@@ -18,7 +18,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `message` says what was found, and `mend` how to fix it, or None."""
+    """The result of one check. `message` describes the finding. `mend` tells how to fix it, or is None."""
 
     check: str
     grade: Grade

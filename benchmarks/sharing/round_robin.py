@@ -49,7 +49,7 @@ THROUGHPUT_GOAL, FIRST_TOKEN_GOAL = 2.0, 0.5
 
 @dataclass(slots=True)
 class Rounds:
-    """What was measured of one variant at one popularity. Loads and their stages are those of both measurements."""
+    """The measurements of one variant at one popularity. `num_loads` and `stage_s` cover both loops."""
 
     tokens_s: list[float] = field(default_factory=list)
     requests_s: list[float] = field(default_factory=list)

@@ -191,23 +191,23 @@ def note_groups(executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch) -> set
 
 
 def test_adapters_of_few_modules_launch_nothing_for_the_others(
-    graph_subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assembled = graph_subject.assemble(backend)
+    assembled = subject.assemble(backend)
     recorder = Recorder(assembled.engine, monkeypatch)
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
     launched = note_groups(executor, monkeypatch)
-    config = ModelConfig.load(graph_subject.directory)
+    config = ModelConfig.load(subject.directory)
     layers = [config.layer_groups(layer) for layer in range(config.num_layers)]
     qkv, o, gate_up = ({groups[kind] for groups in layers} - {()} for kind in range(3))
     for wanted, num_tokens, expected in [([None, "r1"], 3, qkv), (["r31"], 1, qkv | o | gate_up)]:
         launched.clear()
-        asked = requests_of(graph_subject, [(name, 1) for name in wanted], num_tokens=num_tokens)
+        asked = requests_of(subject, [(name, 1) for name in wanted], num_tokens=num_tokens)
         recorder.by_sequence.clear()
         tokens_of(assembled.engine, [add for _, add in asked.values()])
         for sequence_id, (name, add) in asked.items():
-            assert_parity(graph_subject, name, add, recorder.by_sequence[sequence_id])
+            assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
         assert launched == expected
     # Groups without modules are included.
     assert any(LayerGroups.QKV in shape.groups and LayerGroups.O not in shape.groups for shape in executor._graphs)
@@ -216,16 +216,16 @@ def test_adapters_of_few_modules_launch_nothing_for_the_others(
 
 @pytest.mark.campaign
 def test_a_long_prompt_is_taken_in_large_segments(
-    graph_subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assembled = graph_subject.assemble(backend, max_batch_tokens=256, max_sequences=8)
+    assembled = subject.assemble(backend, max_batch_tokens=256, max_sequences=8)
     recorder = Recorder(assembled.engine, monkeypatch)
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
-    asked = requests_of(graph_subject, [("r3", 150), ("by-layer", 7)], num_tokens=1)
+    asked = requests_of(subject, [("r3", 150), ("by-layer", 7)], num_tokens=1)
     tokens_of(assembled.engine, [add for _, add in asked.values()])
     for sequence_id, (name, add) in asked.items():
-        assert_parity(graph_subject, name, add, recorder.by_sequence[sequence_id])
+        assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
     assert LARGE_SEGMENT_ROWS in {shape.segment_rows for shape in executor._has_run}
     assembled.adapters.close()
 
