@@ -8,10 +8,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 KERNEL_FILES = (
-    *(f"gpu/test_{name}.py" for name in ("attention", "fused", "lora", "sampling", "layer_step")),
-    *(f"test_{name}.py" for name in ("attention", "fused", "lora", "outer")),
+    *(
+        f"gpu/test_{name}.py"
+        for name in ("attention", "fused", "lora", "sampling", "layer_step", "adapter_pairs", "coded_products")
+    ),
+    *(
+        f"test_{name}.py"
+        for name in (
+            "attention", "fused", "lora", "outer", "delta", "experts", "coded_experts", "expert_adapters", "routing",
+            "trained_rows",
+        )
+    ),
+)  # fmt: skip
+ENGINE_FILES = (
+    "engine/execution/test_device_sampler.py",
+    "engine/execution/test_sampling_extremes.py",
+    "engine/test_logit_penalties.py",
+    "conformance/test_gpu_engine.py",
+    "conformance/test_added_tokens.py",
+    "conformance/test_prompt_logprobs.py",
+    "conformance/test_token_rules.py",
+    # The other tests of these files do not use a GPU.
+    "conformance/test_activated.py::test_a_mixed_batch_on_the_gpu_path_equals_peft",
+    "conformance/test_expert_adapters.py::test_the_gpu_path_equals_the_references",
+    "conformance/test_quantized_bases.py::test_a_gpu_keeps_the_codes_of_every_layout",
+    "conformance/test_quantized_experts.py::test_experts_are_served_from_their_codes",
+    "conformance/test_trained_rows.py::test_the_gpu_path_equals_peft",
 )
-ENGINE_FILES = ("engine/execution/test_device_sampler.py", "conformance/test_gpu_engine.py")
 REGISTRATION_FILES = ("engine/device/test_cuda.py",)
 
 SANITIZER = "compute-sanitizer"

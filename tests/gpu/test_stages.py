@@ -22,9 +22,9 @@ from functools import partial
 from importlib.machinery import PathFinder
 
 ABSENT = {
-    "alembic", "authlib", "boto3", "cryptography", "fastapi", "hypothesis", "joserfc", "moto", "numba", "openai",
-    "prometheus_client", "psycopg", "pydantic_settings", "pytest_timeout", "schemathesis", "sqlalchemy", "starlette",
-    "structlog", "uvicorn", "xdist", "zmq",
+    "alembic", "authlib", "boto3", "cryptography", "fastapi", "joserfc", "moto", "openai", "prometheus_client",
+    "psycopg", "pydantic_settings", "pytest_timeout", "schemathesis", "sqlalchemy", "starlette", "structlog", "uvicorn",
+    "xdist", "zmq",
 }
 find_spec = PathFinder.find_spec
 # Pytest keeps it as an attribute of a class, where a function would become a method.
@@ -63,12 +63,8 @@ def test_gpu_tests_import_only_required_packages(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_all_stages_pass_in_the_interpreter(tmp_path: Path) -> None:
     done, results = rehearse(tmp_path, "--seconds", "3000")
-    assert done.returncode in (0, 1), done.stderr
-    # The run requires numba, which is hidden.
-    assert results["versions"]["outcome"] == "failed"
-    assert results["versions"]["processes"][0]["output"].splitlines()[-1].startswith("numba cannot be imported")
+    assert done.returncode == 0, done.stdout + done.stderr
     assert list(results) == [stage.name for stage in STAGES]
-    assert {name for name, one in results.items() if one["outcome"] != "passed"} == {"versions"}, done.stdout
     calls = (tmp_path / "compute-sanitizer.calls").read_text().splitlines()
     assert [call.split()[:3] for call in calls] == [
         ["1", "--tool", "memcheck"],

@@ -13,7 +13,19 @@ from benchmarks.gpu.machine import describe
 from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.kernels.gpu.capability import MIN_CAPABILITY
 
-NEEDED = ("torch", "triton", "numba", "numpy", "safetensors", "msgspec", "transformers", "peft", "pytest")
+NEEDED = (
+    "torch",
+    "triton",
+    "numba",
+    "numpy",
+    "safetensors",
+    "msgspec",
+    "llguidance",
+    "transformers",
+    "peft",
+    "pytest",
+    "hypothesis",
+)
 TOOLS = ("compute-sanitizer", "ncu", "nvcc", "nvidia-smi")
 
 
