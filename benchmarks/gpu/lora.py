@@ -177,10 +177,11 @@ def _timed(
     assert bench.ceilings is not None
     case, model = batch.case, batch.model
     replays = {}
+    # A graph does not keep the tensors that it writes alive.
+    outputs = {name: batch.outputs() for name in ways}
     for name, way in ways.items():
-        ys = batch.outputs()
 
-        def step(launch: LayerLaunch = way.launch, ys: list[torch.Tensor] = ys) -> None:
+        def step(launch: LayerLaunch = way.launch, ys: list[torch.Tensor] = outputs[name]) -> None:
             for layer in range(model.num_layers):
                 launch(layer, ys)
 
