@@ -67,7 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_tier_bytes: int = 16 << 30
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    pdl: bool = False
+    pdl: bool = True
     """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
     num_loaders: int = 4
     """Number of adapters that the staging process loads in parallel, each on its own thread."""

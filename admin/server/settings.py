@@ -168,7 +168,7 @@ class Settings(DataSettings):
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
     num_threads: Annotated[int, Field(ge=1)] | None = None
-    pdl: bool = False
+    pdl: bool = True
     """Overlap launches of LoRA kernels (programmatic dependent launch), on GPUs of compute capability 9.0 or later."""
     disk_tier_dir: Path | None = None
     """Directory of the disk tier; by default in the data directory. Servers on one host can share a disk tier, but not

@@ -116,8 +116,8 @@ def step(bench: Bench) -> Iterator[Need]:
     if bench.has_pdl:
         # The first case runs again on another engine, with overlapping launches and a pool that is no larger.
         again = needs[0]
-        programs = frozenset(f"pdl {one}" for one in again.programs if one.startswith(LORA_KERNELS))
-        yield replace(again, case=f"{again.case}, pdl", seconds=start_s + again.seconds, programs=programs)
+        programs = frozenset(f"no pdl {one}" for one in again.programs if one.startswith(LORA_KERNELS))
+        yield replace(again, case=f"{again.case}, no pdl", seconds=start_s + again.seconds, programs=programs)
     yield engine.compiling()
 
 

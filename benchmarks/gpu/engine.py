@@ -197,7 +197,7 @@ class RunningEngine:
         return answers
 
 
-def device_backend(bench: Bench, pdl: bool = False) -> Backend:
+def device_backend(bench: Bench, pdl: bool = True) -> Backend:
     """The GPU backend or, in a tiny run, the GPU kernels in Triton's interpreter.
 
     Kernels are compiled on first launch. An engine normally compiles every shape when it starts, but a part needs only

@@ -36,8 +36,8 @@ def describe() -> dict[str, str | int | float]:
     root = str(Path(__file__).parents[2])
     commit = _output(["git", "-C", root, "rev-parse", "--short=12", "HEAD"])
     changes = "+changes" if commit and _output(["git", "-C", root, "status", "--porcelain"]) else ""
-    # A copy of the tree without .git gets the commit from the environment.
-    found["commit"] = commit + changes if commit else os.environ.get("LORAMUX_COMMIT", "unknown")
+    # A copy of the tree may have no .git, or that of another commit.
+    found["commit"] = os.environ.get("LORAMUX_COMMIT") or (commit + changes if commit else "unknown")
     return found
 
 

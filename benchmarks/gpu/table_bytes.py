@@ -170,8 +170,14 @@ def _multiply_codes(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     num_tiles = int(-(-counts // a["ROWS"]).sum())
     x, y = (int(counts.sum()) * size * a["x_ptr"].itemsize for size in (a["IN"], a["OUT"]))
     blocks = math.ceil(a["OUT"] / a["BLOCK_N"])
+    y *= launch.grid[2] * FLOAT / a["x_ptr"].itemsize if a["IS_SPLIT"] else 1
     least = int((counts > 0).sum()) * weights + x / a["PAIRS_PER_ROW"] + y
     return Bytes(least, num_tiles * weights + blocks * x + y)
+
+
+def _sum_splits(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    return once(launch.grid[0] * a["OUT"] * (a["num_splits"] * FLOAT + a["y_ptr"].itemsize))
 
 
 def _sum(launch: TritonLaunch, step: RecordedStep) -> Bytes:
@@ -197,13 +203,17 @@ def _tiles(arguments: dict[str, Any], step: RecordedStep) -> Iterator[tuple[int,
 
 def _splits_used(arguments: dict[str, Any], num_keys: int, num_splits: int) -> int:
     tiles = -(-num_keys // arguments["TILE_N"])
-    return -(-tiles // -(-tiles // num_splits))
+    return -(-tiles // max(-(-tiles // num_splits), arguments["MIN_TILES"]))
 
 
-def _partials(arguments: dict[str, Any], step: RecordedStep, num_splits: int, num_heads: int) -> float:
-    """Bytes of partial results. Each consists of HEAD_DIM floats and a logarithm."""
-    row = num_heads * (arguments["HEAD_DIM"] + 1) * FLOAT
-    return sum(rows * row * _splits_used(arguments, keys, num_splits) for rows, keys in _tiles(arguments, step))
+def _split_rows(arguments: dict[str, Any], step: RecordedStep, num_splits: int) -> tuple[int, int]:
+    """Numbers of rows whose context has one split with keys, and of partial rows of the other contexts."""
+    whole = partial = 0
+    for rows, keys in _tiles(arguments, step):
+        used = _splits_used(arguments, keys, num_splits)
+        whole += rows if used == 1 else 0
+        partial += 0 if used == 1 else rows * used
+    return whole, partial
 
 
 def _attend(launch: TritonLaunch, step: RecordedStep) -> Bytes:
@@ -219,17 +229,19 @@ def _attend(launch: TritonLaunch, step: RecordedStep) -> Bytes:
             distinct += min(length, seen)
     row = num_heads * a["HEAD_DIM"] * a["q_ptr"].itemsize
     num_rows = sum(rows for rows, _ in tiles)
-    written = _partials(a, step, num_splits, num_heads) if a["IS_SPLIT"] else num_rows * row
-    rest = num_rows * row + written
+    whole, partial = _split_rows(a, step, num_splits)
+    # A partial row consists of HEAD_DIM floats and a logarithm.
+    rest = (num_rows + whole) * row + partial * num_heads * (a["HEAD_DIM"] + 1) * FLOAT
     return Bytes(distinct * key + rest, sum(keys for _, keys in tiles) * key + rest)
 
 
 def _combine(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     num_heads = launch.grid[1] * a["GROUP"]
-    num_rows = sum(rows for rows, _ in _tiles(a, step))
+    whole, partial = _split_rows(a, step, a["num_splits"])
+    num_rows = sum(rows for rows, _ in _tiles(a, step)) - whole
     out = num_rows * num_heads * a["HEAD_DIM"] * a["out_ptr"].itemsize
-    return once(out + _partials(a, step, a["num_splits"], num_heads))
+    return once(out + partial * num_heads * (a["HEAD_DIM"] + 1) * FLOAT)
 
 
 def _group_maxima(launch: TritonLaunch, step: RecordedStep) -> Bytes:
@@ -255,6 +267,7 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_list_pairs": _list_pairs,
     "_multiply": _multiply,
     "_multiply_codes": _multiply_codes,
+    "_sum_splits": _sum_splits,
     "_sum": _sum,
     "_attend": _attend,
     "_combine": _combine,

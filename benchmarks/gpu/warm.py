@@ -50,7 +50,7 @@ class WarmStep:
 
 
 def warm_steps(
-    bench: Bench, model: Model, modules: tuple[int, ...], steps: list[WarmStep], pdl: bool = False, **settings: Any
+    bench: Bench, model: Model, modules: tuple[int, ...], steps: list[WarmStep], pdl: bool = True, **settings: Any
 ) -> None:
     """Run each step once, with all its sequences on the same pages, on an engine with a small pool."""
     if not steps:

@@ -70,7 +70,7 @@ def paged_attention(
             "GROUP": group_size, "HEAD_DIM": spec.head_dim,
             "BLOCK_D": max(16, triton.next_power_of_2(spec.head_dim)),
             "BLOCK_Q": block_q, "TILE_N": tiling.tile_n, "MIN_ROWS": tiling.min_rows, "MAX_ROWS": tiling.max_rows,
-            "WINDOW": spec.sliding_window or 0, "PARTIAL_PAD": PARTIAL_PAD,
+            "WINDOW": spec.sliding_window or 0, "PARTIAL_PAD": PARTIAL_PAD, "MIN_TILES": tiling.min_tiles,
         }  # fmt: skip
         # Without sinks, neither kernel reads them.
         sinks_or_any = workspace if sinks is None else sinks
@@ -81,7 +81,7 @@ def paged_attention(
             **shared,
             NUM_LAYERS=kv.shape[1], NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
             BLOCK_M=tiling.block_m, SOFT_CAP=(spec.soft_cap or 0.0) * math.log2(math.e), IS_SPLIT=is_split,
-            ENDS_WITH_SINK=sinks is not None and not is_split,
+            HAS_SINKS=sinks is not None,
             DOT_TYPE=tl.float32 if IS_INTERPRETED and q.dtype is torch.bfloat16 else _DOT_TYPES[q.dtype],
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
@@ -135,14 +135,19 @@ def _tile_of(
 
 @triton.jit
 def _keys_of(
-    position: tl.tensor, num_queries: tl.tensor, num_splits: tl.tensor, TILE_N: tl.constexpr, WINDOW: tl.constexpr
+    position: tl.tensor,
+    num_queries: tl.tensor,
+    num_splits: tl.tensor,
+    TILE_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> Any:
     """The key tiles `[first, last)` that at least one query row sees, and the number of these tiles per split."""
     first = 0
     if WINDOW:
         first = tl.maximum(position - WINDOW + 1, 0) // TILE_N
     last = (position + num_queries + TILE_N - 1) // TILE_N
-    return first, last, (last - first + num_splits - 1) // num_splits
+    return first, last, tl.maximum((last - first + num_splits - 1) // num_splits, MIN_TILES)
 
 
 @triton.jit
@@ -240,20 +245,21 @@ def _attend(
     MAX_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     PARTIAL_PAD: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     NUM_LAYERS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    ENDS_WITH_SINK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ) -> None:
     """Process one tile of one KV head's query rows against one split of the keys.
 
     The grid is `(tiles, num_kv_heads, splits)`. Writes `out` or, when split, `partial[line, head, split]`: `HEAD_DIM`
     values of the split's attention, then the base-2 logarithm of its sum of exponentials. A line is a token or, if each
-    sequence has only one tile, a row of a tile.
+    sequence has only one tile, a row of a tile. The only split with keys always writes `out`.
     """
     kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, row, num_queries, first_position = _tile_of(
@@ -261,7 +267,9 @@ def _attend(
     )
     if num_queries == 0:
         return
-    first_tile, last_tile, split_tiles = _keys_of(first_position, num_queries, num_splits, TILE_N, WINDOW)
+    first_tile, last_tile, split_tiles = _keys_of(first_position, num_queries, num_splits, TILE_N, MIN_TILES, WINDOW)
+    # The result of the only split with keys needs no combining.
+    is_only = last_tile - first_tile <= split_tiles
     first_tile += split * split_tiles
     if first_tile >= last_tile:
         return
@@ -299,7 +307,7 @@ def _attend(
         True, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
     )  # fmt: skip
 
-    if ENDS_WITH_SINK:
+    if HAS_SINKS and is_only:
         sink = tl.load(sinks_ptr + kv_head * GROUP + pair % GROUP) * 1.4426950408889634
         decline = tl.exp2(largest - tl.maximum(largest, sink))
         total = total * decline + tl.exp2(sink - tl.maximum(largest, sink))
@@ -311,10 +319,12 @@ def _attend(
         line = tl.program_id(0).to(tl.int64) * BLOCK_Q + query if MAX_ROWS == BLOCK_Q else token
         head = line * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP
         place = (head * num_splits + split) * (HEAD_DIM + PARTIAL_PAD)
-        tl.store(partial_ptr + place[:, None] + d[None, :], value, mask=is_stored)
-        tl.store(partial_ptr + place + HEAD_DIM, largest + tl.log2(safe_total), mask=query < num_queries)
-    else:
-        tl.store(out_ptr + (token * out_stride)[:, None] + column, value, mask=is_stored)
+        is_partial = is_stored & (is_only == 0)
+        tl.store(partial_ptr + place[:, None] + d[None, :], value, mask=is_partial)
+        size = largest + tl.log2(safe_total)
+        tl.store(partial_ptr + place + HEAD_DIM, size, mask=(query < num_queries) & (is_only == 0))
+        is_stored &= is_only
+    tl.store(out_ptr + (token * out_stride)[:, None] + column, value, mask=is_stored)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits"])
@@ -336,13 +346,15 @@ def _combine(
     MAX_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     PARTIAL_PAD: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
     """Combine the partial results of `PAIRS` (query, head) pairs, weighted by their sums of exponentials.
 
-    Grid `(tiles, num_kv_heads, blocks of pairs)`. Reads only splits that had keys, because the others wrote nothing.
+    Grid `(tiles, num_kv_heads, blocks of pairs)`. Reads only splits that had keys, because the others wrote nothing. If
+    there was only one, it has already written the result.
     """
     kv_head = tl.program_id(1)
     _, row, num_queries, position = _tile_of(
@@ -352,8 +364,10 @@ def _combine(
     last_pair = tl.minimum(first_pair + PAIRS, num_queries * GROUP)
     if first_pair >= last_pair:
         return
-    first_tile, last_tile, split_tiles = _keys_of(position, num_queries, num_splits, TILE_N, WINDOW)
+    first_tile, last_tile, split_tiles = _keys_of(position, num_queries, num_splits, TILE_N, MIN_TILES, WINDOW)
     num_used = (last_tile - first_tile + split_tiles - 1) // split_tiles
+    if num_used == 1:
+        return
 
     split = tl.arange(0, BLOCK_SPLITS)
     d = tl.arange(0, BLOCK_D)

@@ -16,6 +16,10 @@ MAX_GROUP = 128
 NO_LIMIT = 1 << 30
 SMALL_STEP = 512
 """Maximum number of rows in a step whose prefill alone does not fill the device."""
+FULL_DEVICE = 3
+"""Number of decode programs on each multiprocessor from which more programs gain nothing (measured on an H100)."""
+LONG_CONTEXT = 2048
+"""Number of keys up to which a context is not split if the batch fills the device."""
 PARTIAL_PAD = 4
 """Floats after the `head_dim` values of a partial row: its base-2 logsumexp, and padding to align rows to 16 bytes."""
 
@@ -42,7 +46,8 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
 class Tiling:
     """One launch over the sequences with `[min_rows, max_rows]` query rows.
 
-    A program processes `block_m` (query, head) pairs, in tiles of `tile_n` keys. `num_splits` programs share a context.
+    A program processes `block_m` (query, head) pairs, in tiles of `tile_n` keys. `num_splits` programs share a context,
+    but each processes at least `min_tiles` tiles, so that the others have nothing to do if the context is short.
     """
 
     min_rows: int
@@ -52,6 +57,7 @@ class Tiling:
     num_splits: int
     num_warps: int
     num_stages: int
+    min_tiles: int = 1
 
     def block_q(self, group_size: int) -> int:
         """Query rows per program. Its pairs are packed as `query * group_size + head`."""
@@ -115,7 +121,9 @@ def attention_plan(
     tile_n = min(64, max(16, (8192 if is_exact else 16384) // (block_d * itemsize)))
 
     # Use at least four splits even for large batches, so that one long context does not delay the step for all others.
+    # Batches that fill the device without splits do not split short contexts.
     short_programs = max(1, num_sequences) * spec.num_kv_heads
+    fills_device = short_programs >= FULL_DEVICE * num_processors
     short = Tiling(
         min_rows=1,
         max_rows=short_rows,
@@ -124,6 +132,7 @@ def attention_plan(
         num_splits=min(MAX_SPLITS, max(4, triton.next_power_of_2(triton.cdiv(4 * num_processors, short_programs)))),
         num_warps=4,
         num_stages=3 if block_d <= 256 else 2,
+        min_tiles=max(1, LONG_CONTEXT // tile_n) if fills_device else 1,
     )
     if all_short:
         return AttentionPlan(short, None)
@@ -145,6 +154,7 @@ def attention_plan(
         tile_n=tile_n,
         num_splits=min(16, triton.next_power_of_2(max(fewest_splits, num_processors // long_programs))),
         num_warps=8 if block_m * block_d >= 128 * 128 else 4,
-        num_stages=3 if block_d <= 128 else 2,
+        # Large tiles are faster with fewer stages (measured on an H100).
+        num_stages=3 if block_d <= 128 and block_m < 128 else 2,
     )
     return AttentionPlan(short, long)

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from loramux.kernels.quantized import CodeKind, QuantizedWeight, code_kind
 
-MAX_STEP = 64
-"""Maximum number of inputs that a program multiplies at a time."""
+MAX_STEPS = {4: 64, 8: 128}
+"""Maximum number of inputs that a program multiplies at a time, by the bits of a code."""
 
 MIN_STEP = 16
 """Minimum number of inputs that tensor cores multiply at a time."""
@@ -16,14 +16,15 @@ MIN_STEP = 16
 E4M3_FACTOR = 256
 """Bits of E4M3, read as the upper bits of a float16, are the value divided by this factor."""
 
-_MAX_ZERO = 2**15 - 1
+_MAX_ZEROS = {4: 2**7, 8: 2**15 - 1}
+"""Largest zero points that the kernels subtract exactly, by the bits of a code."""
 
 
 def can_place(weight: QuantizedWeight) -> bool:
     """True if the kernels can multiply by the codes of a weight.
 
     They cannot if the codebook has no `code_kind`, if there are several groups whose size is not a multiple of 16
-    inputs, or if there are zero points that int16 cannot represent or whose codebook is not integers.
+    inputs, or if there are zero points above `_MAX_ZEROS` or of a codebook that is not integers.
     """
     kind = code_kind(weight.codebook)
     if kind is None or step_of(weight) < MIN_STEP:
@@ -31,14 +32,13 @@ def can_place(weight: QuantizedWeight) -> bool:
     if weight.zeros is None:
         return True
     largest = int(np.abs(weight.zeros.astype(np.int32)).max()) + zero_of(weight)
-    return kind is CodeKind.INTEGERS and largest <= _MAX_ZERO
+    return kind is CodeKind.INTEGERS and largest <= _MAX_ZEROS[weight.bits]
 
 
 def step_of(weight: QuantizedWeight) -> int:
-    """The largest power of two up to `MAX_STEP` that divides the groups. A single group for all inputs is padded."""
-    if weight.scales.shape[1] == 1:
-        return MAX_STEP
-    return min(MAX_STEP, weight.group & -weight.group)
+    """The largest power of two within `MAX_STEPS` that divides the groups. A single group for all inputs is padded."""
+    most = MAX_STEPS[weight.bits]
+    return most if weight.scales.shape[1] == 1 else min(most, weight.group & -weight.group)
 
 
 def zero_of(weight: QuantizedWeight) -> int:

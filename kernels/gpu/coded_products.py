@@ -2,38 +2,90 @@
 
 A program turns codes into values in registers, multiplies them on tensor cores, and multiplies the sums of each group
 of inputs by its scales. Values are therefore rounded to the dtype of `x` before they are scaled: integers and FP8 are
-exact in every dtype. Every launch depends on shapes only.
+exact in every dtype. The weight is the first operand of each product, because only the first can stay in registers.
+Every launch depends on shapes only.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.addresses import dot_dtype
+from loramux.kernels.gpu.code_layout import E4M3_FACTOR
 from loramux.kernels.gpu.coded_weights import CodedWeights
+from loramux.kernels.gpu.launches import has_e4m3
 from loramux.kernels.quantized import CodeKind
 from loramux.kernels.routing import Routing
 
-FEW_ROWS, MANY_ROWS = 16, 64
-"""Rows per tile: the minimum for tensor cores, and the number for steps with many rows."""
-
-FEW_COLUMNS, MANY_COLUMNS = 32, 128
-"""Columns per tile. Narrow tiles let a decode step, which has one tile of rows, use all multiprocessors."""
+TILE_ROWS = (16, 32, 64)
+"""Possible numbers of rows per tile. A step with more rows than the largest has several tiles, which all decode the
+weight."""
 
 LARGE_STEP_ROWS = 128
-"""Minimum number of rows for which products use large tiles."""
+"""Minimum number of rows for which products use large tiles, of as many rows."""
+
+TARGET_PROGRAMS = 256
+"""A product with fewer programs divides its inputs among several: two programs on each multiprocessor hide latencies
+(measured on an H100)."""
+
+MAX_SPLITS = 8
+SUM_BLOCK = 1024
+"""Maximum number of columns that a program of `_sum_splits` computes."""
 
 KINDS = (CodeKind.INTEGERS, CodeKind.E4M3, CodeKind.TABLE)
 """The kinds of codes that a program can be compiled for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Compile-time parameters of a product. A program computes `rows` rows and `columns` columns, and multiplies up to
+    `max_step` inputs at a time.
+    """
+
+    rows: int
+    columns: int
+    max_step: int
+    num_warps: int
+    num_stages: int
+
+    def num_splits(self, num_rows: int, num_columns: int) -> int:
+        """Number of programs that share the inputs of a tile."""
+        programs = triton.cdiv(num_rows, self.rows) * triton.cdiv(num_columns, self.columns)
+        return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, programs)))
+
+
+def tiling_of(num_rows: int, kind: CodeKind, itemsize: int) -> Tiling:
+    """The tiling for `num_rows` rows with elements of `itemsize` bytes.
+
+    The number of stages is limited so that they fit into the shared memory of every supported GPU. Values from a table
+    need shared memory themselves.
+    """
+    if num_rows >= LARGE_STEP_ROWS:
+        return Tiling(LARGE_STEP_ROWS, 128, 64, 8, 1 if itemsize == 4 else 2 if kind is CodeKind.TABLE else 3)
+    rows = next((rows for rows in TILE_ROWS if rows >= num_rows), TILE_ROWS[-1])
+    return Tiling(rows, 64, 128, 4, 2 if itemsize == 4 else 4)
+
+
 def multiply_codes(x: torch.Tensor, weights: CodedWeights) -> torch.Tensor:
     """`y = x @ weightᵀ + bias` for `x` `[T, in_features]` and the weight of one linear layer."""
     assert weights.codes.shape[0] == 1
-    y = torch.empty(x.shape[0], weights.out_features, dtype=x.dtype, device=x.device)
-    _launch(x, weights, y, None)
+    num_rows = x.shape[0]
+    y = torch.empty(num_rows, weights.out_features, dtype=x.dtype, device=x.device)
+    num_splits = tiling_of(num_rows, weights.kind, x.dtype.itemsize).num_splits(max(1, num_rows), weights.out_features)
+    if num_splits == 1:
+        _launch(x, weights, y, None)
+        return y
+    parts = torch.empty(num_splits, *y.shape, dtype=torch.float32, device=x.device)
+    _launch(x, weights, parts, None)
+    _sum_splits[num_rows, triton.cdiv(y.shape[1], SUM_BLOCK)](
+        parts, parts if weights.bias is None else weights.bias, y, num_splits, y.numel(),
+        OUT=y.shape[1], BLOCK=min(SUM_BLOCK, triton.next_power_of_2(y.shape[1])), HAS_BIAS=weights.bias is not None,
+        num_warps=4,
+    )  # fmt: skip
     return y
 
 
@@ -45,46 +97,65 @@ def multiply_coded_experts(x: torch.Tensor, weights: CodedWeights, routing: Rout
 
 
 def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Routing | None) -> None:
+    """`y` `[splits, T, out_features]` gets partial sums without the bias. Otherwise, it has no axis for splits."""
     assert x.stride(1) == 1
     # A token has an expert at most once, so no expert has more rows than there are tokens.
     num_rows = x.shape[0] if routing is None else routing.experts.shape[0]
     if not num_rows:
         return
-    codes = weights.codes
-    is_large = num_rows >= LARGE_STEP_ROWS
-    # Three stages of large float32 tiles do not fit into the shared memory of every GPU.
-    num_large_stages = 3 if x.dtype.itemsize == 2 else 1
-    rows, columns = (MANY_ROWS, MANY_COLUMNS) if is_large else (FEW_ROWS, FEW_COLUMNS)
-    grid = triton.cdiv(weights.out_features, columns), triton.cdiv(num_rows, rows), codes.shape[0]
+    codes, is_split = weights.codes, y.ndim == 3
+    tiling = tiling_of(num_rows, weights.kind, x.dtype.itemsize)
+    num_splits = y.shape[0] if is_split else 1
+    grid = (
+        triton.cdiv(weights.out_features, tiling.columns),
+        triton.cdiv(num_rows, tiling.rows),
+        num_splits if routing is None else codes.shape[0],
+    )
     # The kernel does not read absent tensors.
     zeros, table, bias = (codes if one is None else one for one in (weights.zeros, weights.table, weights.bias))
     pairs, starts = (codes, codes) if routing is None else (routing.pairs, routing.starts)
+    step, operand = min(weights.step, tiling.max_step), dot_dtype(x.dtype, x.dtype)
+    num_steps = triton.cdiv(codes.shape[2], step)
     _multiply_codes[grid](
         x, codes, weights.scales, zeros, table, bias, y, pairs, starts, num_rows, x.stride(0),
+        triton.cdiv(num_steps, num_splits) * step,
         KIND=KINDS.index(weights.kind), BITS=weights.bits, ZERO=weights.zero, HAS_ZEROS=weights.zeros is not None,
-        HAS_BIAS=weights.bias is not None, HAS_ROUTING=routing is not None,
+        HAS_BIAS=weights.bias is not None and not is_split, HAS_ROUTING=routing is not None, IS_SPLIT=is_split,
+        HAS_E4M3=has_e4m3(x.device), FACTOR=E4M3_FACTOR,
         PAIRS_PER_ROW=1 if routing is None else routing.pairs_per_row(x), IN=weights.in_features,
-        OUT=weights.out_features, GROUP=weights.group, NUM_BYTES=codes.shape[2], STEP=weights.step, ROWS=rows,
-        BLOCK_N=columns, DOT_DTYPE=dot_dtype(x.dtype, x.dtype), num_warps=8 if is_large else 4,
-        num_stages=num_large_stages if is_large else 6,
+        OUT=weights.out_features, GROUP=weights.group, NUM_BYTES=codes.shape[2], STEP=step, ROWS=tiling.rows,
+        BLOCK_N=tiling.columns, IS_BFLOAT16=operand is tl.bfloat16, DOT_DTYPE=operand,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
 
 @triton.jit
 def _values(
     codes: tl.tensor,
-    base: tl.tensor,
+    zero: tl.tensor,
     table_ptr: tl.tensor,
     KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """The values of codes of the kind `KINDS[KIND]`. `base` is 2**23 plus the zero points of integers."""
+    """The values of codes of the kind `KINDS[KIND]`. `zero` is the zero point of integers."""
     if KIND == 0:
-        # These are the bits of the float32 2**23 + code, because the lowest bit of a float32 is worth 1 there.
-        value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - base
+        if BITS == 4 and IS_BFLOAT16:
+            # These are the bits of the bfloat16 128 + code, because the lowest bit of a bfloat16 is worth 1 there. The
+            # zero point is at most 128, so both operands are exact.
+            value = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero + 128.0).to(tl.bfloat16)
+        else:
+            # The same in float32, where the lowest bit is worth 1 from 2**23 on.
+            value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)
     elif KIND == 1:
-        bits = codes.to(tl.int16)
-        value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
+        if HAS_E4M3:
+            value = codes.to(tl.float8e4nv, bitcast=True)
+        else:
+            # The value divided by E4M3_FACTOR.
+            bits = codes.to(tl.int16)
+            value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         value = tl.load(table_ptr + codes.to(tl.int32))
     return value.to(DOT_DTYPE)
@@ -103,12 +174,16 @@ def _multiply_codes(
     starts_ptr: tl.tensor,
     num_rows: tl.tensor,
     x_stride: tl.tensor,
+    split_bytes: tl.tensor,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ROUTING: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+    FACTOR: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
@@ -117,13 +192,16 @@ def _multiply_codes(
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
     """Multiply ROWS rows, or pairs of one expert, by BLOCK_N columns; grid `(columns, tiles of rows, experts)`.
 
-    Each load of `STEP` bytes of an output is one step of `STEP` inputs, or two for 4 bits.
+    With `IS_SPLIT`, the third axis of the grid divides the bytes of each output instead: `split_bytes` for each
+    program. A load of `STEP` bytes of an output contains `STEP` inputs, or twice as many for 4 bits.
     """
-    expert = tl.program_id(2)
+    third = tl.program_id(2)
+    expert = third * HAS_ROUTING
     listed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     end = num_rows
     if HAS_ROUTING:
@@ -136,18 +214,29 @@ def _multiply_codes(
     row = listed.to(tl.int64)
     if HAS_ROUTING:
         row = tl.load(pairs_ptr + listed, mask=is_row, other=0).to(tl.int64)
-    x_row = x_ptr + (row // PAIRS_PER_ROW * x_stride)[:, None]
+    x_row = x_ptr + (row // PAIRS_PER_ROW * x_stride)[None, :]
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < OUT
     output = expert.to(tl.int64) * OUT + column
     inner = tl.arange(0, STEP)
     STEPS: tl.constexpr = 8 // BITS
     NUM_GROUPS: tl.constexpr = IN // GROUP
-    y = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    base = tl.full((BLOCK_N, 1), 8388608.0 + ZERO, tl.float32)
-    for at in tl.range(0, NUM_BYTES, STEP):
-        is_byte = is_column[:, None] & (at + inner < NUM_BYTES)[None, :]
+    IS_WHOLE: tl.constexpr = NUM_BYTES % STEP == 0 and IN == NUM_BYTES * STEPS
+    # All inputs of one load share their scales.
+    IS_IN_GROUP: tl.constexpr = GROUP % (STEP * STEPS) == 0
+    y = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    zero = tl.full((BLOCK_N, 1), ZERO, tl.float32)
+    first_byte = 0
+    last_byte = NUM_BYTES
+    if IS_SPLIT:
+        first_byte = third * split_bytes
+        last_byte = tl.minimum(first_byte + split_bytes, NUM_BYTES)
+    for at in tl.range(first_byte, last_byte, STEP):
+        is_byte = is_column[:, None]
+        if not IS_WHOLE:
+            is_byte &= (at + inner < NUM_BYTES)[None, :]
         packed = tl.load(codes_ptr + output[:, None] * NUM_BYTES + (at + inner)[None, :], mask=is_byte, other=0)
+        total = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for part in tl.static_range(STEPS):
             k = at * STEPS + part * STEP
             codes = packed
@@ -157,17 +246,53 @@ def _multiply_codes(
             # The last block of an odd number of groups has no second half.
             is_group = is_column & (k < IN)
             if HAS_ZEROS:
-                base = 8388608.0 + tl.load(zeros_ptr + group, mask=is_group, other=0).to(tl.float32)[:, None]
-            value = _values(codes, base, table_ptr, KIND, DOT_DTYPE)
-            x = tl.load(x_row + (k + inner)[None, :], mask=is_row[:, None] & (k + inner < IN)[None, :], other=0.0)
+                zero = tl.load(zeros_ptr + group, mask=is_group, other=0).to(tl.float32)[:, None]
+            value = _values(codes, zero, table_ptr, KIND, BITS, HAS_E4M3, IS_BFLOAT16, DOT_DTYPE)
+            is_x = is_row[None, :]
+            if not IS_WHOLE:
+                is_x &= (k + inner < IN)[:, None]
+            x = tl.load(x_row + (k + inner)[:, None], mask=is_x, other=0.0).to(DOT_DTYPE)
             if NUM_GROUPS == 1:
-                y = tl.dot(x.to(DOT_DTYPE), tl.trans(value), y, input_precision="tf32x3")
+                y = tl.dot(value, x, y, input_precision="tf32x3")
+            elif IS_IN_GROUP:
+                total = tl.dot(value, x, total, input_precision="tf32x3")
             else:
-                total = tl.dot(x.to(DOT_DTYPE), tl.trans(value), input_precision="tf32x3")
                 scale = tl.load(scales_ptr + group, mask=is_group, other=0.0).to(tl.float32)
-                y += total * scale[None, :]
+                y += tl.dot(value, x, input_precision="tf32x3") * scale[:, None]
+        if NUM_GROUPS > 1 and IS_IN_GROUP:
+            group = output * NUM_GROUPS + at * STEPS // GROUP
+            y += total * tl.load(scales_ptr + group, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if NUM_GROUPS == 1:
-        y *= tl.load(scales_ptr + output, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        y *= tl.load(scales_ptr + output, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    if KIND == 1 and HAS_E4M3:
+        y *= 1.0 / FACTOR
     if HAS_BIAS:
-        y += tl.load(bias_ptr + output, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + row[:, None] * OUT + column[None, :], y, mask=is_row[:, None] & is_column[None, :])
+        y += tl.load(bias_ptr + output, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    if IS_SPLIT:
+        row += third.to(tl.int64) * num_rows
+    tl.store(y_ptr + row[None, :] * OUT + column[:, None], y, mask=is_row[None, :] & is_column[:, None])
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _sum_splits(
+    parts_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    num_splits: tl.tensor,
+    split_stride: tl.tensor,
+    OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    """Sum the partial results of `_multiply_codes` in order and add the bias; grid `(T, blocks of columns)`."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < OUT
+    place = tl.program_id(0).to(tl.int64) * OUT + column
+    part = parts_ptr + place
+    y = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(num_splits):
+        y += tl.load(part, mask=is_column, other=0.0)
+        part += split_stride
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, y, mask=is_column)

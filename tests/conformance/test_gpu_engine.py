@@ -201,6 +201,9 @@ def test_adapters_of_few_modules_launch_nothing_for_the_others(
     config = ModelConfig.load(subject.directory)
     layers = [config.layer_groups(layer) for layer in range(config.num_layers)]
     qkv, o, gate_up = ({groups[kind] for groups in layers} - {()} for kind in range(3))
+    if not layers[1][2]:
+        # The adapter r31 has only modules of layer 1.
+        gate_up = set()
     for wanted, num_tokens, expected in [([None, "r1"], 3, qkv), (["r31"], 1, qkv | o | gate_up)]:
         launched.clear()
         asked = requests_of(subject, [(name, 1) for name in wanted], num_tokens=num_tokens)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.engine.batch import Batch, SamplingRow
-from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.accelerator import Accelerator, HostAccelerator
 from loramux.engine.device.backend import SampleTokens
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.direct_executor import DirectForward
@@ -25,7 +25,6 @@ from loramux.engine.messages import Add, SamplingParams
 from loramux.kernels.reference.sampling import reference_sample_tokens
 from tests.engine.device.gpu_backend import gpu_backend
 from tests.engine.simulated_engine import Simulation, simulate_engine
-from tests.kernels.gpu.interpreted import DEVICE
 
 VOCAB_SIZE = 40
 TABLE = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 2
@@ -155,24 +154,24 @@ class DeviceTable:
     """The same model on a device, which has the previous step's tokens before the host does."""
 
     sample_tokens: SampleTokens
+    accelerator: Accelerator = field(default_factory=HostAccelerator)
     max_samples: int = 16
     sampler: DeviceSampler = field(init=False)
     num_unknown: int = 0
 
     def __post_init__(self) -> None:
-        accelerator = HostAccelerator()
-        accelerator.device = DEVICE
-        self.sampler = DeviceSampler(accelerator, self.sample_tokens, self.max_samples, ())
+        self.sampler = DeviceSampler(self.accelerator, self.sample_tokens, self.max_samples, ())
 
     def submit(self, batch: Batch) -> GraphForward:
         self.num_unknown += int((batch.tokens < 0).sum())
-        known = self.sampler.resolve(torch.from_numpy(batch.tokens).to(DEVICE))
-        logits = TABLE.to(DEVICE)[last_rows(batch, known)]
+        device = self.accelerator.device
+        known = self.sampler.resolve(torch.from_numpy(batch.tokens).to(device))
+        logits = TABLE.to(device)[last_rows(batch, known)]
         return GraphForward(self.sampler, logits, batch.samples, self.inputs(batch.samples))
 
     def inputs(self, samples: Sequence[SamplingRow]) -> SamplingInputs:
         params = [one.params for one in samples]
-        column = partial(torch.tensor, dtype=torch.float32, device=DEVICE)
+        column = partial(torch.tensor, dtype=torch.float32, device=self.accelerator.device)
         return SamplingInputs(
             temperature=column([one.temperature for one in params]),
             top_k=column([one.top_k for one in params]).int(),
@@ -254,22 +253,22 @@ def test_sequence_skipped_by_a_step_keeps_its_tokens() -> None:
     committed: list[int] = []
     for step in range(40):
         row = SamplingRow(params, 0, step, penalties)
-        logits = TABLE[[committed[-1] if committed else prompt[-1]]].to(DEVICE)
+        logits = TABLE[[committed[-1] if committed else prompt[-1]]]
         inputs = device.inputs([row])
         committed.extend(one.token_id or 0 for one in device.sampler.choose(logits, [row], inputs).tokens())
         if step in (14, 15, 29):
             # After the sequence's earlier tokens are known, run a step without it.
             tokens[len(prompt) :] = committed
             other = SamplingRow(GREEDY, 0, 0)
-            device.sampler.choose(TABLE[[0]].to(DEVICE), [other], device.inputs([other]))
+            device.sampler.choose(TABLE[[0]], [other], device.inputs([other]))
     assert committed == naive(prompt, params, 40)
 
 
 def test_device_kernel_sees_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated(simulate(HostTable(), monkeypatch, lookahead=False), 6)
-    sample_tokens = gpu_backend(monkeypatch).sample_tokens
-    assert sample_tokens is not None
-    simulation = simulate(DeviceTable(sample_tokens), monkeypatch, lookahead=True)
+    backend = gpu_backend(monkeypatch)
+    assert backend.sample_tokens is not None
+    simulation = simulate(DeviceTable(backend.sample_tokens, backend.accelerator), monkeypatch, lookahead=True)
     assert generated(simulation, 6) == expected
 
 

@@ -225,17 +225,25 @@ def test_every_kind_of_batch_equals_plain_attention(
     check_attention_of(contexts, num_queries, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(
+    ("num_splits", "min_tiles"), [(1, 1), (2, 1), (4, 2)], ids=["one-split", "two-splits", "short-contexts-unsplit"]
+)
+@pytest.mark.parametrize("sliding_window", [None, 50], ids=["whole", "window-50"])
 def test_sinks_take_part_once_however_a_context_is_split(
-    num_splits: int, device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
+    num_splits: int,
+    min_tiles: int,
+    sliding_window: int | None,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
     assert SMALL_TILES.short is not None
     assert SMALL_TILES.long is not None
     plan = AttentionPlan(
-        replace(SMALL_TILES.short, num_splits=num_splits), replace(SMALL_TILES.long, num_splits=num_splits)
+        replace(SMALL_TILES.short, num_splits=num_splits, min_tiles=min_tiles),
+        replace(SMALL_TILES.long, num_splits=num_splits, min_tiles=min_tiles),
     )
-    spec = AttentionSpec(4, 1, 16, 0.25, 50)
-    contexts, num_queries = [90, 40], [1, 3]
+    spec = AttentionSpec(4, 1, 16, 0.25, sliding_window)
+    contexts, num_queries = [90, 40, 20, 130], [1, 3, 1, 5]
     context = context_of(contexts, num_queries, spec, torch.float32, device, make_poisoned_pool)
     q = queries(sum(num_queries), spec, torch.float32, device)
     sinks = torch.tensor([40.0, -200.0, 0.5, 300.0]).to(device)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from loramux.kernels.gpu.coded_products import TARGET_PROGRAMS
 from loramux.kernels.gpu.coded_weights import place_codes
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes
@@ -24,8 +25,10 @@ CODEBOOKS = {
     "nf4": (NF4, False),
     "mxfp4": (MXFP4, False),
 }
-SHAPES = [(33, 192, 64), (70, 130, 130), (40, 96, 32), (130, 48, 16)]
-"""Outputs, inputs and inputs per group. Some do not fill whole tiles, or have an odd number of groups."""
+SHAPES = [(33, 192, 64), (70, 130, 130), (40, 96, 32), (130, 48, 16), (40, 512, 256)]
+"""Outputs, inputs and inputs per group. Some do not fill whole tiles, or have an odd number of groups. All have so few
+outputs that several programs share the inputs.
+"""
 
 
 @pytest.fixture
@@ -63,7 +66,13 @@ def test_equals_the_dequantized_product_in_half_precision(name: str, module: Mod
     check(module, random_weight(*CODEBOOKS[name], 33, 128, 32), torch.randn(3, 128).half())
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 150], ids=["no-rows", "one-row", "large-tiles"])
+@pytest.mark.parametrize("name", ["fp8", "uint4-zeros"])
+def test_many_outputs_are_not_split(name: str, module: ModuleType) -> None:
+    weight = random_weight(*CODEBOOKS[name], 64 * TARGET_PROGRAMS, 32, 32)
+    check(module, weight, torch.randn(2, 32), torch.randn(weight.out_features))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 40, 150], ids=["no-rows", "one-row", "medium-tiles", "large-tiles"])
 def test_any_number_of_rows(num_rows: int, module: ModuleType) -> None:
     check(module, random_weight(UINT4, True, 140, 128, 64), torch.randn(num_rows, 128))
 
@@ -90,12 +99,15 @@ def test_codes_are_kept_in_their_bytes() -> None:
         random_weight(FP8 * np.float32(2), False, 4, 64, 32),
         random_weight(INT4, False, 4, 48, 24),
         random_weight(NF4, True, 4, 64, 32),
-        QuantizedWeight(
-            codes=np.zeros((1, 8), np.uint8), codebook=UINT4, scales=np.ones((1, 1), np.float32),
-            zeros=np.full((1, 1), -32768, np.int16),
+        *(
+            QuantizedWeight(
+                codes=np.zeros((1, 16), np.uint8), codebook=codebook, scales=np.ones((1, 1), np.float32),
+                zeros=np.full((1, 1), zero, np.int16),
+            )
+            for codebook, zero in ((UINT4, 129), (UINT8, -32768))
         ),
     ],
-    ids=["other-codebook", "odd-group", "fractional-zeros", "overflowing-zeros"],
+    ids=["other-codebook", "odd-group", "fractional-zeros", "large-zeros-of-4-bits", "large-zeros-of-8-bits"],
 )  # fmt: skip
 def test_other_weights_are_not_placed(weight: QuantizedWeight) -> None:
     assert place_codes([weight], 1, None, DEVICE) is None
