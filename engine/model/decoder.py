@@ -235,11 +235,11 @@ class Decoder:
         def feed_forward(x: torch.Tensor, layer: DecoderLayer, adapters: LayerAdapters) -> torch.Tensor:
             block, out = layer.feed_forward, None
             if block is not None:
-                inner = adapters.linear(x, block.gate_up, LayerGroups.GATE_UP, block.gate_up_group)
+                inner = adapters.add(x, block.gate_up(x), LayerGroups.GATE_UP, block.gate_up_group)
                 if block.sparsity is not None:
                     inner = sparse_gate(inner, block.sparsity)
                 inner = activate(inner) if block.xielu is None else block.xielu(inner)
-                out = adapters.linear(inner, block.down, LayerGroups.DOWN, block.down_group)
+                out = adapters.add(inner, block.down(inner), LayerGroups.DOWN, block.down_group)
             if layer.mixture is not None:
                 out = layer.mixture(x, residual, out, kernels, activate, adapters)
             assert out is not None, "each layer has a feed-forward or experts"
@@ -257,7 +257,7 @@ class Decoder:
                 residual, x = streams[0].clone(), None
             norm = layer.attention_norm
             x = norm(kernels, residual) if x is None else norm.add(kernels, x, residual)
-            qkv = adapters.linear(x, layer.qkv, LayerGroups.QKV, layer.qkv_group)
+            qkv = adapters.add(x, layer.qkv(x), LayerGroups.QKV, layer.qkv_group)
             normed = x
             if layer.attention is not None:
                 x = layer.attention(qkv, kernels, attention)
@@ -265,7 +265,7 @@ class Decoder:
                 assert layer.delta is not None
                 assert inputs.states is not None
                 x = layer.delta(qkv, kernels, inputs.states)
-            x = adapters.linear(x, layer.o, LayerGroups.O, layer.o_group)
+            x = adapters.add(x, layer.o(x), LayerGroups.O, layer.o_group)
             if layer.attention_output_norm is not None:
                 x = layer.attention_output_norm(kernels, x)
             if residual_scale != 1.0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,18 +41,6 @@ class LayerAdapters:
             segments = self.segments if pairs is None else pairs
             self.kernels.lora_add(x, LoraCall(self.layer, group, self.tables, segments), y)
         return y
-
-    def linear(
-        self,
-        x: torch.Tensor,
-        linear: Callable[[torch.Tensor], torch.Tensor],
-        flag: LayerGroups,
-        group: ModuleGroup,
-    ) -> torch.Tensor:
-        """`linear(x)`, the base's output, plus the adapters' outputs for `x`."""
-        if flag not in self.groups:
-            return linear(x)
-        return self.kernels.lora_linear(x, LoraCall(self.layer, group, self.tables, self.segments), linear)
 
     def pairs(self, routing: Routing) -> Segments | None:
         """The pairs of token and expert, grouped by adapter and expert. None if no adapter changes experts."""

@@ -67,11 +67,6 @@ class CpuLora:
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         self._run(None, planes, y, call)
 
-    def lora_linear(self, x, call, linear):
-        y = linear(x)
-        self.lora_add(x, call, y)
-        return y
-
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         self._run(x, self.lora_planes(call, y.shape[0]), y, call)
 

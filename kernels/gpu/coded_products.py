@@ -58,14 +58,13 @@ class Tiling:
         return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, programs)))
 
 
-def tiling_of(num_rows: int, kind: CodeKind, itemsize: int) -> Tiling:
+def tiling_of(num_rows: int, itemsize: int) -> Tiling:
     """The tiling for `num_rows` rows with elements of `itemsize` bytes.
 
-    The number of stages is limited so that they fit into the shared memory of every supported GPU. Values from a table
-    need shared memory themselves.
+    The number of stages is limited so that they fit into the shared memory of every supported GPU.
     """
     if num_rows >= LARGE_STEP_ROWS:
-        return Tiling(LARGE_STEP_ROWS, 128, 64, 8, 1 if itemsize == 4 else 2 if kind is CodeKind.TABLE else 3)
+        return Tiling(LARGE_STEP_ROWS, 128, 64, 8, 1 if itemsize == 4 else 3)
     rows = next((rows for rows in TILE_ROWS if rows >= num_rows), TILE_ROWS[-1])
     return Tiling(rows, 64, 128, 4, 2 if itemsize == 4 else 4)
 
@@ -75,7 +74,7 @@ def multiply_codes(x: torch.Tensor, weights: CodedWeights) -> torch.Tensor:
     assert weights.codes.shape[0] == 1
     num_rows = x.shape[0]
     y = torch.empty(num_rows, weights.out_features, dtype=x.dtype, device=x.device)
-    num_splits = tiling_of(num_rows, weights.kind, x.dtype.itemsize).num_splits(max(1, num_rows), weights.out_features)
+    num_splits = tiling_of(num_rows, x.dtype.itemsize).num_splits(max(1, num_rows), weights.out_features)
     if num_splits == 1:
         _launch(x, weights, y, None)
         return y
@@ -104,7 +103,7 @@ def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Ro
     if not num_rows:
         return
     codes, is_split = weights.codes, y.ndim == 3
-    tiling = tiling_of(num_rows, weights.kind, x.dtype.itemsize)
+    tiling = tiling_of(num_rows, x.dtype.itemsize)
     num_splits = y.shape[0] if is_split else 1
     grid = (
         triton.cdiv(weights.out_features, tiling.columns),
@@ -112,14 +111,15 @@ def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Ro
         num_splits if routing is None else codes.shape[0],
     )
     # The kernel does not read absent tensors.
-    zeros, table, bias = (codes if one is None else one for one in (weights.zeros, weights.table, weights.bias))
+    zeros, bias = (codes if one is None else one for one in (weights.zeros, weights.bias))
     pairs, starts = (codes, codes) if routing is None else (routing.pairs, routing.starts)
     step, operand = min(weights.step, tiling.max_step), dot_dtype(x.dtype, x.dtype)
     num_steps = triton.cdiv(codes.shape[2], step)
     _multiply_codes[grid](
-        x, codes, weights.scales, zeros, table, bias, y, pairs, starts, num_rows, x.stride(0),
+        x, codes, weights.scales, zeros, bias, y, pairs, starts, num_rows, x.stride(0),
         triton.cdiv(num_steps, num_splits) * step,
-        KIND=KINDS.index(weights.kind), BITS=weights.bits, ZERO=weights.zero, HAS_ZEROS=weights.zeros is not None,
+        KIND=KINDS.index(weights.kind), TABLE=weights.table, BITS=weights.bits, ZERO=weights.zero,
+        HAS_ZEROS=weights.zeros is not None,
         HAS_BIAS=weights.bias is not None and not is_split, HAS_ROUTING=routing is not None, IS_SPLIT=is_split,
         HAS_E4M3=has_e4m3(x.device), FACTOR=E4M3_FACTOR,
         PAIRS_PER_ROW=1 if routing is None else routing.pairs_per_row(x), IN=weights.in_features,
@@ -130,11 +130,18 @@ def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Ro
 
 
 @triton.jit
+def _pick4(is_odd: tl.tensor, is_upper: tl.tensor, TABLE: tl.constexpr, FIRST: tl.constexpr) -> tl.tensor:
+    """One of the four values of `TABLE` from `FIRST` on."""
+    upper = tl.where(is_odd, TABLE[FIRST + 3], TABLE[FIRST + 2])
+    return tl.where(is_upper, upper, tl.where(is_odd, TABLE[FIRST + 1], TABLE[FIRST]))
+
+
+@triton.jit
 def _values(
     codes: tl.tensor,
     zero: tl.tensor,
-    table_ptr: tl.tensor,
     KIND: tl.constexpr,
+    TABLE: tl.constexpr,
     BITS: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     IS_BFLOAT16: tl.constexpr,
@@ -157,7 +164,11 @@ def _values(
             bits = codes.to(tl.int16)
             value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        value = tl.load(table_ptr + codes.to(tl.int32))
+        # Selecting among constants by the bits of the codes is faster than reading the table once for each code.
+        is_odd, is_upper, is_later = (codes & 1) != 0, (codes & 2) != 0, (codes & 4) != 0
+        lower = tl.where(is_later, _pick4(is_odd, is_upper, TABLE, 4), _pick4(is_odd, is_upper, TABLE, 0))
+        upper = tl.where(is_later, _pick4(is_odd, is_upper, TABLE, 12), _pick4(is_odd, is_upper, TABLE, 8))
+        value = tl.where((codes & 8) != 0, upper, lower)
     return value.to(DOT_DTYPE)
 
 
@@ -167,7 +178,6 @@ def _multiply_codes(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
-    table_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -176,6 +186,7 @@ def _multiply_codes(
     x_stride: tl.tensor,
     split_bytes: tl.tensor,
     KIND: tl.constexpr,
+    TABLE: tl.constexpr,
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -247,7 +258,7 @@ def _multiply_codes(
             is_group = is_column & (k < IN)
             if HAS_ZEROS:
                 zero = tl.load(zeros_ptr + group, mask=is_group, other=0).to(tl.float32)[:, None]
-            value = _values(codes, zero, table_ptr, KIND, BITS, HAS_E4M3, IS_BFLOAT16, DOT_DTYPE)
+            value = _values(codes, zero, KIND, TABLE, BITS, HAS_E4M3, IS_BFLOAT16, DOT_DTYPE)
             is_x = is_row[None, :]
             if not IS_WHOLE:
                 is_x &= (k + inner < IN)[:, None]

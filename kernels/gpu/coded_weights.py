@@ -22,8 +22,8 @@ class CodedWeights:
     of input `step + i` in its upper bits. The last block is padded with codes of 0.
 
     Codes of the kind INTEGERS are non-negative integers, with the zero points `zeros` int16 `[num_experts,
-    out_features, groups]`, or with the zero point `zero` for all weights. `table` float32 `[16]` contains the values of
-    the kind TABLE. `scales` `[num_experts, out_features, groups]` are float32, or a 16-bit dtype that represents them
+    out_features, groups]`, or with the zero point `zero` for all weights. `table` contains the 16 values of the kind
+    TABLE. `scales` `[num_experts, out_features, groups]` are float32, or a 16-bit dtype that represents them
     exactly. For the kind E4M3, they include the factor `E4M3_FACTOR`. `bias` is `[num_experts, out_features]` or None.
     All tensors are contiguous.
     """
@@ -36,7 +36,7 @@ class CodedWeights:
     scales: torch.Tensor
     zero: int
     zeros: torch.Tensor | None
-    table: torch.Tensor | None
+    table: tuple[float, ...] | None
     bias: torch.Tensor | None
 
     @property
@@ -88,7 +88,7 @@ def place_codes(
         scales=_narrowed(np.stack(scales)).to(device),
         zero=zero,
         zeros=None if stacked is None else torch.from_numpy(stacked.astype(np.int16)).to(device),
-        table=torch.tensor(first.codebook, device=device) if kind is CodeKind.TABLE else None,
+        table=tuple(first.codebook.tolist()) if kind is CodeKind.TABLE else None,
         bias=bias,
     )
 

@@ -84,32 +84,6 @@ class GpuLora:
         pdl = self._pdl and not call.group.is_embedding
         lora_expand(self._pool, planes, call, y, pdl=pdl)
 
-    def lora_linear(self, x, call, linear):
-        import os
-
-        mode = os.environ.get("SIDE", "0")
-        if mode == "0":
-            y = linear(x)
-            self.lora_add(x, call, y)
-            return y
-        planes = self.lora_planes(call, x.shape[0])
-        if mode == "1":
-            # shrink before the linear, in one stream
-            lora_shrink(self._pool, x, call, planes, pdl=False)
-            y = linear(x)
-            lora_expand(self._pool, planes, call, y, pdl=False)
-            return y
-        main = torch.cuda.current_stream()
-        if not hasattr(self, "_side"):
-            self._side = torch.cuda.Stream(priority=-1 if mode == "3" else 0)
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
-            lora_shrink(self._pool, x, call, planes, pdl=False)
-        y = linear(x)
-        main.wait_stream(self._side)
-        lora_expand(self._pool, planes, call, y, pdl=False)
-        return y
-
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         planes = self.lora_planes(call, y.shape[0])
         self.lora_shrink(x, call, planes)

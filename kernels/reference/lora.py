@@ -79,11 +79,6 @@ class ReferenceLora:
                         total += gain * total + shift
                     y[rows, begin : begin + width] = total
 
-    def lora_linear(self, x, call, linear):
-        y = linear(x)
-        self.lora_add(x, call, y)
-        return y
-
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * (x[t] @ A[slot, modules[i]]ᵀ) @ B[slot, modules[i]]ᵀ`: shrink, then expand."""
         planes = self.lora_planes(call, y.shape[0])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loramux.engine.device.accelerator import HostAccelerator
@@ -9,9 +11,12 @@ from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpret
 
 
 def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """Open the GPU backend or, without a GPU, its substitute, which interprets the kernels in host memory."""
+    """Open the GPU backend or, without a GPU, its substitute, which interprets the kernels in host memory.
+
+    Neither compiles the kernels of all shapes when an engine starts, which would take most of a test's time.
+    """
     if HAS_GPU:
-        return open_backend("cuda")
+        return replace(open_backend("cuda"), compiles=False)
     run_interpreted(monkeypatch)
     gpu, sampling, coded_linear = import_kernels("kernels", "sampling", "coded_linear")
     accelerator = HostAccelerator()
