@@ -8,7 +8,7 @@ cache (warm) and, after the operating system has been asked to drop them, from t
     fetch     like `memory`, with the staging process's number of threads; a GPU would copy from host memory
     pool      the staging process reads into shared memory, and a thread of this process copies to the pool's pages
     one       like `pool`, but one adapter at a time, from the request until its tables are published
-    first     like `pool`, with a new staging process, which verifies SHA-256 instead of lane sums
+    first     like `pool`, with a new staging process, which verifies SHA-256 instead of a faster checksum
 
 The result is each method's throughput relative to `plain` in the same round.
 """

@@ -126,7 +126,9 @@ class SteadyLoad:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
     parser.add_argument("--running", type=int, default=32, help="sequences running at any time")
-    parser.add_argument("--steps", type=int, default=10_000, help="steps in each mode, rounded to a multiple of 200")
+    parser.add_argument(
+        "--steps", type=int, default=10_000, help="steps in each mode, rounded down to a multiple of 200"
+    )
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     add_allow_busy(parser)
     return parser.parse_args(argv)

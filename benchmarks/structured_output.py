@@ -120,7 +120,7 @@ class Figures:
         return num_tokens / statistics.median(self.seconds[name, kind])
 
     def extra_s(self, with_schema: str, without: str) -> float:
-        """Median of the differences of each pair, in seconds."""
+        """Median difference within the pairs, in seconds."""
         pairs = zip(self.first_token_s[with_schema], self.first_token_s[without], strict=True)
         return statistics.median(one - other for one, other in pairs)
 

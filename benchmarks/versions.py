@@ -1,4 +1,4 @@
-"""Compares the decoding speed of this version and another checkout, in one run.
+"""Compares the decoding speed of this version with the speed of another checkout, in one run.
 
 One process per version loads the same random 1B model and adapters. The processes take turns, each for a few decode
 steps of the base alone and of one adapter per row, so that drift in the machine's speed affects both alike. Medians of
@@ -95,7 +95,7 @@ for line in sys.stdin:
     engine.take_outbox()
     print(json.dumps([seconds / num_steps, [answers[str(row)][:num_steps] for row in range(len(packed))]]), flush=True)
 """
-"""The program of each process. It runs with that version's code, so it uses only names that both versions have."""
+"""The program of each process. It runs with the code of either version, so it uses only names that both have."""
 
 
 class CheckError(Exception):
@@ -138,7 +138,7 @@ def open_version(checkout: Path, files: ModelFiles, threads: int) -> Iterator[Ve
     canonical = files.directory / f"canonical-{os.getpid()}.safetensors"
     job = json.dumps([str(files.base), paths, str(canonical), threads, PROMPT, files.shape.vocab_size])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout / ".src"), str(checkout)])}
-    # With -P, modules of the current directory do not hide those of the checkout.
+    # With -P, modules of the current directory do not hide modules of the checkout.
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", WORKER, job],
         stdin=subprocess.PIPE,

@@ -64,8 +64,8 @@ from loramux.kernels.tables import PoolViews
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPARE_BYTES = 512 << 20
-"""Bytes of shared memory in addition to the host tier's, for loads in flight and fragmentation. They take up memory
-only once they are written.
+"""Bytes of shared memory in addition to the host tier's, for loads in flight and fragmentation. Linux allocates them
+only when they are first written.
 """
 
 
@@ -251,7 +251,7 @@ def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: Co
 
 
 def warm_up(executor: Executor, config: EngineConfig, cache: CacheLayout, compiles: bool) -> None:
-    """Run each kind of step once, so that no request waits for kernels to load.
+    """Run a prompt step, a decode step and, on a GPU, all reachable shapes, so that kernels are loaded before requests.
 
     Writes K, V and any state to page 0, which has no owner yet. Raises ConfigNotUsable if a GPU lacks memory for a
     step.

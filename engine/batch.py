@@ -21,7 +21,7 @@ from loramux.kernels.tables import AttentionBatch, Segments
 class SamplingRow(msgspec.Struct, frozen=True, gc=False):
     """Everything that determines one sampled token: settings, seed, and the number of tokens chosen before it.
 
-    `logit_penalties` belongs to the sequence; None if its settings request no bias or penalties.
+    `logit_penalties` belongs to the sequence; None if its settings request neither bias nor penalties.
     """
 
     params: SamplingParams

@@ -64,7 +64,9 @@ class CacheLayout:
 
     @property
     def shared_tokens(self) -> int:
-        """Cached prefixes are multiples of this number of tokens long, which fills whole pages of every group."""
+        """The length of each cached prefix, in tokens, is a multiple of this number, so it fills whole pages of every
+        group.
+        """
         return math.lcm(*(group.page_tokens for group in self.groups))
 
     def blocks(self, group: CacheGroup, page: int) -> range:

@@ -28,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an engine. `dtype` applies to the weights, the KV cache and the adapters in the pool.
 
     On a CPU, activations are always float32, and so is the arithmetic if the CPU has no bfloat16 instructions. Raises
-    ConfigNotUsable for settings that contradict each other.
+    ConfigNotUsable for settings that contradict each other or are out of range.
     """
 
     model_dir: str

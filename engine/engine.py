@@ -242,7 +242,7 @@ class Engine:
         return SubmittedStep(sampling, scoring, forward.choose(self._masks(sampling)))
 
     def _masks(self, sampling: list[Sequence]) -> Masks:
-        """The masks of the constrained rows. If no token can follow, a row has none, and its sequence ends."""
+        """The masks of the constrained rows. A row in which no token can follow has no mask, and its sequence ends."""
         grammars = {row: one.grammar for row, one in enumerate(sampling) if one.grammar is not None}
         masks = dict(self._grammars.masks(grammars))
         for row, sequence in enumerate(sampling):

@@ -12,7 +12,7 @@ class ModelNotSupported(EngineError):
 
 
 class ConfigNotUsable(EngineError):
-    """Settings contradict each other, are out of range, or need more memory than the device has."""
+    """Settings are out of range, contradict each other, or cannot be used with this machine's files and memory."""
 
 
 class PoolTooSmall(EngineError):

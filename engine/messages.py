@@ -18,7 +18,8 @@ PROTOCOL = 7
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits a sequence's thinking to `num_tokens` tokens between its markers. Then the end marker is forced.
+    """Limits a sequence's thinking, which is enclosed in two markers. After `num_tokens` tokens, the end marker is
+    forced.
 
     `begin` and `end` are the tokens of the markers. `is_open` is True if the prompt ends inside the thinking.
     """
@@ -93,9 +94,11 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     grammar: str = ""
     """A grammar for the new tokens, in llguidance's JSON or Lark form. If empty, all tokens are allowed."""
     isolation_key: bytes = b""
-    """Sequences with the same key can share the K and V of equal prefixes. An empty key means no sharing."""
+    """Sequences with the same key can share the K and V of equal prefixes, and compiled grammars. An empty key means no
+    sharing.
+    """
     priority: int = 0
-    """Orders the sequences of one share: lower values run first. It never orders the sequences of different shares."""
+    """Orders the sequences of one share: lower values run first. It does not affect the order between shares."""
     timeout_s: float | None = None
     """Seconds after which the sequence ends with `deadline_exceeded`. None means no deadline."""
     traceparent: str | None = None
@@ -272,7 +275,7 @@ class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Number of running sequences that use the adapter."""
     is_pinned: bool = False
     idle_s: float = 0.0
-    """Time since a sequence last used the adapter. 0 while the adapter is in use."""
+    """Seconds since a sequence last used the adapter. 0 while a sequence uses it."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,7 +314,7 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_compiled: int = 0
     num_reused: int = 0
-    """Sequences whose grammar had already been compiled."""
+    """Sequences that needed no compilation of their own, because the grammar was already compiled or compiling."""
     compile_s: float = 0.0
     num_masks: int = 0
     mask_s: float = 0.0
@@ -375,7 +378,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     device: str
     dtype: str
     quantization: str | None = None
-    """The format of the base's weights, or None if they are floats."""
+    """The format of the base's weights and, if they are rounded, of activations. None if all are floats."""
     protocol: int = PROTOCOL
     model_sha256: str = ""
     """SHA-256 of the files that must be identical on gateway and engine: see `model_files.py`."""

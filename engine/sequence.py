@@ -163,7 +163,7 @@ class Sequence:
 
     @property
     def is_constrained(self) -> bool:
-        """True if the allowed tokens depend on earlier tokens."""
+        """True if a grammar or token rules limit the next token."""
         return self.grammar is not None or self.token_rules is not None
 
     @property

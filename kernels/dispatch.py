@@ -116,7 +116,7 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """`residual += x` in place, then `rms_norm` of the sum. `residual` is contiguous."""
+        """Add `x` to `residual` in place, and return `rms_norm` of the sum. `residual` is contiguous."""
         ...
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,12 @@ from loramux.kernels.routing import Routing
 from loramux.kernels.tables import Segments
 
 SEGMENT_ROWS = 16
-"""Maximum rows per segment on a GPU: the smallest tile that tensor cores support."""
+"""Maximum number of rows per segment on a GPU: the smallest tile that tensor cores support."""
 
 LARGE_SEGMENT_ROWS = 64
-"""Maximum rows per segment on a GPU in steps with many rows per sequence. Each segment reads its A and B once."""
+"""Maximum number of rows per segment on a GPU in steps with many rows per sequence. Each segment reads its A and B
+once.
+"""
 
 
 def max_segments(num_tokens: int, num_sequences: int, segment_rows: int = SEGMENT_ROWS) -> int:

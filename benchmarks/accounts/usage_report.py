@@ -48,7 +48,7 @@ TARGET_MS = 200.0
 TOP = 200
 """Number of groups in a `largest` report, twice as many as the console shows."""
 ASKED_US = MONTH_US - 17 * HOUR_US
-"""Time range of the reports over "a month", in microseconds: nearly all of the data, from midday to midday."""
+"""Time range of the reports over "a month", in microseconds: nearly all of the data. It starts and ends mid-hour."""
 FOLDED_WORLD = World(50, 4, 2)
 
 

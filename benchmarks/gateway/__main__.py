@@ -131,7 +131,9 @@ def loads(seconds: float) -> dict[str, Load]:
 def _measure(
     systems: Sequence[Running], arguments: argparse.Namespace, script: Script, database: Database, console: Console
 ) -> dict[tuple[str, str], list[Figures]]:
-    """Run every load on the systems in turn. The ledger must contain what loramux's clients received."""
+    """Run every load on the systems in turn. Raises SystemFailed unless the ledger contains the tokens that loramux's
+    clients received.
+    """
     found: dict[tuple[str, str], list[Figures]] = {}
     num_received = 0
     for number in range(-1, arguments.rounds):

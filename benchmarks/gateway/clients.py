@@ -105,7 +105,7 @@ class Client(asyncio.Protocol):
 
 
 def run_load(address: Address, load: Load) -> Outcome:
-    """Run a load and return all answers, unread. Raises SystemFailed if a connection breaks."""
+    """Run a load and return all answers, not yet parsed. Raises SystemFailed if a connection breaks."""
     return uvloop.run(_run(address, load))
 
 
@@ -146,7 +146,7 @@ def _request(address: Address, load: Load) -> bytes:
 
 
 def check_answers(outcome: Outcome, load: Load, script: Script) -> None:
-    """Raises SystemFailed unless each answer has the script's text and its number of tokens."""
+    """Raise SystemFailed unless each answer has the script's text and the requested number of tokens."""
     text = script.text(load.num_tokens)
     for received in outcome.answers:
         found, num_tokens = read_answer(b"".join(received.data), load.is_streamed)

@@ -19,7 +19,7 @@ PROMPT_TOKENS = 8
 
 
 class Pacer:
-    """Steps all streams of one step time together, as an engine does."""
+    """Advances all streams with the same step time together, as an engine does."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

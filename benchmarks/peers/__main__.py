@@ -1,7 +1,7 @@
 """Compares loramux with peft, vLLM and llama-server on the same model, adapters and requests, in one run.
 
 Sixteen greedy requests arrive together: for the base only, for sixteen adapters, and for one adapter. peft runs them in
-process as a static batch, which favours it. The others run as servers on loopback, one at a time.
+process as a static batch, which favours it. The other systems run as servers on loopback, one at a time.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ LOAD = Load(24, 8)
 LEAST_SHARE = 0.5
 """Minimum share of answers that equal the reference's.
 
-A peer with fewer runs another model or no adapters, so its speed is meaningless.
+A peer with a lower share runs another model or no adapters, so its speed is meaningless.
 """
 
 TokenIds = tuple[tuple[int, ...], ...]

@@ -74,7 +74,7 @@ def named(name: str, values: torch.Tensor, shape: Shape) -> tuple[str, torch.Ten
     _, layer, kind = stem.split(".")
     num_heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(kind)
     if num_heads is not None:
-        # llama.cpp rotates adjacent pairs of features, transformers pairs half a head apart.
+        # llama.cpp rotates pairs of adjacent features. transformers rotates pairs that are half a head apart.
         values = values.view(num_heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
     return f"model.layers.{layer}.{LAYER_NAMES[kind]}.weight", values
 

@@ -89,7 +89,7 @@ class Measurement:
         return [cell for cell in cells if cell.system not in tried or (cell.system, cell.kind) in worth]
 
     def _still_open(self, cells: Sequence[Cell]) -> list[Cell]:
-        """All cells of loramux, and the cells of peers that could still be the best. The others cannot change any
+        """All cells of loramux, and the cells of peers that could still be the best. The other cells cannot change any
         ratio.
         """
         speeds = tokens_per_second(self.samples, self.files.num_adapters)

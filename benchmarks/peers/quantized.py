@@ -46,7 +46,7 @@ WORKLOAD = ("size", "quantization", "activations", "adapters", "rank", "repeats"
 """The arguments that are written to the result file under their own names."""
 
 LEAST_SHARE = 0.25
-"""Least share of answers that must equal peft's if a server rounds inputs to 8 bits.
+"""Minimum share of answers that equal peft's if a server rounds inputs to 8 bits.
 
 Rounding changes the choice between tokens of similar likelihood, which are frequent in a random model, but a wrong
 model or adapter changes every answer.
@@ -113,7 +113,7 @@ def check(
 ) -> dict[str, Agreement]:
     """Each server's agreement with peft over a float copy of its own weights.
 
-    Raises CheckFailed if any answer of a loramux with 16-bit inputs differs, or if more answers of a server with 8-bit
+    Raises CheckFailed if any answer of loramux with 16-bit inputs differs, or if more answers of a server with 8-bit
     inputs differ than rounding explains.
     """
     reference = find_peft(arguments.threads).systems[0]

@@ -24,7 +24,7 @@ class Running(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A product with weights in one dtype. `kinds` are the kinds of work that it supports.
+    """A server or library with weights in one dtype. `kinds` are the kinds of work that it supports.
 
     `open` takes the model files and a flag for runs that compare answers. In these runs, all arithmetic is in float32.
     """

@@ -27,10 +27,10 @@ DISK_BYTES = 64 << 30
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """A pool for `num_adapters` adapters and the K and V of `num_sequences` sequences of mean full length.
+    """A pool for `num_adapters` adapters and the K and V of `num_sequences` sequences of average length.
 
     There are enough adapter slots for a pool full of adapters, so that pages are the limit. The host tier holds
-    `num_host_adapters` adapters. All others are read from disk.
+    `num_host_adapters` adapters. All other adapters are read from disk.
     """
 
     num_adapters: int

@@ -66,7 +66,7 @@ def latency_figures(window: Window, goal: Goal) -> Figures:
 
 
 def median_of(rounds: Sequence[Figures]) -> Figures:
-    """Each figure's median, or None if it is infinite in half of the rounds."""
+    """Each figure's median, or None if it is infinite in at least half of the rounds."""
     medians: Figures = {}
     for name in rounds[0]:
         values = (one[name] for one in rounds)

@@ -135,7 +135,7 @@ def open_server(
 
 @contextlib.contextmanager
 def _open_bucket(logs: Path) -> Iterator[dict[str, str]]:
-    """Start an S3-compatible server with an empty bucket, and yield the variables that lead to it."""
+    """Start an S3-compatible server with an empty bucket, and yield the environment variables of its clients."""
     port = free_port()
     url = f"http://{HOST}:{port}"
     command = (sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port))

@@ -7,11 +7,11 @@ S3-compatible store, with pools that hold only a share of the adapters:
     routed         the servers are started with --peer-address, and forward requests to each other
 
 Popularity is uniform (exponent 0) or follows Zipf's law. For each exponent, requests fill the pools first. Throughput
-is then measured with clients that each have one open request, and the time to first token with random arrivals. Their
-rate is a share of round robin's throughput, and the same for both variants.
+is then measured with clients that each have one open request, and the time to first token with random arrivals. The
+rate of arrivals is a share of round robin's throughput, and the same for both variants.
 
 The hit rate is the share of requests that needed no adapter load on any server. A server's disk holds about as many
-adapters as its pool and its main memory holds none, so that other adapters come from the store, as they do on servers
+adapters as its pool, and its main memory holds none, so that other adapters come from the store, as they do on servers
 with far more adapters than their disks hold.
 """
 
@@ -49,7 +49,10 @@ THROUGHPUT_GOAL, FIRST_TOKEN_GOAL = 2.0, 0.5
 
 @dataclass(slots=True)
 class Rounds:
-    """The measurements of one variant at one popularity. `num_loads` and `stage_s` cover both loops."""
+    """The measurements of one variant at one popularity.
+
+    `num_loads` and `stage_s` cover the measurements of throughput and of the time to first token.
+    """
 
     tokens_s: list[float] = field(default_factory=list)
     requests_s: list[float] = field(default_factory=list)
@@ -74,7 +77,7 @@ class Rounds:
 
 
 Found = dict[float, dict[str, Rounds]]
-"""By exponent and variant."""
+"""The measurements by exponent and variant."""
 
 
 def check_answers(servers: Sequence[Server], store: Store, vocab_size: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Measures how much one account that floods the engine slows down polite accounts.
 
-An in-process engine with a small base serves a background load and a few polite accounts. Their requests arrive as a
+An in-process engine with a small base serves a background load and a few polite accounts, whose requests arrive as a
 Poisson process. The load has three variants, which alternate in one run and consist of the same requests for the same
 resident adapters:
 
@@ -8,7 +8,7 @@ resident adapters:
     full crowd    from many accounts, which together keep the same number of requests open
     calm crowd    from many accounts, as a Poisson process slightly below the engine's capacity
 
-The result is the polite accounts' time to first token during the flood, relative to that during each crowd.
+The result is the polite accounts' time to first token during the flood, divided by their time during each crowd.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Measurement:
         return [Stream(itertools.cycle(adds[place::shares]), self.arguments.open // shares) for place in range(shares)]
 
     def timed(self, way: str, capacity: float, number: int) -> list[Timed]:
-        """The timed requests in round `number`. Those from the polite accounts are the same in every variant."""
+        """The timed requests in round `number`. The polite accounts' requests are the same in every variant."""
         timed = self._arrivals(self.arguments.polite_load * capacity, 100 + number, is_counted=True)
         if way == CALM:
             rate = (self.arguments.calm_load - self.arguments.polite_load) * capacity

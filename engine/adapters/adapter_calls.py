@@ -34,8 +34,8 @@ class WaitingCall:
 
 @dataclass(frozen=True, slots=True)
 class PendingUnload:
-    """An unload that ends the adapter's remaining sequences at the time `due` on the engine's clock, or never if
-    infinite.
+    """An unload that ends the adapter's remaining sequences at the time `due` on the engine's clock, or never if `due`
+    is infinite.
     """
 
     owner: bytes

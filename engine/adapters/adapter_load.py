@@ -25,7 +25,7 @@ class AdapterPhase(Enum):
 
 
 class LoadOwner(Protocol):
-    """The methods of the pool that its loads call."""
+    """The methods of `AdapterPool` that an AdapterLoad calls."""
 
     def is_waited_for(self, load: AdapterLoad) -> bool: ...
 
@@ -54,7 +54,7 @@ class AdapterLoad:
     failure: str | None = None
     """Reason why the load failed, or None. The pool has already removed a failed load."""
     used_s: float = 0.0
-    """When the adapter became resident, or a sequence last started or stopped using it, on the pool's clock."""
+    """When the adapter last became resident, gained a user or lost its last user, on the pool's clock."""
     started_ns: int = field(default_factory=time.time_ns)
     """When the adapter was requested, in nanoseconds since 1970."""
     stages: list[PassedStage] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Each share's floor of host memory, set by requests: memory that other shares' adapters cannot take."""
+"""Each share's floor in host memory, set by requests: memory that other shares' adapters cannot take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ MAX_MEMBERS = 4096
 """Maximum number of adapters that one share's floor protects. The most recently requested adapters are kept."""
 
 Protect = Callable[[str, Collection[str], int], None]
-"""Sets a share's adapters and floor in bytes, like `HostTier.protect`. Raises ValueError if the floor does not fit."""
+"""Protects a share's adapters up to a floor in bytes, like `HostTier.protect`. Raises ValueError if the floor does not
+fit.
+"""
 
 
 @dataclass(slots=True)
@@ -23,7 +25,7 @@ class _Floor:
 class HostFloors:
     """Protects each share's recently requested adapters in the host tier, up to the share's floor.
 
-    A floor that does not fit next to earlier floors takes effect with a later request, once those have been lowered.
+    A floor that does not fit next to the other shares' floors takes effect with a later request, once it fits.
     """
 
     def __init__(self, protect: Protect) -> None:

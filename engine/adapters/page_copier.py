@@ -16,8 +16,8 @@ from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.device_faults import reason_of
 
 QUICK_COPY_BYTES = 512 << 10
-"""Maximum bytes that the engine's own thread copies between two steps if the pool is in host memory. Copying this much
-takes 0.1 ms, about as long as waking another thread and waiting for it to release the interpreter lock."""
+"""Maximum number of bytes that the engine's own thread copies between two steps if the pool is in host memory. Copying
+this many takes 0.1 ms, about as long as waking another thread and waiting for it to release the interpreter lock."""
 
 
 class Copier(Protocol):
@@ -33,7 +33,8 @@ class Copier(Protocol):
 
 
 class PageCopier:
-    """Copies adapters, usually in parallel with steps. A copy starts only after all steps submitted before its request.
+    """Copies adapters, usually in parallel with steps. A copy waits for all steps that were submitted before its
+    request.
 
     `pages` is the pool, one page per row. `wake` is called after each copy, usually from the copying thread, so that an
     idle engine polls.

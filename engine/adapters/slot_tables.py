@@ -66,7 +66,7 @@ class SlotTables:
         self._has_module = np.zeros((num_slots, len(target.all_modules)), np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
         self._num_rows = np.zeros((num_slots, len(target.outer_modules)), np.int32)
-        # A target without an embedding has no adapters with tokens of their own.
+        # If the target has no embedding, no adapter has tokens of its own.
         self._base_vocab_size = target.vocab_size or 0
         self._vocab_sizes = np.full(num_slots, self._base_vocab_size, np.int32)
 
@@ -120,7 +120,7 @@ class SlotTables:
         return changed
 
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
-        """Adapter slots of the rows that need outer modules, or None if no adapter in `slots` has outer modules.
+        """Adapter slots of the rows whose embedding or logits an adapter changes, or None if there are no such rows.
 
         `slots` int32 `[num_tokens]`, -1 for the base. `sample_rows` int32 `[num_samples]`.
         """

@@ -32,7 +32,9 @@ class Stager(Protocol):
         """File descriptor for an idle engine to poll, or -1. When it is readable, call `attend`."""
 
     def attend(self) -> None:
-        """Receive pending messages and run callbacks of `look`. Called between steps while a look is pending."""
+        """Receive pending messages and run the callbacks of `look`. The engine calls this between steps while a
+        callback is pending.
+        """
 
     def look(self, then: Callable[[], None]) -> None:
         """Refresh `contents`. `attend` calls `then` once the refresh has finished or failed."""

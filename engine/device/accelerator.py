@@ -69,7 +69,8 @@ class Accelerator(Protocol):
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record the work that `step` submits, without running it. Calling the result submits all the recorded work.
 
-        Tensors that `step` reads must keep their addresses. Tensors that it allocates live until another capture runs.
+        Tensors that `step` reads must keep their addresses. Tensors that it allocates may be overwritten when another
+        recorded step runs.
         """
         ...
 
@@ -104,8 +105,8 @@ class HostAccelerator:
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         after.wait()
         # Copy without torch, which would start OpenMP threads for the copying thread. With more threads than cores, GNU
-        # OpenMP lets the steps' threads sleep between kernels, and waking them takes 0.1 ms per kernel. All rows are
-        # copied in one call, so that this thread takes the interpreter lock from the steps' thread only once.
+        # OpenMP lets the steps' threads sleep between kernels, and waking them takes 0.1 ms per kernel. Copy all rows
+        # in one call, so that this thread takes the interpreter lock from the steps' thread only once.
         if len(rows) != source.shape[0]:
             raise ValueError(f"{source.shape[0]} rows cannot be copied to {len(rows)}")
         target.numpy()[list(rows)] = source.numpy()

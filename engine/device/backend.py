@@ -105,8 +105,8 @@ class Backend:
 
     `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
     its steps are padded, captured as graphs, and submitted before the host has the previous step's tokens. If
-    `compiles` is set, its kernels are compiled for each shape. `compile_ahead` does so in parallel before the first
-    launch.
+    `compiles` is set, its kernels are compiled for each shape. `compile_ahead` compiles them in parallel before the
+    first launch.
     """
 
     accelerator: Accelerator

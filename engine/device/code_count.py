@@ -10,7 +10,7 @@ from loramux.engine.device.backend import Backend
 
 
 class CodeCount:
-    """The number of linears, and of layers of experts, that a backend multiplies by their codes."""
+    """Counts linears whose weights a backend keeps as codes. One linear of all experts in a layer counts once."""
 
     def __init__(self) -> None:
         self.num_kept = 0

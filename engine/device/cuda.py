@@ -15,7 +15,7 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""Number of queued adapter bytes at which an upload waits. It bounds how long a step's metadata waits behind them."""
+"""An upload waits whenever it has queued this many bytes, so that a step's metadata does not wait behind more."""
 
 
 class CudaFence:

@@ -29,7 +29,7 @@ class DownloadedLogprobs:
     """Requested log-probabilities on their way to the host.
 
     `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64 `[num_rows,
-    count]` belong to the most likely tokens. Row `i` uses only the first `counts[i]`.
+    max(counts)]` belong to the most likely tokens. Row `i` uses only the first `counts[i]`.
     """
 
     rows: list[int]

@@ -55,17 +55,17 @@ class GraphForward:
 class GraphExecutor:
     """Submits steps to an asynchronous device in order, and reads their results later.
 
-    A step copies its metadata to the device in one transfer, runs the decoder for the sample rows, computes their
-    logits, and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs.
-    The first run is not captured, because it compiles and loads the kernels that the shape needs. Beyond
-    `max_graphs`, the least recently replayed graph is dropped. A shape whose capture fails always runs uncaptured.
+    A step copies its metadata to the device in one transfer, runs the decoder, computes the logits of the sample rows,
+    and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs. The first
+    run is not captured, because it compiles and loads the kernels that the shape needs. Beyond `max_graphs`, the least
+    recently replayed graph is dropped. A shape whose capture fails always runs uncaptured.
     Batches with adapters that modify the embedding or the head have separate shapes, so that other batches do not
     launch the extra kernels.
 
     Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a shape uses only
-    kernels of the shape with all groups, so once that shape has run, it is captured when it first occurs. Once there
-    are `max_graphs` graphs, the shape with all groups is used instead. Otherwise, shapes that differ only in groups
-    would evict each other's graphs.
+    kernels of the shape with all groups, so it is captured on its first run if the shape with all groups has already
+    run. Once there are `max_graphs` graphs, a new shape is replaced by the shape with all groups. Otherwise, shapes
+    that differ only in groups would evict each other's graphs.
     """
 
     def __init__(

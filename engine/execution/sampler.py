@@ -16,7 +16,9 @@ from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.messages import PromptLogprob, SamplingParams, TokenLogprobs
 
 NUM_LIKELIEST = 1024
-"""top_k, top_p and min_p try this many of the most likely tokens before sorting the whole vocabulary."""
+"""Number of most likely tokens to sort for top_k, top_p and min_p. The whole vocabulary is sorted only if these tokens
+are not enough.
+"""
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20

@@ -125,7 +125,7 @@ class SimulatedExecutor:
         activation: int = 0,
         vocab_size: int | None = None,
     ) -> list[int]:
-        """The tokens that a correct engine must produce if the adapter is activated at this position of the prompt.
+        """The tokens that a correct engine must produce if the adapter applies to the prompt from `activation` on.
 
         `vocab_size` is the number of the adapter's tokens, or None if it has the base's.
         """
@@ -226,7 +226,8 @@ def simulated_adapters(
 class SimulatedPages:
     """Copier and tables of an adapter pool. Records which adapter is in each slot.
 
-    A copy finishes at the next `poll`, or after `let_go` if it was requested while `is_holding` is set.
+    A copy finishes at the next `poll`. A copy requested while `is_holding` is set finishes at the first `poll` after
+    `let_go`.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ class StepShape:
     """The properties that are fixed when a step is captured.
 
     `num_tokens` and `num_sequences` include padding. `is_decode` means one row per sequence. `max_rank` bounds the
-    adapters' ranks. 0 disables adapters. Adapters modify the embedding or the head only with `has_outer`, and in each
+    adapters' ranks; 0 means no adapters. Adapters modify the embedding or the head only with `has_outer`, and in each
     layer only modules in `groups`, which is ALL_GROUPS without adapters. Segments have up to `segment_rows` rows.
     """
 

@@ -34,7 +34,7 @@ class DeviceTokenMarks:
     not have reached the host when it submits the next step. Marks are kept as long as every step includes the sequence.
     When a sequence returns after missing a step, all its tokens have been committed, so the host can build its marks
     again. The number of slots in use therefore never exceeds a step's number of samples. A step without penalties frees
-    all memory.
+    the memory of all marks.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -39,11 +39,11 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiles each grammar once, caches it, and gives a copy to every sequence that requests it.
+    """Compiles grammars, caches them, and gives a copy to every sequence that requests one.
 
     Only sequences with the same isolation key share a compiled grammar, so a fast answer does not reveal which grammars
-    another tenant has compiled. Keys take turns on the thread, so a tenant with many grammars delays only its own
-    sequences. Call all methods on the engine's thread. The compiling thread calls `wake` when `poll` has results.
+    another tenant has compiled. Keys take turns on the thread, so a tenant need not wait for all grammars of a tenant
+    that has many. Call all methods on the engine's thread. The compiling thread calls `wake` when `poll` has results.
     """
 
     def __init__(self, load_vocabulary: Callable[[], LLTokenizer], vocab_size: int, wake: Callable[[], None]) -> None:

@@ -22,8 +22,8 @@ NUM_ADDED_TOKENS = 256
 def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """Load the vocabulary from a Hugging Face directory's `tokenizer.json`, padded to at least `vocab_size` tokens.
 
-    The ids after the tokenizer's tokens, which adapters can add, are special tokens without meaning: a grammar can
-    name them by id, but no text contains them. All adapters share them, because a vocabulary takes about 70 MB.
+    NUM_ADDED_TOKENS placeholders follow the tokenizer's tokens, for the tokens that adapters add. A grammar can name a
+    placeholder by its id, but no text matches it. All adapters share the vocabulary, which takes about 70 MB.
 
     Takes one or two seconds for a vocabulary of 128,000 tokens. Raises VocabularyNotUsable.
     """

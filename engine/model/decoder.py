@@ -43,8 +43,8 @@ class DecoderLayer:
     `attention`; `qkv` and `o` are then the input and output projections of the delta rule.
 
     Output norms apply to the outputs of attention and feed-forward before these are added to the residual.
-    `layer_input` adds the layer's own input embedding to its output. Then `scalar` multiplies the residual. With
-    `altup`, the layer has several residuals.
+    `layer_input` adds a projection of the layer's own input embedding to the layer's output. Then `scalar` multiplies
+    the residual. With `altup`, the layer has several residuals.
     """
 
     attention_norm: Norm

@@ -90,7 +90,8 @@ class Family:
     has_delta_layers: bool = False
     """True if `layer_types` may name layers with a gated delta rule."""
     has_chunks: bool = False
-    """True if `layer_types` may name layers that see only their own chunk. Contexts end with the first chunk."""
+    """True if `layer_types` may name layers whose tokens see only their own chunk. Contexts are limited to one chunk.
+    """
     has_layer_heads: bool = False
     """True if the heads of K and V can differ between layers with and without windows."""
     has_value_norm: bool = False

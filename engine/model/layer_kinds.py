@@ -65,7 +65,7 @@ def full_by_pattern(raw: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def linear_in_between(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Attention in every `full_attention_interval`-th layer, and a gated delta rule in the others."""
+    """Attention in every `full_attention_interval`-th layer, and a gated delta rule in the other layers."""
     interval = positive(raw, "full_attention_interval")
     return [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
 
@@ -94,7 +94,7 @@ def rotated_if_listed(raw: Mapping[str, Any], windows: Sequence[int | None]) -> 
 
 
 def _listed(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Whether each layer rotates, as listed in `no_rope_layers` (1: rotation, 0: no rotation).
+    """Whether each layer rotates q and k, as listed in `no_rope_layers` (1: rotation, 0: no rotation).
 
     By default, every `no_rope_layer_interval`-th layer has no rotation.
     """

@@ -61,7 +61,7 @@ def feed_forward_modules(block: FeedForward, hidden_size: int, sizes: Sequence[i
 
 
 def router_modules(mixture: MixtureConfig, hidden_size: int, num_layers: int) -> list[tuple[Group, LinearShape]]:
-    """The router of a layer's experts and, if the shared expert has one, its gate."""
+    """The router of a layer's experts, and the shared expert's gate if there is one."""
     found = []
     for router in mixture.router_linears(hidden_size):
         shape = router.in_features, router.out_features

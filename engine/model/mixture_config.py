@@ -91,7 +91,7 @@ class SharedTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureTraits:
-    """Traits of an architecture that are not in its `config.json`.
+    """Traits of an architecture's experts that are not in its `config.json`.
 
     `assumed_experts` is the number of experts if the file does not state it. The inner size of an expert is in the
     field `size_field`. With `has_groups`, the fields `n_group` and `topk_group` limit the choice, and
@@ -134,7 +134,7 @@ class MixtureConfig:
         return (1, num_experts) if self.names.choice_bias_in_row else (num_experts,)
 
     def router_linears(self, hidden_size: int) -> list[LinearShape]:
-        """The router and, if the shared expert has one, its gate."""
+        """The router, and the shared expert's gate if there is one."""
         linears = [LinearShape(self.names.router, hidden_size, self.routing.num_experts)]
         if self.shared is not None and self.shared.gate is not None:
             linears.append(LinearShape(self.shared.gate, hidden_size, 1))

@@ -351,7 +351,9 @@ def _draft_layers(raw: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def _shared_tensors(sources: Sequence[int]) -> list[str]:
-    """Prefixes of unused tensors in published files: K and V of layers that read the K and V of another layer."""
+    """Prefixes of unused tensors in published files: K and V projections and norms of layers that read the K and V of
+    another layer.
+    """
     parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     shared = [layer for layer, source in enumerate(sources) if layer != source]
     return [f"model.layers.{layer}.self_attn.{part}" for layer in shared for part in parts]

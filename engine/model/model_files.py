@@ -23,7 +23,7 @@ def model_sha256(model_dir: Path) -> str:
 
 
 def base_sha256(model_dir: Path) -> str:
-    """SHA-256 of the same files and of a sample of the weights, as read from the files. Identifies the base.
+    """Identifies the base: SHA-256 over the files of `model_sha256` and a sample of the stored weights.
 
     An adapter that is valid for one base can be wrong for another, even if all shapes are equal. Raises
     ConfigNotUsable if the weights cannot be read.

@@ -30,9 +30,9 @@ class Wrapper:
     """A multimodal architecture.
 
     `decoders` maps the `model_type` of a text decoder to its architecture; the first is the default. `assumed` contains
-    the defaults that differ from that architecture's. `fixed` contains values of fields that the whole model ignores in
-    `config.json`. With `has_mrope`, positions have a part for time, one for height and one for width. For text, all
-    three are equal, so the rotation is the usual one.
+    the defaults that differ from the text decoder's own. `fixed` contains values that take precedence over
+    `config.json`, because the multimodal model ignores these fields. With `has_mrope`, positions have a part for time,
+    one for height and one for width. For text, all three are equal, so the rotation is the usual one.
     """
 
     decoders: Mapping[str, str]

@@ -17,7 +17,7 @@ class Norm(Protocol):
     def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor: ...
 
     def add(self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual += x` in place, then the norm of the sum."""
+        """Add `x` to `residual` in place, and return the norm of the sum."""
         ...
 
 

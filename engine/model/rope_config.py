@@ -57,7 +57,7 @@ class RopeConfig:
     - `llama3`: low frequencies are divided by `factor`. The two frequency factors bound the transition, in turns within
       `original_max_len`.
     - `yarn`: frequencies that make fewer than `slow_turns` turns within `original_max_len` are divided by `factor`, and
-      frequencies that make more than `fast_turns` turns are not scaled.
+      frequencies that make more than `fast_turns` turns are not scaled. The transition in between is gradual.
     - `longrope`: each frequency has a factor of its own.
 
     `attention_factor` multiplies cosine and sine. Only the first `rotary_fraction` of a head's channels are rotated or,
@@ -245,8 +245,8 @@ def _pair_factors(given: Mapping[str, Any], name: str, num_pairs: int) -> tuple[
 def longest_contexts(raw: Mapping[str, Any], ropes: Collection[RopeConfig]) -> tuple[int, int]:
     """The longest context by default, and the longest that the operator can allow.
 
-    YaRN can extend both beyond `max_position_embeddings`. Dynamic NTK extends only the second, because it changes the
-    angles of contexts of all lengths.
+    YaRN can extend both beyond `max_position_embeddings`. Dynamic NTK extends only the second, because allowing longer
+    contexts changes the angles of short contexts too.
     """
 
     def stretched(kind: str) -> int:

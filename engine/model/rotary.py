@@ -57,7 +57,7 @@ def _theta(rope: RopeConfig, rotary_dim: int, max_len: int) -> float:
 
 
 def _scaled_share(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """How much each of YaRN's frequencies is scaled: 0 for fast ones, 1 for slow ones, linear in between."""
+    """How much YaRN scales each frequency: 0 for high frequencies, 1 for low frequencies, linear in between."""
 
     def pair_of(turns: float) -> float:
         """The pair of channels that makes `turns` turns within the original context."""

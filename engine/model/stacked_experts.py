@@ -1,4 +1,6 @@
-"""Finds an expert's weight in files that stack all experts. Other files of the architecture have one tensor each."""
+"""Finds an expert's weight in files that stack all experts. Other files of the same architectures have a tensor for
+each expert.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class StackedPlace:
     def is_transposed(self, stack: tuple[int, ...], shape: tuple[int, ...]) -> bool | None:
         """Whether a stack of shape `stack` stores a weight of shape `shape` transposed, or None if neither fits.
 
-        As in transformers, a stack whose shape fits both ways is not transposed.
+        As in transformers, a stack whose shape fits both ways is taken as not transposed.
         """
         rows = shape[0] * self.num_parts
         if len(stack) != 3 or self.expert >= stack[0]:

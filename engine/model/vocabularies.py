@@ -17,7 +17,7 @@ FORBIDDEN = -1e30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabularies:
-    """`sizes`, int32 `[num_rows]` on the device, is the vocabulary size of each row. None is below `smallest`."""
+    """`sizes`, int32 `[num_rows]` on the device, is the vocabulary size of each row. No size is below `smallest`."""
 
     sizes: torch.Tensor
     smallest: int
@@ -26,7 +26,7 @@ class Vocabularies:
 
     @staticmethod
     def of(sizes: npt.NDArray[np.int32] | None, base_size: int, accelerator: Accelerator) -> Vocabularies | None:
-        """The vocabularies of rows with these sizes. `sizes` and the result are None if all rows have the base's."""
+        """The vocabularies of rows with these sizes. None means that all rows have the base's vocabulary."""
         if sizes is None:
             return None
         on_device = accelerator.stage(torch.from_numpy(sizes))
@@ -45,6 +45,6 @@ class Vocabularies:
         return wide
 
     def forbid_others(self, logits: torch.Tensor) -> None:
-        """Set the logits of tokens that a row does not have to FORBIDDEN. Before that, they are arbitrary."""
+        """In each row, set the logits beyond the row's vocabulary, which may be uninitialised, to FORBIDDEN."""
         columns = torch.arange(self.smallest, logits.shape[1], dtype=torch.int32, device=logits.device)
         logits[:, self.smallest :].masked_fill_(columns >= self.sizes[:, None], FORBIDDEN)

@@ -14,7 +14,7 @@ class Xielu:
 
     def __init__(self, place: Placement, prefix: str) -> None:
         found = {name: place.finite(f"{prefix}.{XIELU_PREFIX}.{name}", shape) for name, shape in XIELU_SHAPES.items()}
-        # transformers computes these in the dtype of the weights.
+        # transformers computes the following values in the dtype of the weights.
         rounded = {name: tensor.to(place.dtype) for name, tensor in found.items()}
         self._beta, self._eps = rounded["beta"].item(), rounded["eps"].item()
         self._positive = functional.softplus(rounded["alpha_p"]).item()

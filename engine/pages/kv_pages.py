@@ -27,7 +27,7 @@ class Prefix:
 
     @property
     def num_idle(self) -> int:
-        """Number of pages that no sequence uses. They can be evicted until a sequence starts on them."""
+        """Number of pages that no sequence uses. They can be evicted until a sequence starts with them."""
         return sum(cached.num_users == 0 for pages in self.pages for cached in pages)
 
 
@@ -37,7 +37,7 @@ NO_PREFIX = Prefix()
 class KvPages:
     """Allocates pages to sequences, and frees pages of windowed layers once no later token sees them.
 
-    In windowed layers, a sequence has pages for at most the next `max_step_tokens` tokens, the maximum of one step.
+    In windowed layers, a sequence gets pages in advance for at most `max_step_tokens` tokens, the maximum of one step.
 
     In a hybrid decoder, a running sequence also has the pages of a state. Such sequences neither use nor fill the
     prefix cache: a page holds K and V of its tokens, but other layers need the state after these tokens.
@@ -116,7 +116,7 @@ class KvPages:
         return num_pages
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Start the sequence on the prefix that `find_prefix` has just found."""
+        """Start the sequence with the prefix that `find_prefix` has just found."""
         assert not any(table.blocks for table in sequence.tables)
         assert not sequence.num_in_flight
         sequence.tables = [PageTable() for _ in self._groups]
@@ -210,7 +210,7 @@ class KvPages:
         return [cached for _, cached in sorted(found, key=itemgetter(0), reverse=True)]
 
     def disown(self, sequence: Sequence) -> None:
-        """Remove a broken sequence's pages from the prefix cache, including those that it has freed."""
+        """Remove a broken sequence's pages from the prefix cache, including pages that the sequence has freed."""
         for index, group in enumerate(self._groups):
             for page in range(len(sequence.page_keys) // group.num_blocks):
                 cached = self._find(sequence, index, page)

@@ -56,8 +56,8 @@ def _int8(rows: Floats, group: int) -> tuple[npt.NDArray[np.int8], Floats]:
 
 def _int4(rows: Floats, group: int) -> tuple[npt.NDArray[np.int32], Floats]:
     grouped = rows.reshape(len(rows), -1, group)
-    # The weight of the largest magnitude becomes -8, because there is no code 8. Its sign is the opposite of the
-    # scale's.
+    # The weight with the largest magnitude becomes -8, because there is no code 8. The scale has the opposite sign of
+    # this weight.
     at = np.abs(grouped).argmax(axis=2, keepdims=True)
     scales = _nonzero(np.take_along_axis(grouped, at, axis=2) / np.float32(-8))
     codes = np.clip(np.rint(grouped / scales) + 8, 0, 15).astype(np.uint8).reshape(rows.shape)
@@ -73,7 +73,7 @@ def _fp8(rows: Floats, group: int) -> tuple[npt.NDArray[np.uint8], Floats]:
 
 
 def _nonzero(scales: Floats) -> Floats:
-    """The scales. If all weights of a group are 0, its scale is 1."""
+    """Replace scales of 0, from groups whose weights are all 0, by 1."""
     return np.where(scales == 0, np.float32(1), scales)
 
 

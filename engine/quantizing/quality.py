@@ -1,4 +1,4 @@
-"""How much the answers of a quantised model differ from the float model's."""
+"""Measures how much a quantised model's predictions differ from the float model's."""
 
 from __future__ import annotations
 

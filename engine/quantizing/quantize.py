@@ -62,7 +62,10 @@ def quantized_directory(root: Path, model_dir: Path, method: str) -> Path:
 
 
 def quantized_names(config: ModelConfig) -> list[str]:
-    """The weights that every method quantises: the linears of layers, without routers and experts."""
+    """The weights that every method quantises: the linears of attention, delta rules and feed-forwards.
+
+    Routers, experts and the linears of layer inputs are not quantised.
+    """
     modules = config.modules
     return [
         f"model.layers.{layer}.{modules[index].name}.weight"

@@ -165,7 +165,7 @@ class FairQueue:
     def order(self, num_ready: int, num_cold: int, is_exact: bool = True) -> list[Sequence]:
         """The first `num_ready` ready and `num_cold` cold sequences, ordered as if each were admitted on its turn.
 
-        If more sequences are ready than requested, no cold sequence follows the last ready one.
+        If more than `num_ready` sequences are ready, no cold sequence follows the last ready one.
 
         Takes logarithmic time in the number of shares per returned sequence and per changed share, and almost no time
         if nothing changed. Unless `is_exact`, a share whose counter rose does not count as changed.

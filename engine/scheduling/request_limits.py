@@ -21,7 +21,7 @@ REPETITION_PENALTIES = (0.01, 100.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits set by the model and the operator. The scheduler enforces the pool's limits."""
+    """Limits set by the model and the operator. They do not include the pool's limits, which depend on pins."""
 
     vocab_size: int
     max_model_len: int

@@ -38,8 +38,7 @@ class Scheduler:
     Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
     the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
     loading is skipped and blocks no other sequence. When a running sequence needs a page and none is left, a sequence
-    is
-    preempted, to be recomputed later. The victim comes from the share with the highest counter. Ties go to the share
+    is preempted, to be recomputed later. The victim comes from the share with the highest counter. Ties go to the share
     with the youngest sequence. Within the share, it is the youngest of the sequences with the lowest priority.
     """
 

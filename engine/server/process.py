@@ -4,7 +4,7 @@ The process reads its configuration as JSON from standard input. RECORD is the f
 through which the supervisor tracks the loop's progress.
 
 The loop receives messages from gateways, runs one step, and sends the output. It blocks only when there is nothing to
-do. The process exits when standard input closes, so it never outlives the supervisor, which has the other end open.
+do. The process exits when standard input closes, so it does not outlive the supervisor, which holds the other end open.
 """
 
 from __future__ import annotations
@@ -271,7 +271,9 @@ def _end_for_device(error: Exception, what: str, code: int) -> None:
 
 
 def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> bool:
-    """Serve until the supervisor is gone. Returns False if a running compilation forbids finalizing Python."""
+    """Serve until the supervisor is gone. Returns False if a grammar is still compiling, which forbids finalizing
+    Python.
+    """
     import zmq
 
     context = zmq.Context(io_threads=1)

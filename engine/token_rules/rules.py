@@ -40,7 +40,7 @@ class TokenRules:
         _clear(allowed, held_back)
         _clear(allowed, self._ends_of_bad_words())
         forced = None if self._thinking is None else self._thinking.forced_token()
-        # Between two tokens of the same character, a grammar does not allow the end marker. The thinking then continues
+        # Between the tokens of one character, a grammar does not allow the end marker. The thinking then continues
         # until the character is complete.
         if forced is not None and allowed[forced >> 3] >> (forced & 7) & 1:
             return _mask_of([forced], self._vocab_size)

@@ -34,7 +34,7 @@ from loramux.kernels.cpu.vectors import (
 )
 
 TILE_ROWS = 16
-"""Maximum rows per tile (query rows times heads in a group), unless a group alone has more heads."""
+"""Maximum number of rows per tile (query rows times heads in a group), unless a group alone has more heads."""
 
 LINE = 32
 """Elements between prefetches: one cache line of bfloat16."""
@@ -71,7 +71,7 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
         most = larger(load(scores, s), most)
     top = largest(most)
     if sink_address != 0:
-        # If the sink is the largest, no weight exceeds 1 either.
+        # Include the sink in the maximum, so that no weight exceeds 1.
         sink = floats_at(sink_address)[0]
         top = max(top, sink / scale)
     weights = splat(np.float32(0))

@@ -57,13 +57,13 @@ class CodedExperts:
     """One linear layer of all experts, whose weights are quantised.
 
     `x` is rounded as in `QuantizedLinear`. A row's result is bitwise independent of the other rows, and the same on
-    every CPU.
+    every x86 CPU.
     """
 
     def __init__(
         self, packed: CodePanels, num_experts: int, out_features: int, bias: torch.Tensor | None, x_bits: int
     ) -> None:
-        """`packed.panels` contains the panels of all experts in order; its other fields describe one expert."""
+        """`packed.panels` contains the panels of all experts in order. The other fields describe one expert."""
         self._packed = packed
         self._kind: type[np.signedinteger[Any]] = np.int8 if x_bits == 8 else np.int16
         self._limit = LARGEST_BYTE if x_bits == 8 else np.float32(packed.limit)

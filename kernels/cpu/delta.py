@@ -84,7 +84,7 @@ def convolve(
     tail_row: int,
     k_dim: int,
 ) -> None:
-    """`y` of `reference.delta.convolve`, contiguous `[T, channels]`; `weight` is contiguous `[conv_len, channels]`.
+    """Compute `y` of `reference.delta.convolve`, contiguous `[T, channels]`. `weight` is contiguous too.
 
     The layer's tail begins at row `tail_row` of each state.
     """
@@ -192,7 +192,7 @@ def delta_rule(
     page_starts: Any,
     first_row: int,
 ) -> None:
-    """`y` of `reference.delta.delta_rule`, contiguous `[T, num_v * v_dim]`.
+    """Compute `y` of `reference.delta.delta_rule`, contiguous `[T, num_v * v_dim]`.
 
     The layer begins at row `first_row` of each state.
     """

@@ -108,7 +108,7 @@ def _expand_segment(
 
 @helper
 def _apply_affine(y: int, y_step: int, rows: Any, begin: int, end: int, pool: Any, visit: Any) -> None:
-    """Replace the visit's columns of a segment's rows by `y + gain * y + shift`."""
+    """In the rows of a segment, replace the columns of the visit by `y + gain * y + shift`."""
     whole = visit.length - visit.length % PANEL
     for j in range(begin, end):
         address = y + np.int64(rows[j]) * y_step

@@ -28,8 +28,8 @@ class ExpertProducts(Protocol):
 class PackedExperts:
     """One linear layer of all experts, laid out for this CPU.
 
-    A step reads the weights of the experts that its tokens chose, once each. As in `PackedLinear`, a row's result is
-    bitwise independent of the other rows, except with oneDNN.
+    A step reads the weights of each chosen expert once. As in `PackedLinear`, a row's result is bitwise independent of
+    the other rows, except with oneDNN.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor], bias: torch.Tensor | None = None) -> None:
@@ -49,7 +49,7 @@ class PackedExperts:
 
 
 class SeparateExperts:
-    """Multiplies by one expert after the other, for CPUs whose panels have no common loop."""
+    """Multiplies by one expert after the other, for layouts that `ExpertPanels` does not support."""
 
     def __init__(self, weights: Iterable[torch.Tensor], bias: torch.Tensor | None) -> None:
         self._experts = [
@@ -97,7 +97,7 @@ def sum_experts(
     num_rows: int,
     size: int,
 ) -> None:
-    """`out` of `reference.experts.sum_experts`; `y`, `weights` and `out` are contiguous.
+    """Compute `out` of `reference.experts.sum_experts`; `y`, `weights` and `out` are contiguous.
 
     `shared` and `gate` are an address and a row stride each; address 0 means that there is no shared expert or no gate.
     """

@@ -64,7 +64,7 @@ def add_rms_norm(
     size: int,
     eps: Any,
 ) -> None:
-    """`residual[t] += x[t]`, then `out[t]` is `rms_norm` of the sum. `out` is contiguous `[num_rows, size]`."""
+    """Add `x` to `residual` in place, and store `rms_norm` of the sum in `out`, contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
             x, residual = x_address + 4 * t * x_stride, residual_address + 4 * t * residual_stride
@@ -170,7 +170,7 @@ def gelu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int,
 def clamped_silu_and_mul(
     x_address: int, x_stride: int, out_address: int, num_rows: int, size: int, alpha: Any, limit: Any
 ) -> None:
-    """`out` of `reference.fused.clamped_silu_and_mul` for `x` `[num_rows, 2 * size]`; contiguous `[num_rows, size]`."""
+    """Compute `out` of `reference.fused.clamped_silu_and_mul`, contiguous `[num_rows, size]`."""
     factor, most = np.float32(alpha), np.float32(limit)
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):

@@ -42,12 +42,12 @@ HAS_BYTE_TABLES = WIDTH != 16
 """True if only bytes can be looked up in a register: AVX2. AVX-512 looks up 16-bit integers."""
 
 IS_SUPPORTED = integer_products(cpu_features()) is not None
-"""True if this CPU has the instructions of this file."""
+"""True if this CPU has the instructions that this file uses."""
 
 HAS_VNNI = ("avx512vnni" if WIDTH == 16 else "avxvnni") in cpu_features()
 
 UNSIGNED = 128
-"""Added to the weight's integers, as the unsigned bytes of `vpdpbusd`."""
+"""Offset that turns the weight's integers into unsigned bytes, which `vpdpbusd` requires."""
 
 _BYTE, _HALF, _INT, _LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
@@ -112,7 +112,8 @@ class _Table:
         if HAS_BYTE_TABLES:
             low, high = builder.and_(codes, ir.Constant(_PACKED, [15] * 32)), _shifted(builder, codes, 4)
             return [part for index in (low, high) for part in self._select_bytes(builder, index)]
-        # Only the 5 low bits of an index count, so the upper code need not be removed from the lower one.
+        # Only the 5 low bits of an index count, and the table holds the integers twice, so the upper code need not be
+        # masked out of the index of the lower code.
         lower = builder.zext(codes, _PAIRS)
         choose = _function(builder, "llvm.x86.avx512.permvar.hi.512", _PAIRS, [_PAIRS, _PAIRS])
         return [builder.call(choose, [self._tables[0], index]) for index in (lower, _shifted(builder, lower, 4))]
@@ -144,7 +145,7 @@ class _ByteTable:
         self._table = _plus_128(builder, builder.shuffle_vector(signed, signed, repeated))
 
     def select(self, builder: Any, codes: list[Any]) -> list[Any]:
-        """The integers of four inputs for all outputs, whose codes are the lower halves, then the upper halves."""
+        """The integers of four inputs for all outputs: first from the lower four bits of each byte, then the upper."""
         name = "llvm.x86.avx512.pshuf.b.512" if WIDTH == 16 else "llvm.x86.avx2.pshuf.b"
         choose = _function(builder, name, _QUADS, [_QUADS, _QUADS])
         lower = [builder.and_(each, ir.Constant(_QUADS, [15] * _QUADS.count)) for each in codes]

@@ -32,7 +32,7 @@ SERIAL_WORK = 200_000
 """With fewer multiplications, waking other threads costs more than it saves."""
 
 ROWS_HINT = 16
-"""oneDNN chooses its layout for this number of rows: a full decode batch, the most frequent step."""
+"""Number of rows for which oneDNN chooses its layout, as in a decode step of a busy server."""
 
 
 class PackedLinear:

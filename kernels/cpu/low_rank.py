@@ -70,7 +70,7 @@ def _run_segments(
     y_stride: int, pool: Any, layer: int, plan: Any, page_table: Any, off: Any, rank: Any, scale: Any, x_rows: Any,
     rows: Any, starts: Any, slots: Any, shifts: Any,
 ) -> None:  # fmt: skip
-    """Do all the work of segments `[first, last)`."""
+    """Shrink and expand segments `[first, last)`, as requested."""
     own_starts, own_slots, own_shifts = starts[first : last + 1], slots[first:last], shifts[first:last]
     if shrinks:
         shrink_share(
@@ -118,8 +118,8 @@ def low_rank(
     The first product is computed only if `shrinks`, and the second only if `expands`; see `ReferenceKernels`. The work
     is divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements.
     `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from `group_plan`. Tables and segments have
-    the dtypes given in `tables.py`. `x_rows` int32 `[num_lora_rows]` are the rows of `x` that belong to `rows`. A
-    segment's modules are the plan's modules, shifted by its entry of `shifts` int32 `[num_segments]`.
+    the dtypes given in `tables.py`. `x_rows` int32 `[num_lora_rows]` are the rows of `x` that belong to `rows`. For
+    segment `s`, `shifts[s]` is added to the indices of the plan's modules; `shifts` is int32 `[num_segments]`.
     """
     work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots, shifts)
     firsts = _whole_segments(work, num_threads)

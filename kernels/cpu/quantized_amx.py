@@ -1,4 +1,4 @@
-"""Products of many rows with a quantised weight, computed with AMX. They are bitwise equal to `quantized_linear`'s.
+"""Products of many rows with a quantised weight, computed with AMX: bitwise equal to the results of `quantized_linear`.
 
 Tiles multiply 8-bit integers. Each 16-bit integer of `x` is therefore split into two: `256 * upper + lower`, where
 `upper` is signed and `lower` is not. Four tiles hold the sums of both halves for 16 rows and the 32 outputs of a panel
@@ -34,7 +34,7 @@ TILES_BYTES = 128 * OUTPUTS
 """Size of the unpacked codes of the largest block, in bytes."""
 
 SUMS_BYTES = 4 * 4 * TILE * TILE
-"""Bytes of the sums of one tile of rows: int32 `[16, 16]` for each 16 of the 32 outputs and each half of `x`."""
+"""Bytes of the sums of one tile of rows: int32 `[16, 16]` for each half of the 32 outputs and each half of `x`."""
 
 _BYTE, _HALF, _INT, _LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _POINTER = _BYTE.as_pointer()

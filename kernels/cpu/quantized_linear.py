@@ -56,7 +56,7 @@ class QuantizedLinear:
     """`y = x @ weightᵀ + bias` for a quantised weight `[out_features, in_features]`, laid out by `pack_codes`.
 
     `x` is rounded to 16 or 8 bits, relative to the largest input of its block. A row's result is bitwise independent
-    of the other rows, and the same on every CPU.
+    of the other rows, and the same on every x86 CPU.
     """
 
     def __init__(self, packed: CodePanels, out_features: int, bias: torch.Tensor | None, x_bits: int) -> None:

@@ -122,9 +122,10 @@ def route(
     scale: Any,
     min_total: Any,
 ) -> None:
-    """`experts` int32 and `weights` float32 `[num_rows, top_k]` of `reference.routing.route`, both contiguous.
+    """Compute `experts` int32 and `weights` float32 `[num_rows, top_k]` of `reference.routing.route`, both contiguous.
 
-    `keys` is scratch, float32 `[num_rows, num_experts + num_groups]`. `bias` and `keys` are 0 if there is no bias.
+    `keys` is scratch, float32 `[num_rows, num_experts + num_groups]`. The addresses of `bias` and `keys` are 0 if there
+    is no bias.
     """
     width = num_experts + num_groups
     if num_rows * num_experts < SERIAL_LOGITS:

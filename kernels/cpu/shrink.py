@@ -13,7 +13,9 @@ from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.cpu.vectors import LANES, floats_at, widen
 
 MAX_RUN = 2048
-"""Maximum elements per run of a rank. Four runs stay in the L1 cache while a segment's rows are multiplied by them."""
+"""Maximum number of elements in a run of one rank. Four runs stay in the L1 cache while a segment's rows are multiplied
+by them.
+"""
 
 
 class _ShrinkVisit(NamedTuple):

@@ -31,7 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`residual += x` in place, then `rms_norm(residual, weight, eps)` of the rounded sum.
+    """Add `x` to `residual` in place, and return `rms_norm(residual, weight, eps)` of the rounded sum.
 
     `x` and `residual` are `[T, n]`. `residual` is contiguous. The result is as for `rms_norm`.
     """

@@ -37,7 +37,7 @@ def segment_grid(num_segments: int) -> tuple[int, int]:
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """True if a launch on `device` may overlap the end of the previous one (programmatic dependent launch)."""
+    """True if a launch on `device` may overlap the end of the previous launch (programmatic dependent launch)."""
     has_calls = IS_COMPILED and hasattr(tl.extra.cuda, "gdc_wait")
     return has_calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 

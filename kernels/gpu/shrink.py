@@ -32,7 +32,9 @@ ROW_COLUMNS = 256
 """Number of columns of A that a program with one row multiplies at a time."""
 
 ROW_CHUNKS = 4
-"""Maximum blocks of ROW_COLUMNS per program, unless MAX_SPLITS is reached. Their loads are unrolled and overlap."""
+"""Maximum number of blocks of ROW_COLUMNS per program, unless MAX_SPLITS is reached. Their loads are unrolled and
+overlap.
+"""
 
 TILE_COLUMNS = 128
 """Number of columns of A that a program with several rows multiplies at a time. It is halved for large tiles."""

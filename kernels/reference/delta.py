@@ -21,7 +21,7 @@ def convolve(
 
     `x` `[T, channels]`, `weight` float32 `[conv_len, channels]`. Inputs before the step come from the tail in the
     sequence's state, and inputs before the sequence are 0. Afterwards, the tail contains the last inputs. `layer`
-    counts the layers of `spec`. Rows of no sequence become 0.
+    counts the layers of `spec`. Rows that belong to no sequence become 0.
     """
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for begin, end, state, is_first in _states(pool, layer, batch, spec):
@@ -51,8 +51,8 @@ def delta_rule(
 
     q and k are divided by their lengths first. `qkv` `[T, channels]`, `gates` `[T, 2 * num_v_heads]` with `gate_b` of
     all heads, then `gate_a`; `rates` float32 `[2, num_v_heads]` with each head's negative rate, then its bias. Returns
-    y, `[T, num_v_heads * v_dim]`. `S` is 0 before a sequence's first position. Arithmetic and `S` are float32. Rows of
-    no sequence become 0.
+    y, `[T, num_v_heads * v_dim]`. `S` is 0 before a sequence's first position. Arithmetic and `S` are float32. Rows
+    that belong to no sequence become 0.
     """
     num_v, group_size = spec.num_v_heads, spec.num_v_heads // spec.num_k_heads
     key_size = spec.num_k_heads * spec.k_dim

@@ -12,7 +12,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`residual += x` in place, then `rms_norm` of the sum; `x` and `residual` float32 `[T, n]`."""
+    """Add `x` to `residual` in place, and return `rms_norm` of the sum. Both are float32 `[T, n]`."""
     residual += x
     return rms_norm(residual, weight, eps)
 
