@@ -72,7 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_loaders: int = 4
     """Number of adapters that the staging process loads in parallel, each on its own thread."""
     ran_at_death: tuple[str, ...] = ()
-    """IDs of the sequences that were running when the previous engine died. Gateways receive them."""
+    """Ids of the sequences that were running when the previous engine died. Gateways receive them."""
     traces: TraceConfig | None = None
     """Export settings for the spans of traced requests. If None, tracing is off and OpenTelemetry is not imported."""
     seed: int = 0

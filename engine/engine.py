@@ -71,7 +71,7 @@ class EngineParts:
 class Observers:
     """Receivers of an engine's events. `stats` counts steps, and `traces` records the lifecycle of each sequence.
 
-    `note_running` receives the IDs of the running sequences before each step, because the step may crash the process.
+    `note_running` receives the ids of the running sequences before each step, because the step may crash the process.
     """
 
     stats: EngineStats

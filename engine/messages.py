@@ -86,7 +86,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     activation: int = 0
     """Position of the first prompt token that the adapter modifies; the base alone computes the tokens before it."""
     vocab_size: int | None = None
-    """Number of the adapter's tokens, or None if it has the base's."""
+    """Vocabulary size of the adapter, or None if it has the base's vocabulary."""
     share_key: str = ""
     weight: int = 1
     host_floor_bytes: int = 0
@@ -243,9 +243,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reports a message that had no effect: it could not be decoded, or it was an Add with an ID that is in use.
+    """Reports a message that had no effect: it could not be decoded, or it was an Add with an id that is in use.
 
-    Such an Add is not answered with Finished, which would end the stream of the running sequence with the same ID.
+    Such an Add is not answered with Finished, which would end the stream of the running sequence with the same id.
     """
 
     message: str

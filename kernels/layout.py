@@ -42,7 +42,7 @@ ID_BYTES = 4
 """Size of a trained row's id, in bytes."""
 
 MAX_EXTRA_TOKENS = 512
-"""Maximum number of tokens that an adapter can have beyond the base's vocabulary, whose padding counts as tokens."""
+"""Maximum number of tokens that an adapter can have beyond the base's vocabulary, whose size includes padding."""
 
 A, B, AFFINE = 0, 1, 2
 """Indices of a module's parts in an offset table's last axis."""
@@ -214,8 +214,8 @@ class RowCounts:
     """The number of rows that an adapter replaces in each outer module; `()` means none.
 
     With `is_shared`, all outer modules use the same rows, which are stored once: the base ties its head to its
-    embedding. `vocab_size` is the number of the adapter's tokens, or None if it has the base's. An adapter with more
-    tokens than the base has a row for each additional token.
+    embedding. `vocab_size` is the size of the adapter's vocabulary, or None for the base's vocabulary. An adapter with
+    more tokens than the base has a row for each additional token.
     """
 
     counts: tuple[int, ...] = ()

@@ -46,7 +46,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def token_id_of(spelled: str) -> int:
-    """The ID of an item in an OpenAI answer's `logprobs.tokens`, where a byte above 0x7F is `bytes:\\xNN`."""
+    """The id of an item in an OpenAI answer's `logprobs.tokens`, where a byte above 0x7F is `bytes:\\xNN`."""
     if spelled in SPECIAL_TOKENS:
         return SPECIAL_TOKENS.index(spelled)
     if spelled.startswith(" w"):

@@ -44,7 +44,7 @@ class AdapterLoad:
     pages: list[int] = field(default_factory=list)
     num_pages: int = 0
     vocab_size: int | None = None
-    """Number of the adapter's tokens, or None if it has the base's. Known once the adapter is STAGED."""
+    """Vocabulary size of the adapter, or None if it has the base's vocabulary. Known once the adapter is STAGED."""
     num_users: int = 0
     """Number of running sequences, plus one if the adapter is pinned. An adapter with users cannot be evicted."""
     evict_when_idle: bool = False

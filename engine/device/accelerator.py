@@ -18,7 +18,7 @@ class DeviceMemory:
 
 
 class Fence(Protocol):
-    """Marks the end of all work submitted so far."""
+    """Marks the end of all work submitted before the fence was created."""
 
     def wait(self) -> None:
         """Block until all work submitted before the fence is finished."""

@@ -137,7 +137,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
 
     `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later. Other GPUs ignore it.
     """
-    # Make other threads release the interpreter lock sooner, so that the thread that submits steps gets the lock.
+    # Make other threads release the interpreter lock sooner, so that the thread that submits steps gets it quickly.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
         # Imported here because an engine on a GPU does not need numba.

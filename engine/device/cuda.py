@@ -15,7 +15,7 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""An upload waits whenever it has queued this many bytes, so that a step's metadata does not wait behind more."""
+"""Bytes that an upload queues before it waits until they are copied. A step's metadata waits behind few more bytes."""
 
 
 class CudaFence:

@@ -127,7 +127,7 @@ class SimulatedExecutor:
     ) -> list[int]:
         """The tokens that a correct engine must produce if the adapter applies to the prompt from `activation` on.
 
-        `vocab_size` is the number of the adapter's tokens, or None if it has the base's.
+        `vocab_size` is the size of the adapter's vocabulary, or None for the base's vocabulary.
         """
         state, states, tokens, salt = 0, [], list(prompt), _salt(digest)
         for position, token in enumerate(prompt):
@@ -240,7 +240,7 @@ class SimulatedPages:
         return None if slot < 0 else self._slots[slot].digest
 
     def vocab_size_of_slot(self, slot: int) -> int | None:
-        """Number of tokens of the slot's adapter, or None if it has the base's."""
+        """Vocabulary size of the slot's adapter, or None if it has the base's vocabulary."""
         return None if slot < 0 else self._slots[slot].layout.rows.vocab_size
 
     def copy(self, load: AdapterLoad) -> None:

@@ -68,7 +68,7 @@ class GrammarCompiler:
     def request(self, isolation_key: bytes, grammar: str, vocab_size: int | None = None) -> Grammar:
         """Return a new sequence's grammar. It is ready now if it was compiled before, otherwise after a later `poll`.
 
-        `vocab_size` is the number of the sequence's tokens, or None if it has the base's.
+        `vocab_size` is the size of the adapter's vocabulary, or None for the base's vocabulary.
         """
         # Sequences with an empty key do not share grammars.
         job = _Job(isolation_key or next(self._serial).to_bytes(8), grammar)

@@ -124,7 +124,7 @@ def positive_float(raw: Mapping[str, Any], name: str) -> float:
 
 
 def optional_float(raw: Mapping[str, Any], name: str) -> float | None:
-    """The field `name`, or None if it is absent. Raises ValueError unless it is positive."""
+    """The field `name`, or None if it is absent or null. Raises ValueError if it is not a positive number."""
     return None if raw.get(name) is None else positive_float(raw, name)
 
 
@@ -134,7 +134,10 @@ def has_bias(raw: Mapping[str, Any], bias: str | bool) -> bool:
 
 
 def factor(raw: Mapping[str, Any], name: str | None) -> float:
-    """The field `name`, or 1 if `name` is None or the field is absent. Raises ValueError unless it is positive."""
+    """The field `name`, or 1 if `name` is None or the field is absent or null.
+
+    Raises ValueError if it is not a positive number.
+    """
     return 1.0 if name is None or raw.get(name) is None else positive_float(raw, name)
 
 

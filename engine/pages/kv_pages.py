@@ -40,7 +40,8 @@ class KvPages:
     In windowed layers, a sequence gets pages in advance for at most `max_step_tokens` tokens, the maximum of one step.
 
     In a hybrid decoder, a running sequence also has the pages of a state. Such sequences neither use nor fill the
-    prefix cache: a page holds K and V of its tokens, but other layers need the state after these tokens.
+    prefix cache: a page holds only the K and V of its tokens, but the layers without attention would also need the
+    state after these tokens.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class KvPages:
         return None if key is None else self._cache.find(key)
 
     def _key(self, sequence: Sequence, group: int, page: int) -> bytes | None:
-        """Key of a page in one group, or None without an isolation key. All of its tokens must be known."""
+        """Key of a page in one group, or None without an isolation key. All tokens of the page must be known."""
         block = (page + 1) * self._groups[group].num_blocks - 1
         keys = sequence.page_keys
         while len(keys) <= block:

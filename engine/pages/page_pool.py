@@ -8,7 +8,10 @@ from enum import IntEnum
 
 
 class PageOwner(IntEnum):
-    """Use of a page. An IntEnum, because owners are hashed for every page, and other enums hash in Python code."""
+    """What a page is used for.
+
+    This is an IntEnum because owners are hashed for every page, and other enums hash in Python code.
+    """
 
     FREE = 0
     KV = 1

@@ -70,7 +70,7 @@ class StepRecord:
         """The sequences that the device was last working on."""
         (length,) = _LENGTH.unpack_from(self._memory, _COUNTERS.size)
         data = self._memory[_IDS : _IDS + length]
-        # An ID is garbled only if the process died while writing it. Such an ID matches no sequence.
+        # An id is garbled only if the process died while writing it. Such an id matches no sequence.
         return frozenset(data.decode(errors="replace").split("\n")) - {""}
 
     def close(self) -> None:

@@ -16,9 +16,9 @@ SERIAL_LOGITS = 10_000
 
 @helper
 def _next(values: Any, num_values: int, last: int) -> int:
-    """The index after `last` in descending order of values. Among equal values, the lower index comes first.
+    """The index after `last` in descending order of values, or the first index if `last` is -1.
 
-    The order begins after -1.
+    Among equal values, the lower index comes first.
     """
     best = -1
     for i in range(num_values):

@@ -15,7 +15,7 @@ from loramux.kernels.cpu.compiled import helper
 from loramux.kernels.cpu.vectors import PANEL, WIDTH
 
 IS_WIDE = WIDTH == PANEL
-"""True if registers have room for twice as many sums: AVX-512 has 32 of 16 lanes, while AVX2 has 16 of 8 lanes."""
+"""True if registers have room for more sums: AVX-512 has 32 registers of 16 lanes, while AVX2 has 16 of 8 lanes."""
 
 RANKS = 4
 """Number of ranks computed in one pass over the activations."""

@@ -24,7 +24,7 @@ def can_place(weight: QuantizedWeight) -> bool:
     """True if the kernels can multiply by the codes of a weight.
 
     They cannot if the codebook has no `code_kind`, if there are several groups whose size is not a multiple of 16
-    inputs, or if there are zero points above `_MAX_ZEROS` or of a codebook that is not integers.
+    inputs, or if there are zero points and either the codebook is not integers or a zero point exceeds `_MAX_ZEROS`.
     """
     kind = code_kind(weight.codebook)
     if kind is None or step_of(weight) < MIN_STEP:
