@@ -107,7 +107,7 @@ def resolve_device(requested: str) -> str:
 def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
     """Resolve `auto` to the model's dtype.
 
-    float16 becomes float32 on a CPU and bfloat16 on a GPU, because there are no float16 kernels.
+    Engines do not support float16: it becomes float32 on a CPU and bfloat16 on a GPU.
     """
     dtype = model.dtype if requested == "auto" else requested
     if dtype == "float16":

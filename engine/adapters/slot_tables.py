@@ -27,8 +27,8 @@ class SlotTables:
 
     `outer_factors` are the factors that the base applies to the outputs of the outer modules. `device` contains the
     tables that kernels read. On a GPU, each slot is staged in host memory and copied in step order. A slot's staging
-    memory can be overwritten without waiting for its last copy, because two writes to a slot are separated by a
-    complete adapter load, which starts after all steps submitted before it.
+    memory can be overwritten without waiting for its last copy: before each write to a slot, an adapter's pages are
+    filled, which waits for everything submitted before it (see `PageCopier`).
     """
 
     def __init__(

@@ -59,6 +59,7 @@ class GraphExecutor:
     and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs. The first
     run is not captured, because it compiles and loads the kernels that the shape needs. Beyond `max_graphs`, the least
     recently replayed graph is dropped. A shape whose capture fails always runs uncaptured.
+
     Batches with adapters that modify the embedding or the head have separate shapes, so that other batches do not
     launch the extra kernels.
 
