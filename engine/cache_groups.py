@@ -155,8 +155,8 @@ def uneven_layout(windows: Sequence[int | None], widths: Sequence[int], sources:
 
     `windows` contains None for windows that cover every context. `widths` contains the number of elements of a token's
     K in each layer. The largest width must be a multiple of every width, and there must be at most two combinations of
-    width and window. A layer reads the K and V of layer `sources[layer]`, which is the layer itself
-    unless it has no K and V.
+    width and window. A layer reads the K and V of layer `sources[layer]`, which is the layer itself unless it computes
+    no K and V.
     """
     num_layers = len(windows)
     kinds: dict[tuple[int, int | None], list[int]] = {}

@@ -88,11 +88,11 @@ _BY_FEATURE: dict[str, str] = {
     "an audio tower": """
         MossTranscribeDiarizeForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration
     """,
-    "a comparison with transformers, which needs timm for the vision tower": "PerceptionLMForConditionalGeneration",
+    "a vision tower that needs timm": "PerceptionLMForConditionalGeneration",
     "tensor names that transformers changes when it saves the model": "QianfanOCRForConditionalGeneration",
 }
 
 MISSING_FEATURES: dict[str, str] = {
     architecture: feature for feature, names in _BY_FEATURE.items() for architecture in names.split()
 }
-"""A feature that the decoder lacks, by architecture. There may be more."""
+"""A feature that the decoder lacks, by architecture. The decoder may lack further features of the architecture."""

@@ -267,7 +267,9 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     found = text_decoder(architecture, raw)
     if found is None:
         feature = MISSING_FEATURES.get(architecture)
-        reason = "; docs/models.md lists what is supported" if feature is None else f": loramux lacks {feature}"
+        reason = "; docs/models.md lists what is supported"
+        if feature is not None:
+            reason = f": loramux does not support {feature}"
         raise ModelNotSupported(f"the architecture {architecture} is not supported{reason}")
     family, raw = found
     refuse_what_is_not_computed(raw, architecture, family.reads)

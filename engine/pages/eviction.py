@@ -102,8 +102,8 @@ class LeastRecentlyUsed:
 class GreedyDual:
     """GreedyDual-Size with frequencies (Cherkasova, 1998). First evicts items that are rarely used or cheap to restore.
 
-    An item's priority is `clock + uses * cost / num_pages`. The clock is the highest priority of any evicted item, so
-    items that are no longer used age. Use counts are kept for the `memory` most recently added keys.
+    An item's priority is `clock + uses * cost / num_pages`. The clock is the highest priority of any item that `take`
+    has returned, so items that are no longer used age. Use counts are kept for the `memory` most recently added keys.
     """
 
     def __init__(self, memory: int = 65536) -> None:

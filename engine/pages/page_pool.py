@@ -23,7 +23,7 @@ _FREE = PageOwner.FREE
 
 
 class PagePool:
-    """Hands out page IDs in `[0, num_pages)`. The memory itself is elsewhere.
+    """Hands out page ids in `[0, num_pages)`. The memory itself is elsewhere.
 
     `alloc` gives a page its first holder, and `share` adds another. A page becomes free once every holder has freed it.
     The page freed longest ago is reused first.

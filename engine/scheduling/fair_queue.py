@@ -39,8 +39,8 @@ class FairQueue:
     A share's counter adds up the prices of its input and output tokens. The share with the lowest counter goes first.
     Ties go to the share with the fewest running sequences. When a share becomes active, its counter is raised to the
     lowest counter of the active shares or, if there are none, to the counter of the share that was active last. When a
-    share starts to wait again, its counter is raised to the lowest counter of the waiting shares. No share can
-    therefore save up credit while idle.
+    share starts to wait again, except after a preemption, its counter is raised to the lowest counter of the waiting
+    shares. No share can therefore save up credit while idle.
 
     Within a share, sequences are ordered by priority, then by arrival, so a sequence of low priority can wait forever.
     Priorities do not affect other shares.

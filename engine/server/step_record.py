@@ -24,7 +24,9 @@ class LoopProgress:
 
 
 class StepRecord:
-    """Only the engine's loop writes the record, a few bytes per iteration. The supervisor can read it at any time.
+    """The record of one engine's loop, which the supervisor can read at any time.
+
+    Only the loop writes it: two counters in each iteration, and the ids when other sequences run than before.
 
     The record is in shared memory because a step can hang or crash the process before it can send a message. A record
     written before the step survives.
@@ -70,7 +72,7 @@ class StepRecord:
         """The sequences that the device was last working on."""
         (length,) = _LENGTH.unpack_from(self._memory, _COUNTERS.size)
         data = self._memory[_IDS : _IDS + length]
-        # An id is garbled only if the process died while writing it. Such an id matches no sequence.
+        # An id can be garbled if the process is writing it at this moment. Such an id matches no sequence.
         return frozenset(data.decode(errors="replace").split("\n")) - {""}
 
     def close(self) -> None:
