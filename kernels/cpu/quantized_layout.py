@@ -57,8 +57,8 @@ class CodePanels:
 def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     """Lay out a weight, or return None if its products cannot be computed in integers.
 
-    This is the case for 8-bit codebooks that are not integers, like FP8, for zero points of a codebook that is not
-    integers, and for groups that are not multiples of 16 inputs.
+    This is the case for 8-bit codebooks that are not integers, like FP8, for zero points that are very large or belong
+    to a codebook that is not integers, and for several groups whose size is not a multiple of 16 inputs.
     """
     found = _integers_of(weight.codebook)
     if found is None:

@@ -112,7 +112,8 @@ def compile_ahead(launch: Callable[[], None], num_processes: int, command: Seque
     """Compile, in parallel, all programs that `launch` needs and that are not in Triton's cache.
 
     `launch` is called once and executes only programs that this process has already loaded. If a process dies or fails,
-    its remaining programs are compiled at their first launch. Progress and failures are reported on standard error.
+    its remaining programs are compiled at their first launch. So are all programs if only one process or one program
+    would be compiled here. Progress and failures are reported on standard error.
     """
     with recorded_programs() as lines:
         launch()
