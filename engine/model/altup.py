@@ -35,7 +35,7 @@ class AltUp:
         return torch.stack([embedded, *(_rescaled(linear(embedded), embedded) for linear in self._expand)])
 
     def join(self, streams: torch.Tensor) -> torch.Tensor:
-        """The mean of the streams, `[num_tokens, hidden_size]`."""
+        """The mean of the first stream and the projections of the other streams, `[num_tokens, hidden_size]`."""
         first, *others = streams
         parts = [_rescaled(linear(other), first) for linear, other in zip(self._join, others, strict=True)]
         return torch.stack([first, *parts]).mean(0)

@@ -1,8 +1,8 @@
 """LLVM code for the innermost loop of products with quantised weights: a block of rows times a block of one panel.
 
 Up to 128 inputs are multiplied in integers: `x`, rounded to 16 or 8 bits, times the integers that the weight's codes
-represent. Sums of integers are exact, so every CPU and every number of rows produces the same bits. Only the sum of a
-block is scaled and added to `y`, in float32.
+represent. Sums of integers are exact, so every x86 CPU and every number of rows produces the same bits. Only the sum of
+a block is scaled and added to `y`, in float32.
 
 Two adjacent inputs of a row are one 32-bit word, which is broadcast to all outputs. One instruction multiplies both
 inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, else `vpmaddwd` with an addition (Intel,
@@ -10,7 +10,8 @@ inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, else `vpm
 that stays in a register.
 
 With `x` in 8 bits, a word holds four adjacent inputs, and `vpdpbusd` of either VNNI multiplies them by unsigned bytes.
-The weight's bytes are therefore its integers plus 128, and each sum starts at -128 times the sum of the row's `x`.
+The weight's bytes are therefore its integers plus 128, and each sum starts at -128 times the sum of the row's `x` in
+the block.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def add_codes(
     """`y[r][o] += factor[r] * scale[o] * sum over k of x[r][k] * (integer[k][o] - zero[o])`, for 1 to MAX_ROWS rows.
 
     `x`, `factors` and `y` are addresses, with steps in bytes. A row of `factors` is a float32 factor and the int32
-    sum of the row's `x`. `scales`, `zeros` and `codes` are places in the bytes of `panels`; `zeros` -1 means none.
-    `num_pairs` >= 1 is the number of pairs of `k`. `table` None means that codes are int8. `x_type` is np.int16, or
-    np.int8 for an even number of pairs of integers that fit into 8 bits, on a CPU with VNNI.
+    sum of the row's `x` over `k`. `scales`, `zeros` and `codes` are places in the bytes of `panels`; `zeros` -1 means
+    none. `num_pairs` >= 1 is the number of pairs of `k`. `table` None means that codes are int8. `x_type` is np.int16,
+    or np.int8 for an even number of pairs of integers that fit into 8 bits, on a CPU with VNNI.
     """
     is_bytes = x_type.dtype == types.int8
 
