@@ -27,7 +27,7 @@ from loramux.kernels.cpu.capability import host_features, integer_products
 from loramux.kernels.gpu.code_layout import can_place, placed_bytes
 from loramux.kernels.quantized import QuantizedWeight
 
-PROCESS_BYTES = 570 << 20
+PROCESS_BYTES = 765 << 20
 """Memory of a server's processes without the model, pool and host tier, in bytes (on Linux, Python 3.11 and a CPU)."""
 
 _SCALE_BYTES = 4
