@@ -156,12 +156,18 @@ def demo(
     data_dir: Annotated[
         Path | None, typer.Option(help="The demo's data directory (default: a temporary one).", show_default=False)
     ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu or cuda (default: cpu). On a GPU, the first start compiles kernels.", show_default=False
+        ),
+    ] = "cpu",
 ) -> None:
     """Demonstrate loramux with three tenants, three adapters, one batch and one bill."""
     from loramux.admin.demo.run import STYLES, TOOLS, run_demo
     from loramux.admin.demo.server import DemoFailed
 
     try:
-        run_demo(port, admin_port, data_dir, exit_after, TOOLS if tools else STYLES)
+        run_demo(port, admin_port, data_dir, exit_after, TOOLS if tools else STYLES, device)
     except DemoFailed as error:
         fail(str(error), 1)

@@ -77,7 +77,12 @@ class Account:
 
 
 def run_demo(
-    port: int | None, admin_port: int | None, data_dir: Path | None, exit_after: bool, scenario: Scenario = STYLES
+    port: int | None,
+    admin_port: int | None,
+    data_dir: Path | None,
+    exit_after: bool,
+    scenario: Scenario = STYLES,
+    device: str = "cpu",
 ) -> None:
     """Run the demo, then keep serving until Ctrl-C unless `exit_after` is set. Raises DemoFailed."""
     started = time.monotonic()
@@ -88,7 +93,7 @@ def run_demo(
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-demo-")))
         ports = _port(port, 8000), _port(admin_port, 8001)
-        server = DemoServer(scenario.folder / "base", data_dir, *ports, scenario.served_name)
+        server = DemoServer(scenario.folder / "base", data_dir, *ports, scenario.served_name, device=device)
         stack.callback(server.stop)
         client = stack.enter_context(server.client())
         console = output_console()

@@ -17,6 +17,12 @@ from loramux.admin.exit_codes import WRONG_CALL
 
 POLL_S = 0.05
 START_TIMEOUT_S = 120.0
+GPU_START_TIMEOUT_S = 900.0
+"""A GPU's first start compiles its kernels, which takes minutes on few cores."""
+
+GPU_POOL_BYTES = "1GiB"
+"""As on a CPU. By default, the pool would take all of the GPU's free memory."""
+
 STOP_TIMEOUT_S = 45.0
 HURRY_TIMEOUT_S = 10.0
 LOG_LINES = 20
@@ -28,7 +34,14 @@ class DemoFailed(Exception):
 
 class DemoServer:
     def __init__(
-        self, model: Path, data_dir: Path, port: int, admin_port: int, served_name: str, more: Sequence[str] = ()
+        self,
+        model: Path,
+        data_dir: Path,
+        port: int,
+        admin_port: int,
+        served_name: str,
+        more: Sequence[str] = (),
+        device: str = "cpu",
     ) -> None:
         """`more` contains additional arguments for `loramux serve`."""
         self.admin_key = secrets.token_urlsafe(32)
@@ -37,10 +50,14 @@ class DemoServer:
         data_dir.mkdir(parents=True, exist_ok=True)
         self._log = data_dir / "serve.log"
         arguments = ["--model", str(model), "--data-dir", str(data_dir), "--served-name", served_name]
+        arguments += ["--device", device]
+        self._start_timeout_s = START_TIMEOUT_S if device == "cpu" else GPU_START_TIMEOUT_S
         ports = ["--port", str(port), "--admin-port", str(admin_port)]
         # The demo must not depend on settings in the user's environment.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
         environment["LORAMUX_ADMIN_KEY"] = self.admin_key
+        if device != "cpu":
+            environment["LORAMUX_POOL_BYTES"] = GPU_POOL_BYTES
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -62,11 +79,11 @@ class DemoServer:
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Poll until `is_so()` is true. After an exit or a timeout, raises DemoFailed with the end of the log."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + self._start_timeout_s
         while not is_so():
             self.check()
             if time.monotonic() > deadline:
-                raise DemoFailed(f"the server is not {what} after {START_TIMEOUT_S:.0f} s\n{self._last_words()}")
+                raise DemoFailed(f"the server is not {what} after {self._start_timeout_s:.0f} s\n{self._last_words()}")
             time.sleep(POLL_S)
 
     def check(self) -> None:
