@@ -139,5 +139,6 @@ class StagingLink:
 def _environment() -> dict[str, str]:
     """Return this process's environment and module path, without allocator tuning and with one thread for BLAS."""
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    # One thread, because packing a DoRA adapter multiplies large matrices while the engine needs its cores.
+    # One thread, because packing a DoRA adapter multiplies large matrices, and more threads would take cores from the
+    # engine.
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OPENBLAS_NUM_THREADS": "1"}

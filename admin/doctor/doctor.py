@@ -87,7 +87,7 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
             check="server",
             grade=Grade.FAILED,
             message=str(error),
-            mend="start the server, fix the network, or choose another server: loramux profiles list",
+            mend="start the server, fix the network, or choose another server: loramux profiles use NAME",
         )
         return
     except AdminError as error:

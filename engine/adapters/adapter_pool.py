@@ -70,7 +70,7 @@ class AdapterPool:
         # The demand passed to the last `poll`.
         self._demand = Demand()
         self.on_residency = on_residency
-        """Called with True when an adapter becomes resident, and with False when it stops being usable."""
+        """Called with an adapter's digest, and True when it becomes resident or False when it stops being usable."""
         self.num_slots = num_slots
         self.num_pinned_pages = 0
         self.num_loads = 0

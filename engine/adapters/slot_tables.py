@@ -120,7 +120,7 @@ class SlotTables:
         return changed
 
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
-        """Adapter slots of the rows whose embedding or logits an adapter changes, or None if there are no such rows.
+        """For each row, the slot of the adapter that changes its embedding or logits, or -1. None if no row has one.
 
         `slots` int32 `[num_tokens]`, -1 for the base. `sample_rows` int32 `[num_samples]`.
         """

@@ -47,7 +47,7 @@ def paged_attention(
     float32 `[num_heads]` contains the score of an additional key for each head, which has no value.
 
     `workspace` is float32 with at least `plan.workspace_elements(...)` elements. Its contents do not matter before or
-    after the call. The batch is read on the device, so a captured graph can be replayed after its tensors are
+    after the call. The batch is read on the device, so a captured graph can be replayed after the batch's tensors are
     overwritten in place. Sequences without query rows, and rows that belong to no sequence, are padding and are
     skipped. Pool elements and listed pages are never read beyond a context or before the windows of all its rows.
     `check_attention` defines what is supported.

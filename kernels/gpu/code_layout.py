@@ -36,7 +36,10 @@ def can_place(weight: QuantizedWeight) -> bool:
 
 
 def step_of(weight: QuantizedWeight) -> int:
-    """The largest power of two within `MAX_STEPS` that divides the groups. A single group for all inputs is padded."""
+    """The largest power of two within `MAX_STEPS` that divides the group size.
+
+    With one group for all inputs, the last step may be partial.
+    """
     most = MAX_STEPS[weight.bits]
     return most if weight.scales.shape[1] == 1 else min(most, weight.group & -weight.group)
 

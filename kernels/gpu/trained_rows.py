@@ -81,7 +81,7 @@ def replace_rows_kernel(
         if num_rows < VOCAB:
             low = tl.zeros_like(token)
             high = low + num_rows
-            # Each step halves the range, which ends at the first id that is not below the token.
+            # Each step halves the range, until only the first id that is not below the token is left.
             for _ in tl.static_range(STEPS):
                 middle = (low + high) // 2
                 is_open = low < high

@@ -149,7 +149,7 @@ def _rollup_arms(
     """Yield the conditions of each SELECT that reads rollups: one SELECT per range, so that SQLite uses an index."""
     table = _rollups.c
     for span_us, ranges in parts.spans.items():
-        # One SELECT per local day would be too many.
+        # One SELECT per local day would be too many, so one covers all ranges.
         for some in (ranges,) if days else ((one,) for one in ranges):
             conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
             conditions.append(_within(table.start_us, some))

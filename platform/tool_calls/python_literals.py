@@ -10,7 +10,9 @@ from loramux.platform.tool_calls.literals import OnPiece
 from loramux.platform.tool_calls.reader import JSON_NUMBER, PYTHON_SYNTAX, Malformed, Reader, Steps
 
 MAX_NUMBER_LENGTH = 64
-"""Longest number that is converted to JSON, in characters. Numbers in JSON syntax are not converted."""
+"""Longest number that is converted to JSON, in characters. Numbers that are already valid JSON are passed on
+unchanged.
+"""
 
 _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 """Models sometimes write JSON's names instead of Python's."""

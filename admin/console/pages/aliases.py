@@ -17,7 +17,7 @@ from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
 MAX_CHOSEN = 100
-"""Maximum number of an adapter's versions offered as targets, newest first."""
+"""An alias form offers at most this many versions of an adapter as targets, newest first."""
 
 
 async def move(visit: Visit) -> Response:

@@ -57,7 +57,8 @@ async def confirm_rotate(visit: Visit) -> Response:
         title=f"Rotate {key['name']}",
         before=f"Callers use the current secret of {owner}'s key {key['name']}",
         after="The key has a new secret, which is shown once; the old secret expires as chosen below",
-        affects="Callers that still use the old secret when it expires. Identifier, scopes and limits do not change.",
+        affects="Callers that still use the old secret when it expires. "
+        "The key's identifier, scopes and limits do not change.",
         undo="Not possible: an expired secret stays invalid. The key can be rotated again.",
         verb="Rotate",
         path=f"/keys/{key['id']}/rotate",

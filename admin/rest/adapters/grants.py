@@ -27,7 +27,7 @@ class GrantDocument(TypedDict):
 
 @router.get("")
 async def list_grants(adapter_id: str, services: Services, caller: Reader) -> ListDocument[GrantDocument]:
-    """List the tenants that were granted the adapter."""
+    """List the tenants that have a grant for the adapter."""
     adapter = await find_adapter(services, caller, adapter_id)
     grants = await services.call(services.grants.list, adapter.id)
     return whole_list([_describe(grant) for grant in grants])
