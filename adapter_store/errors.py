@@ -117,6 +117,10 @@ class BaseNotFound(StoreError):
     """No server on this database has served the base."""
 
 
+class BaseInUse(StoreError):
+    """A server serves the base, so it cannot be forgotten."""
+
+
 class TenantNotFound(StoreError):
     """There is no such tenant."""
 

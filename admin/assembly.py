@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import structlog
 from fastapi import FastAPI
 from pydantic import SecretStr
 from sqlalchemy import inspect
@@ -27,6 +29,7 @@ from loramux.adapter_store.ingest.jobs import IngestJobs
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
@@ -80,6 +83,8 @@ Share: TypeAlias = "Callable[[Database, GatewayMetrics, Executor], Sharing]"
 NUM_THREADS = 16
 """Number of threads that run the SQL of inference requests. They mostly wait for the database."""
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
@@ -92,6 +97,7 @@ class Assembled:
     metrics: GatewayMetrics
     sharing: Sharing | None
     base_id: str
+    own_server: OwnServer
 
 
 @contextmanager
@@ -147,6 +153,9 @@ def assemble(
         except SQLAlchemyError as error:
             reason = str(getattr(error, "orig", None) or error).splitlines()[0]
             raise StartRefused(f"the database cannot be used: {reason}") from error
+        own_server = OwnServer(database, base_id, served_name, f"{socket.gethostname()}:{settings.port}")
+        # This runs after the executors have finished all reports.
+        stack.callback(_leave, own_server)
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         admin_executor = stack.enter_context(ThreadPoolExecutor(NUM_ADMIN_THREADS, thread_name_prefix="admin"))
         report_executor = stack.enter_context(ThreadPoolExecutor(NUM_REPORT_THREADS, thread_name_prefix="reports"))
@@ -238,7 +247,16 @@ def assemble(
             metrics,
             sharing,
             base_id,
+            own_server,
         )
+
+
+def _leave(own_server: OwnServer) -> None:
+    try:
+        own_server.leave()
+    except SQLAlchemyError as error:
+        # Another server deletes the row later.
+        log.warning("the server's row is left behind", error=str(error))
 
 
 def gateway_settings(settings: Settings) -> GatewaySettings:

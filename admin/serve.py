@@ -182,7 +182,7 @@ async def _serve(
         openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
         admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
         maintenance = asyncio.create_task(assembled.maintenance.run(), name="maintenance")
-        upkeep = asyncio.create_task(assembled.upkeep.run(), name="upkeep")
+        upkeep = asyncio.create_task(assembled.upkeep.run(assembled.own_server, signals.drain), name="upkeep")
         if presence is not None:
             stack.push_async_callback(presence.close)
             presence.start(signals.drain)

@@ -1,18 +1,22 @@
-"""Periodic background work, such as restoring pins after an engine restart and sweeping expired rows."""
+"""Periodic background work: reporting this server, restoring pins after an engine restart, sweeping expired rows."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.expired_rows import ExpiredRows
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 
 LOOK_INTERVAL_S = 5.0
+REPORT_INTERVAL_S = 10.0
+"""Must be well below `SILENT_S` of `base_servers`."""
 SWEEP_INTERVAL_S = 600.0
 STATS_TIMEOUT_S = 5.0
 PIN_TIMEOUT_S = 30.0
@@ -29,7 +33,28 @@ class Upkeep:
         self._unpinnable: frozenset[str] = frozenset()
         """Digests that could not be pinned at the last attempt, so that each failure is logged once."""
 
-    async def run(self) -> None:
+    async def run(self, own: OwnServer, draining: asyncio.Event) -> None:
+        """Run until cancelled. `draining` is set when the server starts to drain."""
+        async with asyncio.TaskGroup() as group:
+            # Separate, because restoring pins can take minutes.
+            group.create_task(self._report(own, draining))
+            group.create_task(self._look())
+
+    async def _report(self, own: OwnServer, draining: asyncio.Event) -> None:
+        while True:
+            is_draining = draining.is_set()
+            try:
+                await self._services.call(own.report, is_draining)
+            except SQLAlchemyError as error:
+                log.warning("the server cannot report; trying again", error=str(error))
+            if is_draining:
+                await asyncio.sleep(REPORT_INTERVAL_S)
+                continue
+            # Report immediately when the drain begins.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(draining.wait(), REPORT_INTERVAL_S)
+
+    async def _look(self) -> None:
         swept_s = -SWEEP_INTERVAL_S
         while True:
             try:

@@ -143,6 +143,20 @@ bases = Table(
     Column("created_us", BigInteger, nullable=False),
 )
 
+# The running servers of each base. A server that stops deletes its row; one that crashes stops changing `seen_us`.
+base_servers = Table(
+    "base_servers",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("base_id", String(64), ForeignKey("bases.id"), nullable=False),
+    # HOST:PORT, for operators.
+    Column("address", String(300), nullable=False),
+    Column("state", String(16), nullable=False),
+    # When the server last reported.
+    Column("seen_us", BigInteger, nullable=False),
+    CheckConstraint("state IN ('serving', 'draining')", name="state"),
+)
+
 # The bases that versions were validated for. A version without a row is waiting for a server of that base.
 version_bases = Table(
     "version_bases",

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, func, insert, literal, select, text
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, select
 
-from loramux.adapter_store.errors import BaseNotFound
+from loramux.adapter_store.errors import BaseInUse, BaseNotFound
+from loramux.adapter_store.registry.base_servers import SILENT_S, BaseServer, lock_bases, register_base, servers_by_base
 from loramux.adapter_store.registry.records import BaseVerdict
+from loramux.migrations.audit import audit
 from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.migrations.schema import adapter_versions, adapters, bases, tenants, version_bases
+from loramux.migrations.schema import adapter_versions, adapters, base_servers, bases, tenants, version_bases
 from loramux.migrations.upserts import upsert
 
-_TAKEN_OVER = ("ready", "archived", "quarantined")
-"""States of versions that the first base has been serving or can serve again."""
+NO_SUCH_BASE = "there is no such base"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class Base:
     num_validated: int
     num_rejected: int
     num_pending: int
+    servers: Sequence[BaseServer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,35 +49,15 @@ class RejectedVersion:
 
 
 class Bases:
-    """Registers bases and reports on their versions. Blocking."""
+    """Registers and forgets bases, and reports on their versions. Blocking."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def register(self, base_id: str, served_name: str) -> None:
-        """Record that a server serves this base.
-
-        The first base to register counts as validated for all existing versions, because they were accepted when each
-        database had one base.
-        """
+        """Record a base before a server of it starts to validate versions."""
         with self._database.write() as connection:
-            if not self._database.is_sqlite:
-                # Only one base can be the first.
-                connection.execute(text("LOCK TABLE bases IN SHARE ROW EXCLUSIVE MODE"))
-            now_us = self._database.now_us(connection)
-            is_first = connection.execute(select(bases.c.id).limit(1)).first() is None
-            row = {"id": base_id, "served_name": served_name, "created_us": now_us}
-            statement = upsert(connection, bases).values(row)
-            connection.execute(
-                statement.on_conflict_do_update(index_elements=["id"], set_={"served_name": served_name})
-            )
-            if is_first:
-                columns = adapter_versions.c
-                taken_over = select(columns.id, literal(base_id), literal("ready"), literal(now_us)).where(
-                    columns.state.in_(_TAKEN_OVER)
-                )
-                names = ["version_id", "base_id", "state", "checked_us"]
-                connection.execute(insert(version_bases).from_select(names, taken_over))
+            register_base(self._database, connection, base_id, served_name)
 
     def list(self) -> Sequence[Base]:
         """List all bases, oldest first."""
@@ -82,13 +65,14 @@ class Bases:
         with self._database.read(LONGEST_READ_S) as connection:
             rows = connection.execute(select(bases).order_by(bases.c.created_us, bases.c.id)).all()
             total = connection.execute(num_ready).scalar_one()
-            return [_base(row.id, row.served_name, row.created_us, _decided(connection, row.id), total) for row in rows]
+            servers = servers_by_base(connection, self._database.now_us(connection))
+            return [_base(row, _decided(connection, row.id), total, servers.get(row.id, ())) for row in rows]
 
     def get(self, base_id: str) -> Base:
         """Return one base. Raises BaseNotFound."""
         found = next((base for base in self.list() if base.id == base_id), None)
         if found is None:
-            raise BaseNotFound("there is no such base")
+            raise BaseNotFound(NO_SUCH_BASE)
         return found
 
     def rejected(
@@ -119,12 +103,60 @@ class Bases:
             rows, has_more = keyset_rows(connection, query, columns.version_id, limit, after, before)
         return Page(tuple(RejectedVersion(**row._mapping) for row in rows), has_more)
 
+    def revalidate(self, base_id: str) -> int:
+        """Delete the verdicts on ready versions that were rejected for a base, so that its servers validate them again.
+
+        Returns their number. Raises BaseNotFound.
+        """
+        columns = version_bases.c
+        is_ready = select(adapter_versions.c.id).where(
+            adapter_versions.c.id == columns.version_id, adapter_versions.c.state == "ready"
+        )
+        rejected = delete(version_bases).where(
+            columns.base_id == base_id, columns.state == "rejected", is_ready.exists()
+        )
+        with self._database.write() as connection:
+            _lock(connection, base_id)
+            num_versions = connection.execute(rejected).rowcount
+            if num_versions:
+                now_us = self._database.now_us(connection)
+                after = {"num_versions": num_versions}
+                audit(connection, now_us, "base.revalidate", base_id, tenant_id=None, after=after)
+        return num_versions
+
+    def forget(self, base_id: str) -> None:
+        """Delete a base with its verdicts. Raises BaseNotFound, or BaseInUse while a server serves the base."""
+        with self._database.write() as connection:
+            # A server that reports at the same time waits, and then registers the base again.
+            lock_bases(self._database, connection)
+            served_name = _lock(connection, base_id)
+            now_us = self._database.now_us(connection)
+            running = [one for one in servers_by_base(connection, now_us).get(base_id, ()) if one.state != "silent"]
+            if running:
+                raise BaseInUse(
+                    f"{running[0].address} serves the base: stop its servers first. A server that has crashed counts "
+                    f"for {SILENT_S:.0f} seconds"
+                )
+            audit(connection, now_us, "base.forget", base_id, tenant_id=None, before={"served_name": served_name})
+            connection.execute(delete(version_bases).where(version_bases.c.base_id == base_id))
+            connection.execute(delete(base_servers).where(base_servers.c.base_id == base_id))
+            connection.execute(delete(bases).where(bases.c.id == base_id))
+
     def verdict(self, version_id: str, base_id: str) -> BaseVerdict:
         columns = version_bases.c
         query = select(columns.state).where(columns.version_id == version_id, columns.base_id == base_id)
         with self._database.read() as connection:
             state = connection.execute(query).scalar()
         return state if state in ("ready", "rejected") else "pending"
+
+
+def _lock(connection: Connection, base_id: str) -> str:
+    """Lock the base's row and return the base's served name. Raises BaseNotFound."""
+    query = select(bases.c.served_name).where(bases.c.id == base_id).with_for_update()
+    served_name: str | None = connection.execute(query).scalar()
+    if served_name is None:
+        raise BaseNotFound(NO_SUCH_BASE)
+    return served_name
 
 
 def note_validated(connection: Connection, version_id: str, base_id: str, now_us: int) -> None:
@@ -160,13 +192,14 @@ def _decided(connection: Connection, base_id: str) -> Mapping[str, int]:
     return {row.state: row.num_versions for row in connection.execute(query)}
 
 
-def _base(base_id: str, served_name: str, created_us: int, decided: Mapping[str, int], total: int) -> Base:
+def _base(row: Row[Any], decided: Mapping[str, int], total: int, servers: Sequence[BaseServer]) -> Base:
     num_validated, num_rejected = decided.get("ready", 0), decided.get("rejected", 0)
     return Base(
-        id=base_id,
-        served_name=served_name,
-        created_us=created_us,
+        id=row.id,
+        served_name=row.served_name,
+        created_us=row.created_us,
         num_validated=num_validated,
         num_rejected=num_rejected,
         num_pending=total - num_validated - num_rejected,
+        servers=servers,
     )

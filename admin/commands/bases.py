@@ -1,4 +1,4 @@
-"""`loramux bases`: the base models on one database, and the versions validated for each."""
+"""`loramux bases`: the base models on one database, their servers, and the versions validated for each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import Columns, connected, error_document, fail, print_list, time_in
+from loramux.admin.commands.output import Columns, connected, error_document, fail, print_list, tell, time_in
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import AdminClient
 
-app = typer.Typer(no_args_is_help=True, help="Show the base models on the database, and their versions.")
+app = typer.Typer(no_args_is_help=True, help="Show and maintain the base models on the database.")
+
+BaseStart = Annotated[str, typer.Argument(help="The start of the base's identifier.", show_default=False)]
 
 NUM_SHOWN = 16
 """Characters of a base's identifier in tables."""
@@ -21,7 +23,7 @@ NUM_SHOWN = 16
 
 @app.command("list")
 def list_bases(as_json: AsJson = False) -> None:
-    """List the bases, and how many ready versions were validated for each."""
+    """List the bases with their servers, and how many ready versions were validated for each."""
     with connected(as_json) as client:
         bases = client.get("bases")
     columns: Columns = {
@@ -30,16 +32,14 @@ def list_bases(as_json: AsJson = False) -> None:
         "validated": "num_validated",
         "rejected": "num_rejected",
         "pending": "num_pending",
+        "servers": lambda base: ", ".join(f"{one['address']} ({one['state']})" for one in base["servers"]) or "none",
         "first seen": time_in("created_at"),
     }
     print_list(bases, columns, as_json)
 
 
 @app.command()
-def rejected(
-    base: Annotated[str, typer.Argument(help="The start of the base's identifier.", show_default=False)],
-    as_json: AsJson = False,
-) -> None:
+def rejected(base: BaseStart, as_json: AsJson = False) -> None:
     """List the ready versions that were rejected for a base, newest first, with the reason."""
     with connected(as_json) as client:
         versions = client.whole_list(client.path("bases", _find(client, base, as_json), "rejected"))
@@ -50,6 +50,25 @@ def rejected(
         "checked": time_in("checked_at"),
     }
     print_list(versions, columns, as_json)
+
+
+@app.command()
+def revalidate(base: BaseStart, as_json: AsJson = False) -> None:
+    """Validate a base's rejected versions again, for example after an upgrade that accepts them."""
+    with connected(as_json) as client:
+        answer = client.post(client.path("bases", _find(client, base, as_json), "revalidate"), {})
+    number = answer["num_revalidated"]
+    waiting = f"{number} {'version waits' if number == 1 else 'versions wait'} for validation"
+    tell(answer, f"{answer['id'][:NUM_SHOWN]}: {waiting}; 'loramux bases list' shows the progress", as_json)
+
+
+@app.command()
+def forget(base: BaseStart, as_json: AsJson = False) -> None:
+    """Forget a base that no server serves any more, with its validations."""
+    with connected(as_json) as client:
+        base_id = _find(client, base, as_json)
+        client.delete(client.path("bases", base_id))
+    tell({"object": "base", "id": base_id, "deleted": True}, f"forgot base {base_id[:NUM_SHOWN]}", as_json)
 
 
 def _find(client: AdminClient, start: str, as_json: bool) -> str:

@@ -11,6 +11,7 @@ from loramux.adapter_store.errors import (
     AdapterUnavailable,
     AliasChanged,
     AliasNotFound,
+    BaseInUse,
     BaseNotFound,
     BlobStoreUnavailable,
     FileNotFound,
@@ -60,6 +61,8 @@ def api_error(error: Exception) -> ApiError:
         return Conflict(str(error), code="adapter_exists", param="name")
     if isinstance(error, AdapterInUse):
         return Conflict(str(error), code="adapter_in_use")
+    if isinstance(error, BaseInUse):
+        return Conflict(str(error), code="base_in_use")
     if isinstance(error, VersionNotReady):
         return Conflict(str(error), code="version_not_ready", param="version")
     if isinstance(error, VersionInUse):

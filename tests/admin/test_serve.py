@@ -110,6 +110,8 @@ def test_stopped_server_drains_and_the_next_one_reports_its_usage(
         second = start()
         usage = http.get(f"{second.admin_url}/admin/v1/usage", headers=operator).json()
         assert usage["data"][0]["results"][0]["completion_tokens"] == 100
+        (base,) = http.get(f"{second.admin_url}/admin/v1/bases", headers=operator).json()["data"]
+        assert [server["state"] for server in base["servers"]] == ["serving"], "the first server has left"
         # The request takes so long that only a forced stop can end it quickly.
         with ask(http, second, key["secret"], ["Hi"] * 64, 1000) as response:
             next(response.iter_lines())

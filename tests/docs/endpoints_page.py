@@ -62,6 +62,7 @@ A refused call changes nothing. Two simultaneous pushes of the same files both g
 | deleting a tenant that has adapters, keys or usage | 409 | `tenant_in_use` |
 | deleting an adapter that has versions | 409 | `adapter_in_use` |
 | archiving a version that an alias names | 409 | `version_in_use` |
+| forgetting a base that a server serves | 409 | `base_in_use` |
 """
 
 

@@ -1,19 +1,33 @@
-"""`/bases`: the base models on this database, and the versions that were validated for each."""
+"""`/bases`: the base models on this database, their servers, and the versions that were validated for each."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Response
 from typing_extensions import TypedDict
 
+from loramux.adapter_store.registry.base_servers import BaseServer, ServerState
 from loramux.adapter_store.registry.bases import Base, RejectedVersion
-from loramux.admin.rest.access import PlatformReader, Services
+from loramux.admin.rest.access import PlatformAdmin, PlatformReader, Services
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, whole_list
+from loramux.platform.openai_api.openapi import errors
 
 router = APIRouter(prefix="/bases", tags=["bases"])
 
 BaseId = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$", description="A base's identifier.")]
+
+
+class BaseServerDocument(TypedDict):
+    """A server of a base. A `silent` server has not reported for a minute: it has crashed or cannot reach the database.
+
+    A server that stops normally is removed from the list.
+    """
+
+    id: str
+    address: str
+    state: ServerState
+    seen_at: int
 
 
 class BaseDocument(TypedDict):
@@ -30,6 +44,13 @@ class BaseDocument(TypedDict):
     num_validated: int
     num_rejected: int
     num_pending: int
+    servers: list[BaseServerDocument]
+
+
+class RevalidatedBase(BaseDocument):
+    """A base after its rejected versions became pending again. `num_revalidated` is their number."""
+
+    num_revalidated: int
 
 
 class RejectedVersionDocument(TypedDict):
@@ -57,6 +78,12 @@ async def list_bases(services: Services, caller: PlatformReader) -> ListDocument
     return whole_list([_describe(base, services.registry.base_id) for base in bases])
 
 
+@router.get("/{base_id}")
+async def get_base(base_id: BaseId, services: Services, caller: PlatformReader) -> BaseDocument:
+    """Get one base."""
+    return _describe(await services.call(services.bases.get, base_id), services.registry.base_id)
+
+
 @router.get("/{base_id}/rejected")
 @paged
 async def list_rejected(
@@ -66,6 +93,27 @@ async def list_rejected(
     await services.call(services.bases.get, base_id)
     page = await services.call(services.bases.rejected, base_id, *paging)
     return list_document(page, _describe_rejected)
+
+
+@router.post("/{base_id}/revalidate")
+async def revalidate_base(base_id: BaseId, services: Services, caller: PlatformAdmin) -> RevalidatedBase:
+    """Validate a base's rejected versions again, for example after an upgrade that accepts them.
+
+    They are pending until a server of the base has validated them. Verdicts for other bases do not change.
+    """
+    num_revalidated = await services.call(services.bases.revalidate, base_id)
+    base = await services.call(services.bases.get, base_id)
+    return {**_describe(base, services.registry.base_id), "num_revalidated": num_revalidated}
+
+
+@router.delete("/{base_id}", status_code=204, responses=errors(409))
+async def forget_base(base_id: BaseId, services: Services, caller: PlatformAdmin) -> Response:
+    """Forget a base that no server serves any more, and delete the verdicts on versions for it.
+
+    This is refused while a server serves the base. A later server of the base validates all versions again.
+    """
+    await services.call(services.bases.forget, base_id)
+    return Response(status_code=204)
 
 
 def _describe(base: Base, own_id: str | None) -> BaseDocument:
@@ -78,6 +126,16 @@ def _describe(base: Base, own_id: str | None) -> BaseDocument:
         "num_validated": base.num_validated,
         "num_rejected": base.num_rejected,
         "num_pending": base.num_pending,
+        "servers": [_describe_server(server) for server in base.servers],
+    }
+
+
+def _describe_server(server: BaseServer) -> BaseServerDocument:
+    return {
+        "id": server.id,
+        "address": server.address,
+        "state": server.state,
+        "seen_at": server.seen_us // 1_000_000,
     }
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 
 from loramux.adapter_store.blobs.interface import canonical_key, packed_key
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
-from loramux.adapter_store.errors import ClaimLost
+from loramux.adapter_store.errors import BaseInUse, BaseNotFound, ClaimLost
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.ingest.base_claims import BaseClaims, BaseTurns
 from loramux.adapter_store.ingest.base_validation import BaseValidation
@@ -20,6 +20,7 @@ from loramux.adapter_store.ingest.claims import VersionClaims
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.upload_rows import OTHER_BASE_WAIT_US
 from loramux.adapter_store.ingest.worker import IngestWorker
+from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.adapter_store.registry.bases import Base, Bases
 from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.records import AdapterVersion
@@ -27,7 +28,7 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.kernels.layout import LinearShape
 from loramux.migrations.database import Database
-from loramux.migrations.schema import adapter_versions, version_bases
+from loramux.migrations.schema import adapter_versions, base_servers, version_bases
 from tests.adapter_store.ingest.ingest_world import DirectValidator, IngestWorld
 from tests.adapter_store.waiting import wait_until
 
@@ -298,3 +299,45 @@ def tenant_of(two: TwoBases) -> str:
     adapter = two.old.registry.get_adapter(two.old.adapter_id)
     assert adapter is not None
     return adapter.tenant_id
+
+
+def test_rejected_versions_are_validated_again(two: TwoBases, make_adapter: Any, other_target: PackTarget) -> None:
+    version = two.old.push(make_adapter())
+    assert two.new_validation(other_target).process(version.id) == "rejected"
+    assert two.bases.revalidate(OLD) == 0
+    assert two.bases.revalidate(NEW) == 1
+    assert two.counts() == (0, 0, 1)
+    assert two.new_validation().process(version.id) == "ready"
+    assert two.bases.revalidate(NEW) == 0
+    with pytest.raises(BaseNotFound):
+        two.bases.revalidate("c" * 64)
+
+
+def test_a_base_is_forgotten_once_no_server_serves_it(two: TwoBases, make_adapter: Any) -> None:
+    version = two.old.push(make_adapter())
+    first, second = (OwnServer(two.database, OLD, "llama", f"host-{number}:8000") for number in (1, 2))
+    first.report(is_draining=False)
+    second.report(is_draining=True)
+    servers = [(one.address, one.state) for one in two.bases.get(OLD).servers]
+    assert servers == [("host-1:8000", "serving"), ("host-2:8000", "draining")]
+    second.leave()
+    with pytest.raises(BaseInUse, match="host-1:8000"):
+        two.bases.forget(OLD)
+    with two.database.write() as connection:
+        connection.execute(update(base_servers).values(seen_us=two.database.now_us(connection) - 61_000_000))
+    assert [one.state for one in two.bases.get(OLD).servers] == ["silent"]
+    two.bases.forget(OLD)
+    with pytest.raises(BaseNotFound):
+        two.bases.forget(OLD)
+    # Only the verdicts for the forgotten base are gone.
+    assert two.new_validation().process(version.id) == "ready"
+    # The server had only lost the database: it registers its base again, and validates every version for it.
+    first.report(is_draining=False)
+    assert two.counts(OLD) == (0, 0, 1)
+    assert [one.state for one in two.bases.get(OLD).servers] == ["serving"]
+    with two.database.write() as connection:
+        connection.execute(update(base_servers).values(seen_us=1))
+    assert two.bases.get(OLD).servers == ()
+    second.report(is_draining=False)
+    with two.database.read() as connection:
+        assert connection.execute(select(base_servers.c.address)).scalars().all() == ["host-2:8000"]

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.cli import app
-from tests.admin.admin_side import ADMIN_KEY
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.command_line import Run, printed_json
 from tests.admin.metered_requests import begin_request, settle_request
 
@@ -97,7 +98,9 @@ def test_adapter_grant_is_added_and_removed(loramux: Run, make_adapter: Callable
     assert (mistyped.exit_code, "did you mean support?" in mistyped.stderr) == (1, True)
 
 
-def test_preloaded_version_appears_in_residency_and_jobs(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+def test_preloaded_version_appears_in_residency_and_jobs(
+    loramux: Run, make_adapter: Callable[..., Path], admin_side: AdminSide
+) -> None:
     loramux("tenants", "create", "acme")
     pushed = printed_json(
         loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json")
@@ -112,6 +115,15 @@ def test_preloaded_version_appears_in_residency_and_jobs(loramux: Run, make_adap
     assert "validated" in loramux("bases", "list").stdout
     unknown = loramux("bases", "rejected", "cafe")
     assert (unknown.exit_code, "no base has" in unknown.stderr) == (1, True)
+    admin_side.services.bases.register("a" * 64, "llama")
+    assert "aaaaaaaaaaaaaaaa: 0 versions wait" in loramux("bases", "revalidate", "aaaa").stdout
+    own = OwnServer(admin_side.services.database, "a" * 64, "llama", "this-host:8000")
+    own.report(is_draining=False)
+    assert "this-host:8000 (serving)" in loramux("bases", "list").stdout
+    refused = loramux("bases", "forget", "aaaa", "--json")
+    assert (refused.exit_code, json.loads(refused.stdout)["error"]["code"]) == (1, "base_in_use")
+    own.leave()
+    assert loramux("bases", "forget", "aaaa").stdout == "forgot base aaaaaaaaaaaaaaaa\n"
     alone = loramux("residency", "--all")
     assert (alone.exit_code, "--peer-address" in alone.stderr) == (1, True)
     assert printed_json(loramux("residency", "--tenant", "acme", "--json"))["data"][0]["is_pinned"] is True

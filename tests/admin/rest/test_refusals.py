@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import insert
 
 from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.app import create_admin_app
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions
@@ -89,6 +90,7 @@ CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
     "archiving a version that an alias names": lambda caller: caller.post(
         f"/adapters/{caller.adapter_id}/versions/1/archive", {}
     ),
+    "forgetting a base that a server serves": lambda caller: caller.delete(f"/bases/{'b' * 64}"),
 }
 
 
@@ -102,6 +104,7 @@ def made(console_side: AdminSide) -> tuple[Any, str, str, str]:
     values = {"state": "ready", "digest": "d" * 64, "upload_id": new_id("upl"), "report": {}, "created_us": 1}
     with services.database.write() as connection:
         connection.execute(insert(adapter_versions).values(**values, id=new_id("adv"), adapter_id=adapter.id, number=1))
+    OwnServer(services.database, "b" * 64, "llama", "host:8000").report(is_draining=False)
     AdapterAliases(services.database).set(adapter.id, "default", {1: 100})
     return create_admin_app(services), key.key.id, key.secret, adapter.id
 

@@ -52,7 +52,9 @@ AUDITED = {
 """The action that each route called in this module must log."""
 
 ELSEWHERE = {
-    # These routes need an engine or an upload. Other test modules check their audit records.
+    # These routes need an engine, an upload or another base. Other test modules check their audit records.
+    ("POST", "/admin/v1/bases/{base_id}/revalidate"): "base.revalidate",
+    ("DELETE", "/admin/v1/bases/{base_id}"): "base.forget",
     ("POST", f"{_ADAPTER}/versions"): "version.create",
     ("POST", f"{_ADAPTER}/versions/{{number}}/pin"): "version.pin",
     ("POST", f"{_ADAPTER}/versions/{{number}}/unpin"): "version.unpin",

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from sqlalchemy import insert
 
+from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.app import create_admin_app
 from loramux.migrations.schema import version_bases
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
@@ -43,6 +44,7 @@ async def test_bases_are_listed_with_their_versions(operator: httpx.AsyncClient)
         (one["id"], one["is_own"], one["num_validated"], one["num_rejected"], one["num_pending"]) for one in listed
     ]
     assert counts == [(OLD, False, 3, 0, 0), (NEW, True, 1, 1, 1)]
+    assert (await operator.get(f"/bases/{NEW}")).json() == listed[1]
 
 
 async def test_rejected_versions_are_listed_with_the_reason(operator: httpx.AsyncClient) -> None:
@@ -60,13 +62,55 @@ async def test_rejected_versions_are_listed_with_the_reason(operator: httpx.Asyn
 
 
 @pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/bases/{}"), ("GET", "/bases/{}/rejected"), ("POST", "/bases/{}/revalidate"), ("DELETE", "/bases/{}")],
+    ids=["get", "list rejected", "revalidate", "forget"],
+)
+@pytest.mark.parametrize(
     ("base_id", "status", "code"),
     [("c" * 64, 404, "base_not_found"), ("short", 400, "invalid_value")],
     ids=["unknown", "malformed"],
 )
-async def test_missing_bases_are_errors(operator: httpx.AsyncClient, base_id: str, status: int, code: str) -> None:
-    response = await operator.get(f"/bases/{base_id}/rejected")
+async def test_missing_bases_are_errors(
+    operator: httpx.AsyncClient, method: str, path: str, base_id: str, status: int, code: str
+) -> None:
+    response = await operator.request(method, path.format(base_id))
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+async def test_rejected_versions_are_validated_again(operator: httpx.AsyncClient, admin_side: AdminSide) -> None:
+    answer = (await operator.post(f"/bases/{NEW}/revalidate")).json()
+    counts = [answer[name] for name in ("num_revalidated", "num_validated", "num_rejected", "num_pending")]
+    assert counts == [1, 1, 0, 2]
+    assert (await operator.get(f"/bases/{NEW}/rejected")).json()["data"] == []
+    assert (await operator.post(f"/bases/{NEW}/revalidate")).json()["num_revalidated"] == 0
+    # A call that changes nothing is not in the audit log.
+    (entry,) = (await operator.get("/audit_log?action=base.revalidate")).json()["data"]
+    assert (entry["actor"], entry["target"], entry["changes"]) == ("operator", NEW, {"num_versions": [None, 1]})
+
+
+async def test_only_a_base_without_servers_is_forgotten(operator: httpx.AsyncClient, admin_side: AdminSide) -> None:
+    server = OwnServer(admin_side.services.database, OLD, "llama", "old-host:8000")
+    server.report(is_draining=True)
+    (shown,) = (await operator.get("/bases")).json()["data"][0]["servers"]
+    assert (shown["address"], shown["state"]) == ("old-host:8000", "draining")
+    refused = await operator.delete(f"/bases/{OLD}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "base_in_use")
+    assert "old-host:8000 serves the base" in refused.json()["error"]["message"]
+    server.leave()
+    assert (await operator.delete(f"/bases/{OLD}")).status_code == 204
+    assert [one["id"] for one in (await operator.get("/bases")).json()["data"]] == [NEW]
+    assert (await operator.delete(f"/bases/{OLD}")).json()["error"]["code"] == "base_not_found"
+    (entry,) = (await operator.get("/audit_log?action=base.forget")).json()["data"]
+    assert (entry["target"], entry["changes"]) == (OLD, {"served_name": ["llama", None]})
+
+
+async def test_viewers_cannot_change_bases(operator: httpx.AsyncClient, admin_side: AdminSide) -> None:
+    viewer = admin_side.services.api_keys.create(None, "viewer", scopes=("platform:read",))
+    headers = {"authorization": f"Bearer {viewer.secret}"}
+    assert (await operator.get("/bases", headers=headers)).status_code == 200
+    for method, path in (("POST", f"/bases/{NEW}/revalidate"), ("DELETE", f"/bases/{OLD}")):
+        assert (await operator.request(method, path, headers=headers)).status_code == 403
 
 
 @pytest.mark.parametrize(("number", "says"), [(2, "is not valid"), (3, "not been validated yet")])
