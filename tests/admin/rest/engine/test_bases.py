@@ -1,14 +1,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import httpx
 import pytest
 from sqlalchemy import insert
 
 from loramux.adapter_store.registry.base_servers import OwnServer
+from loramux.adapter_store.registry.bases import Bases
+from loramux.adapter_store.registry.pins import AdapterPins
+from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.admin.app import create_admin_app
+from loramux.admin.rest.services import AdminServices
+from loramux.migrations.database import Database
 from loramux.migrations.schema import version_bases
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.audit_log import AuditLog
+from loramux.platform.accounts.tenants import Tenants
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.platform.ready_adapters import add_ready_adapter
 
@@ -18,9 +27,24 @@ OLD, NEW = "a" * 64, "b" * 64
 
 
 @pytest.fixture
-async def operator(admin_side: AdminSide) -> AsyncIterator[httpx.AsyncClient]:
+def services(admin_side: AdminSide, database: Database) -> AdminServices:
+    """Services over each kind of database."""
+    registry = AdapterRegistry(database)
+    return replace(
+        admin_side.services,
+        database=database,
+        tenants=Tenants(database),
+        api_keys=ApiKeys(database, ADMIN_KEY),
+        registry=registry,
+        bases=Bases(database),
+        pins=AdapterPins(database, registry),
+        audit_log=AuditLog(database),
+    )
+
+
+@pytest.fixture
+async def operator(services: AdminServices) -> AsyncIterator[httpx.AsyncClient]:
     """An operator's client of a server of the new base. Of the old base's three versions, one was rejected."""
-    services = admin_side.services
     tenant = services.tenants.create("acme")
     adapter_id = add_ready_adapter(services.database, tenant.id, "support", ["1" * 64, "2" * 64, "3" * 64])
     for base_id in (OLD, NEW):
@@ -62,23 +86,17 @@ async def test_rejected_versions_are_listed_with_the_reason(operator: httpx.Asyn
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
-    [("GET", "/bases/{}"), ("GET", "/bases/{}/rejected"), ("POST", "/bases/{}/revalidate"), ("DELETE", "/bases/{}")],
-    ids=["get", "list rejected", "revalidate", "forget"],
-)
-@pytest.mark.parametrize(
     ("base_id", "status", "code"),
     [("c" * 64, 404, "base_not_found"), ("short", 400, "invalid_value")],
     ids=["unknown", "malformed"],
 )
-async def test_missing_bases_are_errors(
-    operator: httpx.AsyncClient, method: str, path: str, base_id: str, status: int, code: str
-) -> None:
-    response = await operator.request(method, path.format(base_id))
-    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+async def test_missing_bases_are_errors(operator: httpx.AsyncClient, base_id: str, status: int, code: str) -> None:
+    for method, path in (("GET", ""), ("GET", "/rejected"), ("POST", "/revalidate"), ("DELETE", "")):
+        response = await operator.request(method, f"/bases/{base_id}{path}")
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code), (method, path)
 
 
-async def test_rejected_versions_are_validated_again(operator: httpx.AsyncClient, admin_side: AdminSide) -> None:
+async def test_rejected_versions_are_validated_again(operator: httpx.AsyncClient) -> None:
     answer = (await operator.post(f"/bases/{NEW}/revalidate")).json()
     counts = [answer[name] for name in ("num_revalidated", "num_validated", "num_rejected", "num_pending")]
     assert counts == [1, 1, 0, 2]
@@ -89,8 +107,8 @@ async def test_rejected_versions_are_validated_again(operator: httpx.AsyncClient
     assert (entry["actor"], entry["target"], entry["changes"]) == ("operator", NEW, {"num_versions": [None, 1]})
 
 
-async def test_only_a_base_without_servers_is_forgotten(operator: httpx.AsyncClient, admin_side: AdminSide) -> None:
-    server = OwnServer(admin_side.services.database, OLD, "llama", "old-host:8000")
+async def test_only_a_base_without_servers_is_forgotten(operator: httpx.AsyncClient, services: AdminServices) -> None:
+    server = OwnServer(services.database, OLD, "llama", "old-host:8000")
     server.report(is_draining=True)
     (shown,) = (await operator.get("/bases")).json()["data"][0]["servers"]
     assert (shown["address"], shown["state"]) == ("old-host:8000", "draining")
@@ -105,22 +123,22 @@ async def test_only_a_base_without_servers_is_forgotten(operator: httpx.AsyncCli
     assert (entry["target"], entry["changes"]) == (OLD, {"served_name": ["llama", None]})
 
 
-async def test_viewers_cannot_change_bases(operator: httpx.AsyncClient, admin_side: AdminSide) -> None:
-    viewer = admin_side.services.api_keys.create(None, "viewer", scopes=("platform:read",))
+async def test_viewers_cannot_change_bases(operator: httpx.AsyncClient, services: AdminServices) -> None:
+    viewer = services.api_keys.create(None, "viewer", scopes=("platform:read",))
     headers = {"authorization": f"Bearer {viewer.secret}"}
     assert (await operator.get("/bases", headers=headers)).status_code == 200
     for method, path in (("POST", f"/bases/{NEW}/revalidate"), ("DELETE", f"/bases/{OLD}")):
         assert (await operator.request(method, path, headers=headers)).status_code == 403
 
 
-@pytest.mark.parametrize(("number", "says"), [(2, "is not valid"), (3, "not been validated yet")])
 @pytest.mark.parametrize("action", ["preload", "pin"])
 async def test_unvalidated_versions_are_not_loaded(
-    operator: httpx.AsyncClient, admin_side: AdminSide, number: int, says: str, action: str
+    operator: httpx.AsyncClient, services: AdminServices, admin_side: AdminSide, action: str
 ) -> None:
-    adapter = admin_side.services.registry.list_adapters(None, 1).data[0]
-    response = await operator.post(f"/adapters/{adapter.id}/versions/{number}/{action}")
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (409, "adapter_not_validated")
-    assert says in error["message"]
+    adapter = services.registry.list_adapters(None, 1).data[0]
+    for number, says in ((2, "is not valid"), (3, "not been validated yet")):
+        response = await operator.post(f"/adapters/{adapter.id}/versions/{number}/{action}")
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (409, "adapter_not_validated")
+        assert says in error["message"]
     assert admin_side.engine.resident == {}
