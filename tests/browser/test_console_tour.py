@@ -25,6 +25,7 @@ PAGES = {
     "rollback": ("/adapters/{harbour}/aliases/default/rollback", "History"),
     "residency": ("/residency", "harbour/pirate@1"),
     "residency on disk": ("/residency?tier=disk", "harbour/pirate@1"),
+    "bases": ("/bases", "this server"),
     "requests": ("/requests", "Live requests"),
     "playground": ("/playground?tenant=harbour", "harbour"),
     "tenants": ("/tenants", "parcels"),

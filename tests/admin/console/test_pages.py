@@ -15,19 +15,23 @@ from urllib.parse import quote_plus
 import anyio
 import msgspec
 import pytest
+from sqlalchemy import delete, insert, update
 from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.app import create_admin_app
 from loramux.admin.console.app import create_console
+from loramux.migrations.schema import base_servers, version_bases
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.app_client import client_of
 from tests.admin.console.signed_in_browser import Browser, Stream, first_match
 from tests.admin.fleet import PEER, SILENT, ScriptedFleet
 from tests.admin.metered_requests import begin_request, settle_request
+from tests.platform.ready_adapters import add_ready_adapter
 
 pytestmark = pytest.mark.anyio
 HOSTILE = "'\"></code></td></script><x-nasty><b nasty=1 onnasty=1>{{7*7}}&lt;\x00\x1b[2J\u202e\u200b\r\n"
@@ -42,7 +46,8 @@ async def operator(console_app: ASGIApp) -> AsyncIterator[Browser]:
 
 
 PAGES = ["/", "/adapters", "/residency", "/residency?tier=disk", "/requests", "/playground", "/tenants", "/quotas"]
-PAGES += ["/keys", "/usage", "/usage?days=30&group_by=endpoint", "/jobs", "/jobs?state=failed", "/audit", "/health"]
+PAGES += ["/bases", "/keys", "/usage", "/usage?days=30&group_by=endpoint", "/jobs", "/jobs?state=failed"]
+PAGES += ["/audit", "/health"]
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -61,6 +66,8 @@ async def test_empty_page_says_what_to_do(operator: Browser, path: str) -> None:
         "/tenants/nobody",
         "/nothing",
         "/keys?tenant=no",
+        "/bases?base=" + "0" * 64,
+        "/bases/" + "0" * 64 + "/forget",
     ],
 )
 async def test_missing_object_gets_a_not_found_page(operator: Browser, path: str) -> None:
@@ -81,6 +88,8 @@ async def test_missing_object_gets_a_not_found_page(operator: Browser, path: str
         "/adapters/%00",
         "/adapters/x/versions/99999999999999999999",
         "/tenants/%E2%80%AE",
+        "/bases?base=%00",
+        "/bases/%00/revalidate",
     ],
 )
 async def test_bad_input_never_causes_a_server_error(operator: Browser, path: str) -> None:
@@ -311,6 +320,8 @@ async def test_markup_in_names_is_escaped_on_every_page(
     ]
     pages += [f"/keys/{key.key.id}/revoke", f"/requests/{running}/cancel", "/jobs?state=succeeded"]
     pages += [f"{adapter}/move?alias=new&version=1&weight_1=1", f"{adapter}/grants/remove?tenant=%3Cb%3E%00"]
+    base = _rejecting_base(console_side, "e" * 64, "marked-too")
+    pages += [f"/bases?base={base}", f"/bases/{base}/revalidate", f"/bases/{base}/forget"]
     num_shown = 0
     async with client_of(spoilt) as client:
         client.cookies = operator.client.cookies
@@ -465,3 +476,36 @@ async def test_residency_shows_every_server_and_the_chosen_ones_pool(console_sid
         assert "the engine does not answer" in (await operator.get(f"/residency?replica={SILENT}")).text
         # An unknown server in the query is ignored.
         assert "The page pool" in (await operator.get("/residency?replica=rep_nobody")).text
+
+
+async def test_bases_show_their_servers_and_rejected_versions(console_side: AdminSide, operator: Browser) -> None:
+    base = _rejecting_base(console_side, "b" * 64, "narrow")
+    page = (await operator.get(f"/bases?base={base}")).text
+    assert "gpu-1:8000 <span" in page
+    assert "too wide</td>" in page
+    assert first_match(r"/console/adapters/ada_[0-9a-f]{32}/versions/1\">(narrow/old@1)", page)
+    assert f"/console/bases/{base}/forget" not in page
+    assert "1 version waits for validation" in await operator.confirm(f"/bases/{base}/revalidate")
+    assert "No rejected versions" in (await operator.get(f"/bases?base={base}")).text
+    assert "gpu-1:8000 serves the base" in await operator.confirm(f"/bases/{base}/forget")
+    with console_side.services.database.write() as connection:
+        connection.execute(update(base_servers).values(seen_us=base_servers.c.seen_us - 120_000_000))
+    page = (await operator.get(f"/bases?base={base}")).text
+    assert ">silent</span>" in page
+    assert f"/console/bases/{base}/forget" in page
+    assert "is forgotten" in await operator.confirm(f"/bases/{base}/forget")
+    assert base not in (await operator.get("/bases")).text
+
+
+def _rejecting_base(side: AdminSide, base_id: str, slug: str) -> str:
+    """Return a base with a server, and a rejected version of a new tenant."""
+    services = side.services
+    tenant = services.tenants.create(slug)
+    adapter_id = add_ready_adapter(services.database, tenant.id, "old", [base_id])
+    OwnServer(services.database, base_id, "llama", "gpu-1:8000").report(is_draining=False)
+    version = services.registry.list_versions(adapter_id, 1).data[0]
+    verdict = {"state": "rejected", "code": "base_mismatch", "message": "too wide", "checked_us": 1}
+    with services.database.write() as connection:
+        connection.execute(delete(version_bases).where(version_bases.c.version_id == version.id))
+        connection.execute(insert(version_bases).values(version_id=version.id, base_id=base_id, **verdict))
+    return base_id
