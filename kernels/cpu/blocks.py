@@ -57,15 +57,23 @@ Emit = Callable[[Any], Any]
 
 
 def emit_rows(
-    builder: Any, most: int, num_rows: Any, x: Any, x_step: Any, y: Any, y_step: Any, emit: Callable[[Any, Any], None]
+    builder: Any,
+    most: int,
+    num_rows: Any,
+    x: Any,
+    x_step: Any,
+    y: Any,
+    y_step: Any,
+    emit: Callable[[Any, Any], None],
+    least: int = 1,
 ) -> None:
-    """Use `emit(x_rows, y_rows)` to generate code for each number of rows in `[1, most]`, with a switch on `num_rows`.
+    """Use `emit(x_rows, y_rows)` to generate code for all numbers of rows in `[least, most]`; `num_rows` selects it.
 
     Rows are addresses, `x_step` and `y_step` bytes apart.
     """
     done = builder.append_basic_block("done")
     switch = builder.switch(num_rows, done)
-    for count in range(1, most + 1):
+    for count in range(least, most + 1):
         block = builder.append_basic_block(f"rows{count}")
         switch.add_case(_LONG(count), block)
         builder.position_at_end(block)

@@ -22,7 +22,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.np.arrayobj import make_array
 
-from loramux.kernels.cpu.blocks import emit_rows
+from loramux.kernels.cpu.blocks import Emit, emit_rows
 from loramux.kernels.cpu.capability import integer_products
 from loramux.kernels.cpu.compiled import cpu_features, intrinsic
 from loramux.kernels.cpu.vectors import FIRST_CACHE, WIDTH, emit_multiply_add, emit_prefetch, emit_splat
@@ -36,7 +36,7 @@ MAX_ROWS = 12 if WIDTH == 16 else 3
 AHEAD_BYTES = 8192
 """Distance at which codes are prefetched, in bytes."""
 
-_REGISTERS = OUTPUTS // WIDTH
+REGISTERS = OUTPUTS // WIDTH
 """Registers that hold the sums of one row."""
 
 HAS_BYTE_TABLES = WIDTH != 16
@@ -81,11 +81,14 @@ def add_codes(
         has_zeros = builder.icmp_signed(">=", places[1], _LONG(0))
         lookup = table_of(context, builder, table, table_array, is_bytes)
 
+        def weights_at(k: Any) -> list[Any]:
+            return (emit_quads if is_bytes else emit_weights)(builder, code_place, k, lookup)
+
         def emit(x_rows: list[Any], y_rows: list[Any]) -> None:
             factor_rows = [builder.add(factors, builder.mul(factor_step, _LONG(r))) for r in range(len(x_rows))]
             starts = emit_starts(builder, factor_rows, zero_place, has_zeros, UNSIGNED if is_bytes else 0)
             num_words = builder.lshr(num_pairs, _LONG(1)) if is_bytes else num_pairs
-            sums = _emit_sums(builder, x_rows, code_place, lookup, num_words, starts, is_bytes)
+            sums = emit_sums(builder, x_rows, weights_at, num_words, starts, is_bytes)
             emit_outputs(builder, sums, factor_rows, scale_place, y_rows)
 
         emit_rows(builder, MAX_ROWS, num_rows, x, x_step, y, y_step, emit)
@@ -171,10 +174,10 @@ def emit_weights(builder: Any, codes: Any, k: Any, lookup: _Table | None) -> lis
     emit_prefetch(builder, builder.gep(place, [_LONG(AHEAD_BYTES)]), FIRST_CACHE)
     if lookup is not None:
         return lookup.select(builder, place)
-    return [builder.sext(lanes, _PAIRS) for lanes in _loads(builder, place, ir.VectorType(_BYTE, 2 * WIDTH), 1)]
+    return [builder.sext(lanes, _PAIRS) for lanes in emit_loads(builder, place, ir.VectorType(_BYTE, 2 * WIDTH), 1)]
 
 
-def _emit_quads(builder: Any, codes: Any, k: Any, lookup: _ByteTable | None) -> list[Any]:
+def emit_quads(builder: Any, codes: Any, k: Any, lookup: _ByteTable | None) -> list[Any]:
     """The integers plus 128 of inputs `[4 * k, 4 * k + 4)` for all outputs, as bytes. Also prefetches later codes."""
     pair_bytes = 2 * OUTPUTS if lookup is None else OUTPUTS
     pairs = ir.VectorType(_HALF, pair_bytes // 2)
@@ -211,12 +214,12 @@ def emit_starts(builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros
         total = builder.load(builder.inttoptr(builder.add(row, _LONG(4)), _INT.as_pointer()))
         negatives.append(_splat(builder, builder.neg(total)))
     offsets = ir.Constant(_WORDS, [offset] * WIDTH)
-    plain = [builder.mul(offsets, negative) for negative in negatives for _ in range(_REGISTERS)]
+    plain = [builder.mul(offsets, negative) for negative in negatives for _ in range(REGISTERS)]
     entry = builder.block
     given, done = builder.append_basic_block("zeros"), builder.append_basic_block("started")
     builder.cbranch(has_zeros, given, done)
     builder.position_at_end(given)
-    zeros = [builder.sext(lanes, _WORDS) for lanes in _loads(builder, zero_place, ir.VectorType(_HALF, WIDTH), 2)]
+    zeros = [builder.sext(lanes, _WORDS) for lanes in emit_loads(builder, zero_place, ir.VectorType(_HALF, WIDTH), 2)]
     values = [builder.mul(builder.add(zero, offsets), negative) for negative in negatives for zero in zeros]
     builder.branch(done)
     end = builder.block
@@ -230,9 +233,9 @@ def emit_starts(builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros
     return starts
 
 
-def _loads(builder: Any, place: Any, lanes: Any, element_bytes: int) -> list[Any]:
+def emit_loads(builder: Any, place: Any, lanes: Any, element_bytes: int) -> list[Any]:
     """Consecutive registers of values for all outputs."""
-    places = [builder.gep(place, [_LONG(element_bytes * lanes.count * part)]) for part in range(_REGISTERS)]
+    places = [builder.gep(place, [_LONG(element_bytes * lanes.count * part)]) for part in range(REGISTERS)]
     return [builder.load(builder.bitcast(each, lanes.as_pointer()), align=1) for each in places]
 
 
@@ -241,10 +244,13 @@ def _splat(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * WIDTH))
 
 
-def _emit_sums(
-    builder: Any, x: list[Any], codes: Any, lookup: Any, num_words: Any, starts: list[Any], is_bytes: bool
+def emit_sums(
+    builder: Any, x: list[Any], weights_at: Emit, num_words: Any, starts: list[Any], is_bytes: bool
 ) -> list[Any]:
-    """`starts` plus the products of all words of `x`, in integers that stay in registers."""
+    """`starts` plus the products of all words of `x`, in integers that stay in registers.
+
+    `weights_at(k)` are the weights of all outputs for the `k`-th word.
+    """
     x_rows = [builder.inttoptr(row, _INT.as_pointer()) for row in x]
     entry = builder.block
     body, after = builder.append_basic_block("words"), builder.append_basic_block("summed")
@@ -252,13 +258,13 @@ def _emit_sums(
     builder.position_at_end(body)
     k = builder.phi(_LONG)
     sums = [builder.phi(_WORDS) for _ in starts]
-    emit, dot = (_emit_quads, _emit_byte_dot) if is_bytes else (emit_weights, _emit_dot)
-    weights = emit(builder, codes, k, lookup)
+    dot = _emit_byte_dot if is_bytes else _emit_dot
     totals = []
+    weights = weights_at(k)
     for row, x_row in enumerate(x_rows):
         word = _splat(builder, builder.load(builder.gep(x_row, [k]), align=4))
         for part, weight in enumerate(weights):
-            totals.append(dot(builder, sums[_REGISTERS * row + part], word, weight))
+            totals.append(dot(builder, sums[REGISTERS * row + part], word, weight))
     following = builder.add(k, _LONG(1))
     k.add_incoming(_LONG(0), entry)
     k.add_incoming(following, body)
@@ -287,14 +293,23 @@ def _emit_byte_dot(builder: Any, total: Any, word: Any, weight: Any) -> Any:
     return builder.call(dot, [total, builder.bitcast(weight, _WORDS), word])
 
 
+def emit_scaled(builder: Any, sums: list[Any], factor_row: Any, scales: list[Any], y: list[Any]) -> list[Any]:
+    """`y[o] + factor * scale[o] * sums[o]` for the outputs of one row."""
+    factor = emit_splat(builder, builder.load(builder.inttoptr(factor_row, _FLOAT.as_pointer())), WIDTH)
+    added = []
+    for total, scale, before in zip(sums, scales, y, strict=True):
+        scaled = builder.fmul(factor, scale, flags=_CONTRACT)
+        added.append(emit_multiply_add(builder, builder.sitofp(total, _FLOATS), scaled, before))
+    return added
+
+
 def emit_outputs(builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any]) -> None:
     """`y[r][o] += factor[r] * scale[o] * sums[r][o]`."""
-    scales = _loads(builder, scale_place, _FLOATS, 4)
+    scales = emit_loads(builder, scale_place, _FLOATS, 4)
     for row, (factor_row, y_row) in enumerate(zip(factor_rows, y, strict=True)):
-        factor = emit_splat(builder, builder.load(builder.inttoptr(factor_row, _FLOAT.as_pointer())), WIDTH)
         first = builder.inttoptr(y_row, _FLOATS.as_pointer())
-        for part, scale in enumerate(scales):
-            place = builder.gep(first, [_LONG(part)])
-            value = builder.sitofp(sums[_REGISTERS * row + part], _FLOATS)
-            scaled = builder.fmul(factor, scale, flags=_CONTRACT)
-            builder.store(emit_multiply_add(builder, value, scaled, builder.load(place, align=4)), place, align=4)
+        places = [builder.gep(first, [_LONG(part)]) for part in range(REGISTERS)]
+        before = [builder.load(place, align=4) for place in places]
+        own = sums[REGISTERS * row : REGISTERS * (row + 1)]
+        for place, value in zip(places, emit_scaled(builder, own, factor_row, scales, before), strict=True):
+            builder.store(value, place, align=4)

@@ -18,6 +18,7 @@ from loramux.kernels.cpu.integer_blocks import HAS_VNNI, IS_SUPPORTED, MAX_ROWS,
 from loramux.kernels.cpu.quantized_amx import SUMS_BYTES, TILES_BYTES, has_integer_tiles, multiply_code_tiles
 from loramux.kernels.cpu.quantized_layout import CodePanels, pack_codes
 from loramux.kernels.cpu.rounded_rows import bytes_of, round_blocks
+from loramux.kernels.cpu.unpacked_codes import add_unpacked, unpacks_once
 from loramux.kernels.quantized import QuantizedWeight
 
 ROW_PAD = 32
@@ -109,6 +110,12 @@ def multiply_panel(
     begin_outputs(y_panel, y_step, num_rows, OUTPUTS, bias + 4 * OUTPUTS * panel)
     input_bytes = OUTPUTS if table is None else OUTPUTS // 2
     head_bytes = (6 if has_zeros else 4) * OUTPUTS
+    if table is not None and unpacks_once(num_rows, kind):
+        add_unpacked(
+            panel * num_groups * (head_bytes + group * input_bytes), x, x_step, kind, factors, factor_step,
+            num_rows, panels, num_groups, group, block, has_zeros, table, y_panel, y_step,
+        )  # fmt: skip
+        return
     num_row_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
     for g in range(num_groups):
         scales = (panel * num_groups + g) * (head_bytes + group * input_bytes)

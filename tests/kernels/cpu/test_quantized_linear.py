@@ -19,6 +19,7 @@ from loramux.kernels.cpu import quantized_linear
 from loramux.kernels.cpu.integer_blocks import HAS_VNNI, IS_SUPPORTED, MAX_ROWS
 from loramux.kernels.cpu.quantized_layout import pack_codes
 from loramux.kernels.cpu.quantized_linear import QuantizedLinear, make_quantized_linear
+from loramux.kernels.cpu.unpacked_codes import UNPACK_ROWS
 from loramux.kernels.cpu.vectors import WIDTH
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes, round_to_bytes
@@ -101,6 +102,19 @@ def test_row_is_bitwise_independent_of_its_neighbours(name: str, out_features: i
     for begin in range(len(x)):
         for end in {begin + 1, min(len(x), begin + MAX_ROWS), len(x)}:
             assert torch.equal(product(x[begin:end]), y[begin:end])
+
+
+@pytest.mark.parametrize("x_bits", [16, pytest.param(8, marks=needs_vnni)])
+@pytest.mark.parametrize(("in_features", "group"), [(1152, 1152), (1152, 384), (640, 64), (592, 16)])
+@pytest.mark.parametrize("name", ["int4", "uint4-zeros"])
+def test_unpacking_once_for_many_rows_keeps_all_bits(name: str, in_features: int, group: int, x_bits: int) -> None:
+    """A panel is unpacked in parts, which begin and end inside a group, or cover several groups."""
+    weight = random_weight(*CODEBOOKS[name], 70, in_features, group)
+    product = make_quantized_linear(weight, torch.randn(70), x_bits)
+    assert product is not None
+    for num_rows in range(UNPACK_ROWS + 1, UNPACK_ROWS + 8):
+        x = torch.randn(num_rows, in_features)
+        assert torch.equal(product(x), torch.cat([product(rows) for rows in x.split(MAX_ROWS)]))
 
 
 @needs_vnni
