@@ -103,7 +103,7 @@ class Sequence:
     grammar: Grammar | None = None
     """The grammar for new tokens. The sequence waits until it is compiled. None for most sequences."""
     token_rules: TokenRules | None = None
-    """The request's other rules about new tokens. None for most sequences."""
+    """The request's other rules for new tokens, such as bad words. None for most sequences."""
     # Stored rather than computed, because each step reads these values several times per sequence.
     num_prompt: int = field(init=False)
     activation: int = field(init=False)

@@ -48,7 +48,10 @@ def group_rows(
 
 
 def build_pair_segments(routing: Routing, slots: torch.Tensor, max_rows: int, max_rank: int = MAX_RANK) -> Segments:
-    """Group the pairs of rows with an adapter by adapter and expert, on the CPU. `slots` is as in `group_rows`."""
+    """Group the pairs of a row and an expert by adapter and expert, on the CPU.
+
+    Rows without an adapter are left out. `slots` is as in `group_rows`.
+    """
     of_pair = routing.experts.numpy()  # [T, top_k]
     num_experts = routing.starts.shape[0] - 1
     slot_of_row = slots.numpy()[:, None]

@@ -18,7 +18,9 @@ _TURN_S = 0.25
 
 
 class CacheListener:
-    """Listens on its own PostgreSQL connection. Blocking: use it from one thread, and set `stopped` to end the wait.
+    """Waits for changes. On PostgreSQL, it listens on a connection of its own.
+
+    Blocking: use it from one thread, and set `stopped` to end the wait.
 
     Raises SQLAlchemyError, or the driver's own errors, if the database fails. To continue, open another listener.
     """

@@ -81,7 +81,7 @@ class PackTarget:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of tokens of the base, or None for a target without an embedding."""
+        """The base's vocabulary size, or None for a target without an embedding."""
         return next((module.in_features for module in self.outer_modules if module.is_embedding), None)
 
     @property

@@ -1,4 +1,4 @@
-"""Load: clients on keep-alive connections that send their next request once the last answer has ended.
+"""Load: clients on keep-alive connections that send their next request as soon as the previous answer has ended.
 
 The clients keep what they receive, with the time of each read, and `read_answer` parses it after the clock has stopped.
 """

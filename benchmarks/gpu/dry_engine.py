@@ -109,7 +109,7 @@ def step(bench: Bench) -> Iterator[Need]:
     engine = PlannedEngine(bench, model, settings, gpu_step.num_pages_of(settings, adapter_pages))
     start_s = engine.start_s + random_s(bench, engine.held["pool"])
     yield check()
-    # One row reports that adapters change answers at full size.
+    # For the row that checks, on the full-size model, that each adapter changes its answers.
     yield Need("every case", engine.shapes | {"pages": str(engine.num_pages)}, 1, engine.held, start_s)
     needs = [_step_case(bench, engine, case) for case in wanted]
     yield from needs

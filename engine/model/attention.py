@@ -38,7 +38,7 @@ class Attention:
     """The attention of one layer.
 
     `norms` contains the norms of q and k with their numbers of channels, or is empty. `rotary` is an index into
-    `AttentionStep.angles`. With `interleaves`, neighbouring channels are rotated together. Without `stores_kv`, the
+    `AttentionStep.angles`. With `interleaves`, each pair of adjacent channels is rotated. Without `stores_kv`, the
     layer reads the K and V of another layer. `cache_group` and `cache_layer` are the `CacheLayout.place` of the layer
     whose K and V are read. Without `has_v`, the projection of K, before its norm, is also V. Without `scales_query`,
     the step's query scale does not apply. `clip` limits the magnitude of the projections' outputs.

@@ -25,7 +25,7 @@ from loramux.kernels.tables import ModuleGroup
 
 
 class LayerInputs:
-    """Computes the inputs of all layers from an embedding of each token and a projection of the decoder's embedding."""
+    """Computes additional inputs of layers from a second embedding of each token and a projection of its main one."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         shapes = input_shapes(config)

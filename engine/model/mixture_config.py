@@ -186,7 +186,7 @@ class MixtureConfig:
 
 
 def parse_mixture(raw: Mapping[str, Any], traits: MixtureTraits, num_layers: int) -> MixtureConfig | None:
-    """The mixture of a model, or None if no layer has one. Raises ModelNotSupported."""
+    """The model's mixture of experts, or None if no layer has experts. Raises ModelNotSupported."""
     num_experts = _parse_num_experts(raw, traits)
     layers = tuple(layer for layer, has_experts in enumerate(traits.layers(raw, num_layers)) if has_experts)
     if not layers or (num_experts == 0 and traits.layers is by_step):

@@ -189,6 +189,9 @@ class GpuKernels(GpuLora):
 def _planned(
     num_tokens: int, num_sequences: int, spec: AttentionSpec, itemsize: int, all_short: bool, num_processors: int
 ) -> tuple[AttentionPlan, int]:
-    """Plan a batch's launches and workspace size. The plan is the same in every layer, and often in the next step."""
+    """Plan a batch's launches and workspace size.
+
+    Layers with the same `spec` share a plan, and the next step often needs it again.
+    """
     plan = attention_plan(num_tokens, num_sequences, spec, itemsize, all_short=all_short, num_processors=num_processors)
     return plan, plan.workspace_elements(num_tokens, num_sequences, spec)

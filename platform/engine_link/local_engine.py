@@ -100,7 +100,7 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def trouble(self) -> str | None:
-        """Reason that the engine is not ready, in one line for operators: the last exit status and output."""
+        """Why the engine is not ready, in one line for operators: the last exit status and output."""
         return None if self.is_ready else self._trouble
 
     @property

@@ -163,7 +163,7 @@ class GatewayMetrics:
         self.tokens.labels("completion").inc(settlement.completion_tokens)
 
     def count_refusal(self, policy: QuotaPolicy, mode: str = "hard") -> None:
-        """Count a request beyond a policy's limit. With the mode `soft` or `shadow`, the request ran anyway."""
+        """Count a request that exceeds a policy's limit. With the mode `soft` or `shadow`, the request ran anyway."""
         self.refusals.labels(policy.metric, mode).inc()
         if mode == "hard":
             self._top_refusals.count(policy.id)
