@@ -29,6 +29,7 @@ from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime import driver
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
 MAX_PROCESSES = 16
@@ -95,7 +96,10 @@ def recorded_programs() -> Iterator[list[str]]:
     lines: dict[str, None] = {}
 
     def record(**said: Any) -> bool:
-        lines[said["compile"]["specialization_data"]] = None
+        program = json.loads(said["compile"]["specialization_data"])
+        # Triton 3.6 does not name the target.
+        program.setdefault("target", vars(driver.active.get_current_target()))
+        lines[json.dumps(program)] = None
         # True tells Triton not to compile, so it has nothing to launch.
         return True
 

@@ -52,10 +52,18 @@ class Tiling:
     num_warps: int
     num_stages: int
 
-    def num_splits(self, num_rows: int, num_columns: int) -> int:
-        """Number of programs that share the inputs of a tile."""
+    def num_splits(self, num_rows: int, num_columns: int, num_steps: int) -> int:
+        """Number of programs that share the `num_steps` steps of a tile. Each has at least one."""
         programs = triton.cdiv(num_rows, self.rows) * triton.cdiv(num_columns, self.columns)
-        return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, programs)))
+        most = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, programs)))
+        return triton.cdiv(num_steps, triton.cdiv(num_steps, most))
+
+    def step(self, weights: CodedWeights) -> int:
+        """Number of bytes of an output that a program loads at a time."""
+        return min(weights.step, self.max_step)
+
+    def num_steps(self, weights: CodedWeights) -> int:
+        return triton.cdiv(weights.codes.shape[2], self.step(weights))
 
 
 def tiling_of(num_rows: int, itemsize: int) -> Tiling:
@@ -74,7 +82,8 @@ def multiply_codes(x: torch.Tensor, weights: CodedWeights) -> torch.Tensor:
     assert weights.codes.shape[0] == 1
     num_rows = x.shape[0]
     y = torch.empty(num_rows, weights.out_features, dtype=x.dtype, device=x.device)
-    num_splits = tiling_of(num_rows, x.dtype.itemsize).num_splits(max(1, num_rows), weights.out_features)
+    tiling = tiling_of(num_rows, x.dtype.itemsize)
+    num_splits = tiling.num_splits(max(1, num_rows), weights.out_features, tiling.num_steps(weights))
     if num_splits == 1:
         _launch(x, weights, y, None)
         return y
@@ -103,7 +112,9 @@ def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Ro
     if not num_rows:
         return
     codes, is_split = weights.codes, y.ndim == 3
-    tiling = tiling_of(num_rows, x.dtype.itemsize)
+    # The tiles of experts have as many rows as an expert has on average.
+    mean_rows = num_rows if routing is None else triton.cdiv(routing.num_pairs, codes.shape[0])
+    tiling = tiling_of(mean_rows, x.dtype.itemsize)
     num_splits = y.shape[0] if is_split else 1
     grid = (
         triton.cdiv(weights.out_features, tiling.columns),
@@ -113,11 +124,10 @@ def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Ro
     # The kernel does not read absent tensors.
     zeros, bias = (codes if one is None else one for one in (weights.zeros, weights.bias))
     pairs, starts = (codes, codes) if routing is None else (routing.pairs, routing.starts)
-    step, operand = min(weights.step, tiling.max_step), dot_dtype(x.dtype, x.dtype)
-    num_steps = triton.cdiv(codes.shape[2], step)
+    step, operand = tiling.step(weights), dot_dtype(x.dtype, x.dtype)
     _multiply_codes[grid](
         x, codes, weights.scales, zeros, bias, y, pairs, starts, num_rows, x.stride(0),
-        triton.cdiv(num_steps, num_splits) * step,
+        triton.cdiv(tiling.num_steps(weights), num_splits) * step,
         KIND=KINDS.index(weights.kind), TABLE=weights.table, BITS=weights.bits, ZERO=weights.zero,
         HAS_ZEROS=weights.zeros is not None,
         HAS_BIAS=weights.bias is not None and not is_split, HAS_ROUTING=routing is not None, IS_SPLIT=is_split,
