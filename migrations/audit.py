@@ -97,7 +97,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def _safe(value: Any) -> Any:
-    """Return the value with keys masked and long texts truncated."""
+    """Return the value with API keys masked and long strings truncated."""
     if isinstance(value, str):
         shown = _KEY.sub(r"sk-lmx-\1-...", value)
         return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}..."

@@ -29,7 +29,9 @@ LARGEST_CODE = 8191
 `1 / 16382` of the group's largest weight."""
 
 LEAST_LIMIT = 8191
-"""Smallest acceptable `limit`. Rounding to bfloat16 has 32 times the error for the largest input of a block."""
+"""Smallest acceptable `limit`. A block's largest input is then rounded at least 32 times as precisely as in
+bfloat16.
+"""
 
 _INT32_MAX = 2**31 - 1
 

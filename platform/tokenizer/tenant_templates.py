@@ -137,7 +137,7 @@ class TenantTemplates:
         return answer.features
 
     def check_upload(self, source: str) -> None:
-        """Raise AdapterRejected if an uploaded template is not usable, or Unavailable. Blocking."""
+        """Check an uploaded template. Raises AdapterRejected if it is not usable, or Unavailable. Blocking."""
         refused: str | None = _TOO_LONG
         if len(source) <= MAX_TEMPLATE_CHARS:
             refused = self._run(self._request(source, None, None)).refused

@@ -1,4 +1,4 @@
-"""`/adapters/{id}/versions/{n}/pin`, `unpin` and `preload`: put a version in the pool before a request needs it."""
+"""`/adapters/{id}/versions/{n}/pin`, `unpin` and `preload`: control which versions are in the pool."""
 
 from __future__ import annotations
 
