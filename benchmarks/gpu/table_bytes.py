@@ -175,6 +175,14 @@ def _multiply_codes(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     return Bytes(least, num_tiles * weights + blocks * x + y)
 
 
+def _dequantize_codes(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    num_columns = a["end"] - a["first"]
+    tensors = [a["codes_ptr"], a["scales_ptr"], *([a["zeros_ptr"]] if a["HAS_ZEROS"] else [])]
+    read = sum(one.nbytes for one in tensors) * num_columns / a["codes_ptr"].shape[1]
+    return once(read + num_columns * a["IN"] * a["weight_ptr"].itemsize)
+
+
 def _sum_splits(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     return once(launch.grid[0] * a["OUT"] * (a["num_splits"] * FLOAT + a["y_ptr"].itemsize))
@@ -266,6 +274,7 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_group": _group,
     "_list_pairs": _list_pairs,
     "_multiply": _multiply,
+    "_dequantize_codes": _dequantize_codes,
     "_multiply_codes": _multiply_codes,
     "_sum_splits": _sum_splits,
     "_sum": _sum,

@@ -14,11 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.addresses import dot_dtype
-from loramux.kernels.gpu.code_layout import E4M3_FACTOR
+from loramux.kernels.gpu.code_values import format_of, values_of
 from loramux.kernels.gpu.coded_weights import CodedWeights
-from loramux.kernels.gpu.launches import has_e4m3
-from loramux.kernels.quantized import CodeKind
 from loramux.kernels.routing import Routing
 
 TILE_ROWS = (16, 32, 64)
@@ -35,9 +32,6 @@ TARGET_PROGRAMS = 256
 MAX_SPLITS = 8
 SUM_BLOCK = 1024
 """Maximum number of columns that a program of `_sum_splits` computes."""
-
-KINDS = (CodeKind.INTEGERS, CodeKind.E4M3, CodeKind.TABLE)
-"""The kinds of codes that a program can be compiled for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,62 +118,16 @@ def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Ro
     # The kernel does not read absent tensors.
     zeros, bias = (codes if one is None else one for one in (weights.zeros, weights.bias))
     pairs, starts = (codes, codes) if routing is None else (routing.pairs, routing.starts)
-    step, operand = tiling.step(weights), dot_dtype(x.dtype, x.dtype)
+    step = tiling.step(weights)
     _multiply_codes[grid](
         x, codes, weights.scales, zeros, bias, y, pairs, starts, num_rows, x.stride(0),
         triton.cdiv(tiling.num_steps(weights), num_splits) * step,
-        KIND=KINDS.index(weights.kind), TABLE=weights.table, BITS=weights.bits, ZERO=weights.zero,
-        HAS_ZEROS=weights.zeros is not None,
         HAS_BIAS=weights.bias is not None and not is_split, HAS_ROUTING=routing is not None, IS_SPLIT=is_split,
-        HAS_E4M3=has_e4m3(x.device), FACTOR=E4M3_FACTOR,
         PAIRS_PER_ROW=1 if routing is None else routing.pairs_per_row(x), IN=weights.in_features,
         OUT=weights.out_features, GROUP=weights.group, NUM_BYTES=codes.shape[2], STEP=step, ROWS=tiling.rows,
-        BLOCK_N=tiling.columns, IS_BFLOAT16=operand is tl.bfloat16, DOT_DTYPE=operand,
+        BLOCK_N=tiling.columns, **format_of(weights, x.dtype),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
-
-
-@triton.jit
-def _pick4(is_odd: tl.tensor, is_upper: tl.tensor, TABLE: tl.constexpr, FIRST: tl.constexpr) -> tl.tensor:
-    """One of the four values of `TABLE` from `FIRST` on."""
-    upper = tl.where(is_odd, TABLE[FIRST + 3], TABLE[FIRST + 2])
-    return tl.where(is_upper, upper, tl.where(is_odd, TABLE[FIRST + 1], TABLE[FIRST]))
-
-
-@triton.jit
-def _values(
-    codes: tl.tensor,
-    zero: tl.tensor,
-    KIND: tl.constexpr,
-    TABLE: tl.constexpr,
-    BITS: tl.constexpr,
-    HAS_E4M3: tl.constexpr,
-    IS_BFLOAT16: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-) -> tl.tensor:
-    """The values of codes of the kind `KINDS[KIND]`. `zero` is the zero point of integers."""
-    if KIND == 0:
-        if BITS == 4 and IS_BFLOAT16:
-            # These are the bits of the bfloat16 128 + code, because the lowest bit of a bfloat16 is worth 1 there. The
-            # zero point is at most 128, so both operands are exact.
-            value = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero + 128.0).to(tl.bfloat16)
-        else:
-            # The same in float32, where the lowest bit is worth 1 from 2**23 on.
-            value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)
-    elif KIND == 1:
-        if HAS_E4M3:
-            value = codes.to(tl.float8e4nv, bitcast=True)
-        else:
-            # The value divided by E4M3_FACTOR.
-            bits = codes.to(tl.int16)
-            value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        # Selecting among constants by the bits of the codes is faster than reading the table once for each code.
-        is_odd, is_upper, is_later = (codes & 1) != 0, (codes & 2) != 0, (codes & 4) != 0
-        lower = tl.where(is_later, _pick4(is_odd, is_upper, TABLE, 4), _pick4(is_odd, is_upper, TABLE, 0))
-        upper = tl.where(is_later, _pick4(is_odd, is_upper, TABLE, 12), _pick4(is_odd, is_upper, TABLE, 8))
-        value = tl.where((codes & 8) != 0, upper, lower)
-    return value.to(DOT_DTYPE)
 
 
 @triton.jit
@@ -195,16 +143,9 @@ def _multiply_codes(
     num_rows: tl.tensor,
     x_stride: tl.tensor,
     split_bytes: tl.tensor,
-    KIND: tl.constexpr,
-    TABLE: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ROUTING: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    HAS_E4M3: tl.constexpr,
-    FACTOR: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
@@ -213,7 +154,14 @@ def _multiply_codes(
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    IS_BFLOAT16: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    TABLE: tl.constexpr,
+    TEXTS: tl.constexpr,
+    PACK: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
     """Multiply ROWS rows, or pairs of one expert, by BLOCK_N columns; grid `(columns, tiles of rows, experts)`.
@@ -260,15 +208,12 @@ def _multiply_codes(
         total = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for part in tl.static_range(STEPS):
             k = at * STEPS + part * STEP
-            codes = packed
-            if BITS == 4:
-                codes = (packed >> (4 * part)) & 15
             group = output * NUM_GROUPS + k // GROUP
             # The last block of an odd number of groups has no second half.
             is_group = is_column & (k < IN)
             if HAS_ZEROS:
                 zero = tl.load(zeros_ptr + group, mask=is_group, other=0).to(tl.float32)[:, None]
-            value = _values(codes, zero, KIND, TABLE, BITS, HAS_E4M3, IS_BFLOAT16, DOT_DTYPE)
+            value = values_of(packed, zero, part, KIND, BITS, TABLE, TEXTS, PACK, OFFSET, ZERO, HAS_ZEROS, DOT_DTYPE)
             is_x = is_row[None, :]
             if not IS_WHOLE:
                 is_x &= (k + inner < IN)[:, None]
@@ -285,8 +230,6 @@ def _multiply_codes(
             y += total * tl.load(scales_ptr + group, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if NUM_GROUPS == 1:
         y *= tl.load(scales_ptr + output, mask=is_column, other=0.0).to(tl.float32)[:, None]
-    if KIND == 1 and HAS_E4M3:
-        y *= 1.0 / FACTOR
     if HAS_BIAS:
         y += tl.load(bias_ptr + output, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if IS_SPLIT:

@@ -42,11 +42,6 @@ def supports_pdl(device: torch.device) -> bool:
     return has_calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def has_e4m3(device: torch.device) -> bool:
-    """True if the GPU converts E4M3 numbers itself. Triton supports the type only there."""
-    return IS_COMPILED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
     """True if each row can be its own segment, as in decode. Kernels then have a separate path for single-row segments.
 

@@ -54,7 +54,7 @@ def steps_of(model: str, card: str, directory: Path, *options: str) -> dict[str,
     steps = {step["case"]: step for step in json.loads(out.read_text())["steps"]}
     for step in steps.values():
         assert step["launches"] == sum(row["launches"] for row in step["rows"])
-        assert all(0 < row["least_mb"] <= row["asked_mb"] or row["asked_mb"] < 0.001 for row in step["rows"])
+        assert all(0 < row["least_mb"] <= row["asked_mb"] or row["asked_mb"] <= 0.001 for row in step["rows"])
     assert out.with_suffix(".md").read_text() == done.stdout[:-1]
     return steps
 
@@ -86,5 +86,6 @@ def test_tiny_mixture_table_is_complete(card: str, tmp_path: Path) -> None:
 def test_table_of_quantised_weights_counts_products_by_codes(model: str, weights: str, tmp_path: Path) -> None:
     steps = steps_of(model, "h200", tmp_path, "--weights", weights)
     for step in steps.values():
-        rows = [row for row in step["rows"] if row["kernel"] == "_multiply_codes"]
+        # Large steps dequantise the weights of linears, but not the experts' weights.
+        rows = [row for row in step["rows"] if row["kernel"] in ("_multiply_codes", "_dequantize_codes")]
         assert sum(row["launches"] for row in rows) == 2 * 4, "qkv, o, gate/up and down in each layer"

@@ -25,6 +25,7 @@ CODEBOOKS = {
     "nf4": (NF4, False),
     "mxfp4": (MXFP4, False),
 }
+HALVES = [torch.float16, torch.bfloat16] if HAS_GPU else [torch.float16]
 SHAPES = [(33, 192, 64), (70, 130, 130), (40, 96, 32), (130, 48, 16), (40, 512, 256)]
 """Outputs, inputs and inputs per group. Some do not fill whole tiles, or have an odd number of groups. All have so few
 outputs that several programs share the inputs.
@@ -44,11 +45,11 @@ def check(module: ModuleType, weight: QuantizedWeight, x: torch.Tensor, bias: to
     y = linear(x.to(DEVICE))
     assert y.dtype == x.dtype
     expected = multiply_codes(x, weight, bias)
-    # Sums are float32. Results, and values of 16-entry tables, are rounded to the dtype of `x`.
+    # Sums are float32. Results, values of 16-entry tables and dequantised weights are rounded to the dtype of `x`.
     largest = np.abs(np.nan_to_num(weight.codebook)) + np.float32(0 if weight.zeros is None else 300)
     magnitudes = QuantizedWeight(codes=weight.codes, codebook=largest, scales=np.abs(weight.scales))
     sizes = multiply_codes(x.abs(), magnitudes)
-    precision = 3e-6 if x.dtype == torch.float32 else 1e-3
+    precision = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[x.dtype]
     assert ((y.double().cpu() - expected).abs() <= precision * (sizes + expected.abs() + 1e-3)).all()
 
 
@@ -61,9 +62,29 @@ def test_equals_the_dequantized_product(
     check(module, weight, torch.randn(17, in_features + 3)[:, 1:-2], torch.randn(out_features))
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", CODEBOOKS)
-def test_equals_the_dequantized_product_in_half_precision(name: str, module: ModuleType) -> None:
-    check(module, random_weight(*CODEBOOKS[name], 33, 128, 32), torch.randn(3, 128).half())
+def test_equals_the_dequantized_product_in_half_precision(name: str, dtype: torch.dtype, module: ModuleType) -> None:
+    check(module, random_weight(*CODEBOOKS[name], 33, 128, 32), torch.randn(3, 128).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize(("out_features", "in_features", "group"), SHAPES[:3])
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_large_steps_dequantize_a_weight_in_parts(
+    name: str,
+    out_features: int,
+    in_features: int,
+    group: int,
+    dtype: torch.dtype,
+    module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MIN_DEQUANTIZED_ROWS", 3)
+    monkeypatch.setattr(import_kernels("dequantized_products")[0], "MAX_BYTES", 1)
+    weight = random_weight(*CODEBOOKS[name], out_features, in_features, group)
+    x = torch.randn(3, in_features + 3)[:, 1:-2].to(dtype)
+    check(module, weight, x, torch.randn(out_features).to(dtype) if group == in_features else None)
 
 
 @pytest.mark.parametrize("name", ["fp8", "uint4-zeros"])
@@ -72,7 +93,9 @@ def test_many_outputs_are_not_split(name: str, module: ModuleType) -> None:
     check(module, weight, torch.randn(2, 32), torch.randn(weight.out_features))
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 40, 150], ids=["no-rows", "one-row", "medium-tiles", "large-tiles"])
+@pytest.mark.parametrize(
+    "num_rows", [0, 1, 40, 150, 520], ids=["no-rows", "one-row", "medium-tiles", "large-tiles", "dequantized"]
+)
 def test_any_number_of_rows(num_rows: int, module: ModuleType) -> None:
     check(module, random_weight(UINT4, True, 140, 128, 64), torch.randn(num_rows, 128))
 
