@@ -131,7 +131,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bfloat16, except in the interpreter, which multiplies its bits as integers."""
+        """bfloat16, or float16 in the interpreter, which would multiply the bits of bfloat16 as integers."""
         return torch.float16 if self.is_tiny else torch.bfloat16
 
     @property
@@ -149,7 +149,7 @@ class Bench:
 
     @property
     def num_processors(self) -> int:
-        """Number of the card's multiprocessors. 1 in the interpreter, which runs programs one after another."""
+        """The card's number of multiprocessors, or 1 in the interpreter, which runs programs one after another."""
         if self.planned is not None:
             return self.planned.card.multiprocessors
         if self.device.type != "cuda":

@@ -240,7 +240,7 @@ def drawn_of(workload: Workload, num_adapters: int = 1) -> list[DrawnRequest]:
 
 
 def requests_of(workload: Workload, model: Model, digests: list[str]) -> list[Add]:
-    """Requests with the same prompts and lengths for every number of adapters."""
+    """Return requests whose prompts and lengths do not depend on the number of adapters."""
     tokens = np.random.default_rng(44).integers(model.vocab_size, size=workload.longest).tolist()
     return [
         Add(

@@ -29,8 +29,8 @@ DISK_BYTES = 64 << 30
 class PoolPlan:
     """A pool for `num_adapters` adapters and the K and V of `num_sequences` sequences of average length.
 
-    There are enough adapter slots for a pool full of adapters, so that pages are the limit. The host tier holds
-    `num_host_adapters` adapters. All other adapters are read from disk.
+    There are enough adapter slots to fill the pool with adapters, so that only pages limit the number of adapters. The
+    host tier holds `num_host_adapters` adapters. All other adapters are read from disk.
     """
 
     num_adapters: int

@@ -51,7 +51,7 @@ THROUGHPUT_GOAL, FIRST_TOKEN_GOAL = 2.0, 0.5
 class Rounds:
     """The measurements of one variant at one popularity.
 
-    `num_loads` and `stage_s` cover the measurements of throughput and of the time to first token.
+    `num_loads` and `stage_s` count adapter loads, and the seconds of each stage of a load, without the warm-up.
     """
 
     tokens_s: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ Found = dict[float, dict[str, Rounds]]
 
 
 def check_answers(servers: Sequence[Server], store: Store, vocab_size: int) -> list[str]:
-    """One greedy answer of each adapter, from the servers in turn."""
+    """Return one greedy answer per adapter, requested from the servers in turn."""
     headers = {"authorization": f"Bearer {store.api_key}"}
     answers = [""] * len(store.models)
     prompt = [300 + number * 7 % (vocab_size - 300) for number in range(24)]

@@ -53,7 +53,7 @@ class RopeConfig:
     - `none`: q and k are not rotated.
     - `default`: frequencies are not scaled.
     - `linear` and `proportional`: all frequencies are divided by `factor`.
-    - `dynamic`: `theta` grows, depending on `factor`, if contexts are longer than `original_max_len`.
+    - `dynamic`: `theta` grows with `factor` and the engine's longest context, if that exceeds `original_max_len`.
     - `llama3`: low frequencies are divided by `factor`. The two frequency factors bound the transition, in turns within
       `original_max_len`.
     - `yarn`: frequencies that make fewer than `slow_turns` turns within `original_max_len` are divided by `factor`, and
@@ -148,7 +148,7 @@ def _parse_rope(
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, rotary_fraction=fraction, factor=positive_float(given, "factor"))
     if kind == "dynamic":
-        # As in transformers, theta depends on max_position_embeddings even if the settings contain another length.
+        # As in transformers, theta depends on max_position_embeddings, and original_max_position_embeddings is ignored.
         if int(head_dim * fraction) <= 2:
             refuse_field("partial_rotary_factor", fraction, f"the rotary embedding {kind!r}")
         trained, growth = positive(raw, "max_position_embeddings"), positive_float(given, "factor")

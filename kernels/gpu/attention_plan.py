@@ -109,8 +109,8 @@ def attention_plan(
 ) -> AttentionPlan:
     """Choose the launches for batches of `num_tokens` rows and `num_sequences` sequences, both including padding.
 
-    Sequences with up to `short_rows` query rows are short. `all_short` guarantees that there are no others. `itemsize`
-    is q's element size in bytes, and `num_processors` is the device's number of multiprocessors.
+    Sequences with up to `short_rows` query rows are short. `all_short` guarantees that all sequences are short.
+    `itemsize` is q's element size in bytes, and `num_processors` is the device's number of multiprocessors.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     block_d = max(16, triton.next_power_of_2(spec.head_dim))
@@ -120,8 +120,8 @@ def attention_plan(
     is_exact = itemsize == 4
     tile_n = min(64, max(16, (8192 if is_exact else 16384) // (block_d * itemsize)))
 
-    # Use at least four splits even for large batches, so that one long context does not delay the step for all others.
-    # Batches that fill the device without splits do not split short contexts.
+    # Use at least four splits even for large batches, so that one long context does not delay the whole step. Batches
+    # that fill the device without splits do not split short contexts.
     short_programs = max(1, num_sequences) * spec.num_kv_heads
     fills_device = short_programs >= FULL_DEVICE * num_processors
     short = Tiling(

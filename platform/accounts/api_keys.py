@@ -123,7 +123,7 @@ class ApiKeys:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[ApiKey]:
-        """List a tenant's keys, or the platform's if `tenant_id` is None, including revoked ones.
+        """List a tenant's keys, or the platform's keys if `tenant_id` is None. Revoked keys are included.
 
         `only` restricts the list to the keys with these ids.
         """

@@ -123,7 +123,7 @@ def _ids(row: Row[Any]) -> frozenset[str] | None:
 
 
 def shown_key(key: ApiKey) -> dict[str, object]:
-    """The fields recorded in the audit log."""
+    """Return the fields of a key that the audit log records."""
     return {
         "name": key.name,
         "scopes": sorted(key.scopes),

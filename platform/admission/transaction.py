@@ -96,10 +96,10 @@ class AdmissionTransaction:
     def _lock_counters(
         self, callers: Collection[_Caller], rows: Sequence[ReservationRow], others: Sequence[Extension | Closing]
     ) -> None:
-        """Lock the counters that the rules apply to.
+        """Lock the counters that the operations check or change.
 
-        If the rules change before the counters are locked, the new rules apply. Raises CountersMissing if the new rules
-        need more counters.
+        If the policies have changed once the counters are locked, the new policies apply. Raises CountersMissing if
+        they need a counter that is not locked.
         """
         self._read_rules(callers, rows)
         wanted = self._bind(callers, self._policies.latest_us)

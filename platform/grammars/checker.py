@@ -64,13 +64,13 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 Observer = Callable[[str, float, tuple[str, ...]], None]
-"""Called after each check with the outcome (`accepted`, `refused` or `known`), the duration in seconds, and the
-unsupported keywords.
+"""Called for each constraint with the outcome, the seconds spent waiting and checking, and the unsupported keywords.
+The outcome is `accepted`, `refused`, or `known` if it was cached. Not called if the check itself fails.
 """
 
 
 class GrammarChecker:
-    """Checks each constraint once per tenant, in a forked, confined process with limits on time and memory.
+    """Checks constraints in a forked, confined process with limits on time and memory.
 
     Outcomes are cached per tenant, so a fast answer reveals nothing about another tenant's constraints. Each tenant has
     one check at a time. Its other requests wait, without delaying other tenants. Not thread-safe: use it only from the

@@ -11,7 +11,7 @@ import msgspec
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Names of the variable that turns thinking on and off."""
+"""Names that templates use for the variable that turns thinking on and off."""
 
 _SYSTEM = {"role": "system", "content": "Guidance 5081."}
 _USER = {"role": "user", "content": "Question 2749?"}

@@ -1,4 +1,4 @@
-"""Finds the subject of a quota, or the caller of a hypothetical request, and checks that the given names agree."""
+"""Finds the tenant, key or adapter that a request body names, and refuses names that contradict each other."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def _key(services: AdminServices, caller: Caller, tenant_id: str | None, k
 async def _adapter(
     services: AdminServices, caller: Caller, tenant_id: str | None, name: str, is_owners: bool = True
 ) -> tuple[str, str]:
-    """The adapter and its owner. With `is_owners=False`, the given tenant can also be a grantee."""
+    """Return the IDs of the adapter and its owner. With `is_owners=False`, the given tenant can also be a grantee."""
     adapter = await services.call(services.registry.get_adapter, name)
     # If the caller cannot see the adapter, fall back to a lookup by name, as for an unknown identifier.
     is_seen = adapter is not None and caller.may_see(adapter.tenant_id)

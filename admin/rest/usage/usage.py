@@ -46,7 +46,7 @@ async def get_usage(services: Services, caller: Reader, wanted: Report) -> Respo
     """Report sums over the requests that finished in [start, end). The default is the last 30 days, including today.
 
     Prompt tokens include cached tokens. An adjustment to a request counts at the time of the adjustment. With `top`,
-    `num_results` is the number of all groups, and `total` is their sum.
+    `num_results` counts all groups, and `total` is the sum over all groups.
     """
 
     def describe(row: UsageRow) -> Document:
