@@ -118,7 +118,7 @@ class BaseNotFound(StoreError):
 
 
 class BaseInUse(StoreError):
-    """A server serves the base, so it cannot be forgotten."""
+    """A server serves the base, so the base cannot be forgotten."""
 
 
 class TenantNotFound(StoreError):

@@ -1,4 +1,6 @@
-"""Assembles the server process: database, stores, services and both apps. Imports everything except torch."""
+"""Assembles the server process: database, stores, services and both apps. Importing this module imports most of
+loramux, but not torch.
+"""
 
 from __future__ import annotations
 

@@ -42,14 +42,14 @@ _MAX_ENTRY_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class PackTarget:
-    """What adapters are validated and packed for: one engine's modules, page geometry and dtype.
+    """The engine for which adapters are validated and packed: its modules, page geometry and dtype.
 
     `modules` use PEFT's names within a layer, and some layers may lack a module; `dtype` is float32 or bfloat16.
-    `experts` are the linears of the base's experts; `all_modules` lists them after `modules`.
-    `outer_modules` are the modules outside the layers, by full name; with `tied_embeddings`, the base's head uses the
-    weight of its embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size`
-    GPUs share each linear, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own
-    pages, with its share of the K and V heads, and each adapter is packed for that rank only.
+    `experts` describes the linears of the base's experts, which `all_modules` lists after `modules`. `outer_modules`
+    are the modules outside the layers, by full name; with `tied_embeddings`, the base's head uses the weight of its
+    embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size` GPUs share each
+    linear, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own pages, with its
+    share of the K and V heads, and each adapter is packed for that rank only.
     """
 
     modules: tuple[LinearShape, ...]

@@ -102,7 +102,7 @@ def write_rows(
 
 
 class LoadedWeights:
-    """The base's weights after PEFT has loaded an adapter: rows in the file take the place of the base's."""
+    """The base's weights after PEFT has loaded an adapter: rows in the file replace the base's rows."""
 
     def __init__(self, file: CanonicalAdapter, base: WeightRows) -> None:
         self._file = file

@@ -57,7 +57,8 @@ class BaseValidation:
         return self._turns.next(but)
 
     def process(self, version_id: str) -> BaseVerdict:
-        """Validate a version for the base. It stays `pending` if another server has claimed it or it is out of service.
+        """Validate a version for the base. A version that another server has claimed or that is out of service stays
+        `pending`.
 
         Raises StoreError if a store or the validation process fails. The version is then retried later.
         """
@@ -122,5 +123,5 @@ class BaseValidation:
         try:
             self._claims.give_back(version_id)
         except Exception as error:
-            # The database is down, or another server has the claim. The claim expires otherwise.
+            # The database is down, or another server has the claim. If this server still has it, the claim expires.
             _log.warning("claim_left", version_id=version_id, error=str(error))

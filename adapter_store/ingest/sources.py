@@ -66,7 +66,8 @@ class AdapterSources:
         return url.rstrip("/")
 
     def pin(self, url: str) -> str:
-        """Check a URL. Return a hub's URL with the revision's current commit, or a bucket's without trailing slashes.
+        """Check a URL. Return a hub's URL with the revision's current commit, or a bucket's URL without trailing
+        slashes.
 
         Raises UploadRefused, AdapterRejected or SourceUnavailable.
         """

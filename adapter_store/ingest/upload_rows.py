@@ -31,7 +31,7 @@ from loramux.migrations.schema import adapter_versions, uploads
 LEASE_US = 30_000_000
 """Lifetime of a claim, in microseconds. A server that does not renew its claim in this time is dead or hanging."""
 OTHER_BASE_WAIT_US = 600_000_000
-"""How long a version is left to servers of the base that received it, in microseconds."""
+"""How long only servers of the same base as the server that received a version may validate it, in microseconds."""
 _MAX_NAMES = 500
 """Maximum number of identifiers in one query."""
 
@@ -45,7 +45,7 @@ class AddedVersion:
 class UploadRows:
     """Changes the state of uploads and creates versions. Each change is one transaction.
 
-    `base_id` is the base that this server serves. It validates new versions first.
+    `base_id` is the base that this server serves. Servers of this base are the first to validate the new versions.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class IngestWorker:
         num_decided = 0
         version_id = None
         for _ in range(MAX_FOR_BASE_IN_A_ROW):
-            # Tenants wait for uploads, so they go first.
+            # Tenants wait for their uploads, so uploads go first.
             is_interrupted = self._is_stopping.is_set() or self._ingest.has_pending.is_set()
             version_id = None if is_interrupted else for_base.next_waiting(undecided)
             if version_id is None:

@@ -55,7 +55,9 @@ class PlainModule:
 
 
 class PlainLora:
-    """An open directory with a plain LoRA adapter. Raises MergeRefused, with `name` as `param`, if it has none."""
+    """An open directory with a plain LoRA adapter. Raises MergeRefused, with `name` as `param`, if the directory has no
+    plain LoRA adapter.
+    """
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name

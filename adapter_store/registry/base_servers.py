@@ -28,7 +28,9 @@ ServerState = Literal["serving", "draining", "silent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseServer:
-    """A server of a base. A server that stops is removed, so a `silent` one has crashed or lost the database."""
+    """A server of a base. A server that stops normally is removed, so a `silent` server has crashed or cannot reach the
+    database.
+    """
 
     id: str
     address: str
@@ -76,7 +78,7 @@ def lock_bases(database: Database, connection: Connection) -> None:
 def register_base(database: Database, connection: Connection, base_id: str, served_name: str) -> None:
     """Add a base, or update its served name.
 
-    The first base to register counts as validated for all existing versions, because they were accepted when each
+    All existing versions count as validated for the first base that registers, because they were accepted when each
     database had one base.
     """
     lock_bases(database, connection)

@@ -106,7 +106,7 @@ class Bases:
     def revalidate(self, base_id: str) -> int:
         """Delete the verdicts on ready versions that were rejected for a base, so that its servers validate them again.
 
-        Returns their number. Raises BaseNotFound.
+        Returns the number of these versions. Raises BaseNotFound.
         """
         columns = version_bases.c
         is_ready = select(adapter_versions.c.id).where(

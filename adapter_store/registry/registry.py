@@ -220,7 +220,7 @@ class AdapterRegistry:
         return list({row.adapter_id: adapter_ref(row) for row in rows}.values())
 
     def base_verdict(self, version_id: str) -> BaseVerdict:
-        """Whether a version is valid for the served base."""
+        """Return the verdict on a version for the served base."""
         return "ready" if self.base_id is None else Bases(self.database).verdict(version_id, self.base_id)
 
     @property

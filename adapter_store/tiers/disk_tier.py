@@ -56,13 +56,12 @@ class DiskTier:
     that adds a file keeps the whole directory within its own `max_bytes`, so configure all engines alike. Unfinished
     files and the few in `set_aside` do not count toward the bound.
 
-    A reader holds a shared `flock` on its file. An eviction tries to take an exclusive one and skips files that are
+    A reader holds a shared `flock` on its file. An eviction tries to take an exclusive lock and skips files that are
     being read; a reader waits only while a file is being removed. Changes, but not reads, also need the directory's
-    lock. A process that hangs while holding that lock
-    delays each addition by up to 5 s. The files' access times record the order of use, which therefore survives
-    restarts. Only this class sets these times. The kernel releases a process's locks when the process dies. The
-    unfinished files of a dead process are removed at the next start, or when an engine adds a file more than a minute
-    after its last sweep.
+    lock. A process that hangs while holding that lock delays each addition by up to 5 s. The files' access times record
+    the order of use, which therefore survives restarts. Only this class sets these times. The kernel releases a
+    process's locks when the process dies. The unfinished files of a dead process are removed at the next start, or when
+    an engine adds a file more than a minute after its last sweep.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:

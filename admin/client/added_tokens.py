@@ -30,7 +30,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def added_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> AddedVocabulary | None:
-    """Return the vocabulary of the adapter in a directory, or None if it is the base's.
+    """Return the vocabulary of the adapter in a directory, or None if the adapter uses the base's vocabulary.
 
     The base's tokenizer has `num_tokens` tokens, and the base's embedding and head have `vocab_size` rows. Tokens
     without a row, such as a padding token that was used in training only, are left out. Raises AdapterRejected if the
@@ -44,7 +44,7 @@ def added_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> Added
 
 
 def _added_tokens(directory: Path) -> list[dict[str, Any]]:
-    """Return the added tokens of the directory's tokenizer, including those of the base, by ascending ID."""
+    """Return the added tokens of the directory's tokenizer, including the base's added tokens, by ascending ID."""
     if (path := directory / TOKENIZER_FILE).is_file():
         listed = _object_in(path).get("added_tokens")
     elif (path := directory / TOKENIZER_CONFIG_FILE).is_file():

@@ -60,7 +60,7 @@ def merge_versions(
     timeout_s: float = 300.0,
     progress: Progress = lambda _what, _num_bytes: None,
 ) -> MergedVersion:
-    """Merge versions of one tenant's adapters into the next version of `into`, `tenant/adapter`.
+    """Merge versions of one tenant's adapters into the next version of the adapter `into`, named as `tenant/adapter`.
 
     The optional files of the first source become part of the version. Raises MergeRefused, PullRefused, PushRefused or
     AdminError.

@@ -32,7 +32,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownProfiles:
-    """The file's content. `current` is used when a command names no profile."""
+    """The content of the profile file. `current` is used when a command names no profile."""
 
     profiles: Mapping[str, Profile]
     current: str | None

@@ -66,11 +66,12 @@ def push_adapter(
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
     Optional files in the directory are uploaded too, except those named in `without`. `parsers` are settings that take
-    precedence over those in the directory's `parsers.json`. If the directory has a tokenizer and no
-    `added_vocabulary.json`, the tokens that the base lacks are extracted from the tokenizer. `tenant` is a slug or an
-    identifier. A push that fails or is interrupted cancels its upload.
+    precedence over the directory's `parsers.json`. If the directory has a tokenizer and no `added_vocabulary.json`, the
+    tokens that the base lacks are extracted from the tokenizer. `tenant` is a slug or an identifier. A push that fails
+    or is interrupted cancels its upload.
 
-    Raises PushRefused if the directory is not an adapter, the server rejects it, or `timeout_s` passes.
+    Raises PushRefused if the directory is not an adapter, the server rejects it, or `timeout_s` passes. Raises
+    AdminError if the server refuses a call.
     """
     with _with_parsers(adapter_files(directory, without), parsers or {}) as paths:
         if VOCABULARY_NAME in without or any(path.name == VOCABULARY_NAME for path in paths):

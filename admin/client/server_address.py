@@ -32,8 +32,8 @@ def find_server(
     """Return the server to call. Raises NoServerNamed.
 
     The profile in `profile` or LORAMUX_PROFILE takes precedence over LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY, and these
-    over the current profile. The address and the key always come from the same source, so that a key is sent only to
-    its own server.
+    variables take precedence over the current profile. The address and the key always come from the same source, so
+    that a key is sent only to its own server.
     """
     file = file or ProfileFile.of_user(environment)
     name = profile or environment.get(PROFILE_VARIABLE)

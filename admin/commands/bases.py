@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Show and maintain the base models 
 BaseStart = Annotated[str, typer.Argument(help="The start of the base's identifier.", show_default=False)]
 
 NUM_SHOWN = 16
-"""Characters of a base's identifier in tables."""
+"""Number of characters of a base's identifier that are shown."""
 
 
 @app.command("list")
@@ -64,7 +64,7 @@ def revalidate(base: BaseStart, as_json: AsJson = False) -> None:
 
 @app.command()
 def forget(base: BaseStart, as_json: AsJson = False) -> None:
-    """Forget a base that no server serves any more, with its validations."""
+    """Forget a base that no server serves any more, and delete the verdicts on versions for it."""
     with connected(as_json) as client:
         base_id = _find(client, base, as_json)
         client.delete(client.path("bases", base_id))

@@ -38,9 +38,9 @@ def doctor(
 ) -> None:
     """Check this machine, the connection to the server and the server's components. Show how to fix each problem.
 
-    With a server's settings (flags, LORAMUX_* or --config), it also checks the data directory, the sandbox, the
-    database and the object store from this machine. Use this when the server does not start. The exit code is 1 if a
-    check failed.
+    With a server's settings (flags, LORAMUX_* or --config), the command also checks the data directory, the sandbox,
+    the database and the object store from this machine. Use this when the server does not start. The exit code is 1 if
+    a check failed.
     """
     if plan is not None:
         _plan(plan, as_json)

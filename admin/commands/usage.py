@@ -32,7 +32,9 @@ DEFAULT_GROUPS = ["tenant", "model"]
 
 
 def _verb(path: str, what: str, amounts: Sequence[str], drawn: Sequence[str]) -> Callable[..., None]:
-    """Create the command for the report at `path`. The table shows `amounts` and a bar for the sum of `drawn`."""
+    """Create the command for the report at `path`, with the help text `what`. The table shows the columns `amounts` and
+    a bar for the sum of the columns `drawn`.
+    """
 
     def verb(
         tenant: AnyTenant = None,

@@ -72,7 +72,7 @@ def is_token_right(presented: str | None, expected: str) -> bool:
 
 
 def local_path(wanted: str) -> str | None:
-    """Return the path if it stays within this console, or None if it could lead elsewhere."""
+    """Return the path if it stays on this host, or None if it could lead to another host."""
     if not wanted.startswith("/") or wanted.startswith(("//", "/\\")) or "\\" in wanted:
         return None
     if len(wanted) > 1000 or not (wanted.isascii() and wanted.isprintable()):

@@ -12,7 +12,9 @@ from loramux.admin.console.visit import Visit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """What the page says. Its form is sent to `path` with `fields` as hidden fields. `back` is the previous page."""
+    """The content of a confirmation page. The page's form is sent to `path` with `fields` as hidden fields. `back` is
+    the path of the previous page.
+    """
 
     title: str
     before: str

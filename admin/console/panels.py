@@ -38,8 +38,8 @@ class Recent:
         self._kept: OrderedDict[Any, tuple[float, asyncio.Task[Any]]] = OrderedDict()
 
     async def get(self, key: Any, fresh_s: float, make: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `make`, computed at most `fresh_s` ago. A failure is
-        raised to all waiters, not cached.
+        """Return the result of `make`, computed at most `fresh_s` ago. A failure is raised in all waiting calls and is
+        not cached.
         """
         made_s, task = self._kept.get(key, (0.0, None))
         if task is None or self._clock() - made_s >= fresh_s or (task.done() and not _is_good(task)):

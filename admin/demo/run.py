@@ -39,7 +39,7 @@ class Scenario:
     """Contains `base/` and `adapters/`."""
     served_name: str
     adapters: Mapping[str, str]
-    """The adapter that each tenant pushes."""
+    """The adapter that each tenant pushes, by tenant."""
     question: str
     next_question: str
     """The question that the printed directions suggest."""

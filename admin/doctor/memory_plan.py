@@ -60,7 +60,8 @@ def has_products_by_codes(device: str) -> bool:
 def plan_memory(
     model_dir: Path, device: str, pool_bytes: int | None = None, max_model_len: int | None = None
 ) -> list[Plan]:
-    """Return plans for bfloat16, for the checkpoint's own format and, if that is not quantised, each `--quantization`.
+    """Return plans for bfloat16, for the checkpoint's own format and, if the checkpoint is not quantised, for each
+    value of `--quantization`.
 
     Reads the headers and, in a quantised checkpoint, the first weight of each kind. Raises ModelNotSupported.
     """

@@ -43,8 +43,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NUM_ADMIN_THREADS = 4
-"""Number of threads for the SQL of admin routes. It is small, because busy
-threads slow down the inference event loop.
+"""Number of threads for the SQL of admin routes. The number is small, because busy threads slow down the event loop of
+inference requests.
 """
 NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
@@ -56,8 +56,8 @@ MAX_CALLS_EACH = 4
 """Maximum concurrent calls per tenant, over all its keys and sessions. Platform calls are not limited."""
 CALLS_REST = 19.0
 PAGES_REST = 3.0
-"""A tenant's cooldown after a console page, as a multiple of the page's
-duration. It is low, because pages mostly wait.
+"""A tenant's cooldown after a console page, as a multiple of the page's duration. The factor is low, because pages
+mostly wait.
 """
 MAX_EXPORTS = 16
 """Maximum concurrent exports and long reports. Each uses up to 20 MB of memory while its client reads."""

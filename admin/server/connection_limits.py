@@ -16,8 +16,9 @@ RESERVED_DESCRIPTORS = 512
 the object store's connections, the engine's pipes and socket, and logs.
 """
 PEER_DESCRIPTORS = 768
-"""Number of file descriptors reserved for sharing requests with other servers: six for each of 128 connections, one for
-the other server's connection, four for a socket to the engine, and one for the connection to that server.
+"""Number of file descriptors reserved for sharing requests with 128 other servers. Each needs six: one for the
+connection that it opens, four for that connection's socket to the engine, and one for the connection to the other
+server.
 """
 MIN_CONNECTIONS = 64
 """A server starts only if both listeners together can accept this many connections."""

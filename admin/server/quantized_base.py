@@ -75,7 +75,7 @@ def free_memory() -> int:
 
 
 def _prompts(model_dir: Path, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Encode beginnings of the texts, of different lengths, so that the tokens to predict differ in kind."""
+    """Encode the beginning of each text. The lengths increase, so that the tokens to predict differ in kind."""
     try:
         tokenizer = ModelTokenizer.load(model_dir)
     except ModelFilesError as error:

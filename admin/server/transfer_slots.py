@@ -31,8 +31,8 @@ class TransferSlots:
     """Allows `num_slots` concurrent calls, and `num_each` per tenant, so that other tenants still get slots.
 
     With `rest`, each call adds `rest` times its duration, but at most MAX_REST_S, to its tenant's cooldown. While more
-    than UNRESTED_S of the cooldown remains, the tenant gets no slots. Short calls of one tenant then use at most
-    1/`rest` of a CPU core in total.
+    than UNRESTED_S of the cooldown remains, the tenant gets no slots. Short calls of one tenant then use at most `1 /
+    (1 + rest)` of a CPU core in total.
     """
 
     def __init__(self, what: str, num_slots: int, num_each: int, rest: float = 0.0) -> None:

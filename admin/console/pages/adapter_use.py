@@ -13,7 +13,9 @@ DAY_S = 86_400
 
 
 async def use_by_version(rest: RestCalls, adapter: Document, others: Sequence[str] = ()) -> dict[str, dict[str, int]]:
-    """Requests, failures and tokens of the last day by version ID, over the owner and the grantees `others`."""
+    """Return the requests, failures and tokens of the last day by version ID, summed over the owner and the grantees
+    `others`.
+    """
     now = int(time.time())
     pages = await asyncio.gather(
         *(

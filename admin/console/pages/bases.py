@@ -13,7 +13,7 @@ NUM_LISTED = 50
 
 
 async def show(visit: Visit) -> Response:
-    """Show all bases, and the rejected versions of the chosen base. Without a choice, it is the server's own base."""
+    """Show all bases, and the rejected versions of the chosen base, which is the server's own base by default."""
     bases = (await visit.rest.get("/bases"))["data"]
     wanted = visit.query("base")
     if wanted is not None:

@@ -18,7 +18,9 @@ HOUR_S, DAY_S = 3600, 86_400
 RANGES = {"1": ("1h", HOUR_S), "7": ("1h", HOUR_S), "30": ("1d", DAY_S), "90": ("1d", DAY_S)}
 """Maps a range in days to its chart's bucket and the bucket's length in seconds."""
 BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
-"""Rounding of each range's start, in seconds, to match the alignment of the stored rollups."""
+"""Maps a range in days to the interval in seconds to which its start is rounded down. The report then needs only whole
+rollups at its start.
+"""
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
 MAX_ROWS = 100

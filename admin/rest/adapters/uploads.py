@@ -127,7 +127,9 @@ async def cancel_upload(adapter_id: str, upload_id: str, services: Services, cal
 
 
 async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str) -> Upload:
-    """Find an upload of the adapter. Raises the same NotFound whether the upload is missing or another adapter's."""
+    """Find an upload of the adapter. Raises the same NotFound whether the upload is missing or belongs to another
+    adapter.
+    """
     upload = await services.call(services.ingest.get_upload, upload_id)
     if upload is None or upload.adapter_id != adapter.id:
         raise NotFound("the adapter has no such upload", code="upload_not_found")

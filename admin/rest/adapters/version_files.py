@@ -69,7 +69,9 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
 
 @router.get("/report")
 async def get_report(adapter_id: str, number: Number, services: Services, caller: Reader) -> ReportDocument:
-    """Get a version's validation report, or the reason for its rejection. Empty until validation has finished."""
+    """Get a version's validation report, or the reason for its rejection. The report is empty until validation has
+    finished.
+    """
     version = await _find_version(services, await find_adapter(services, caller, adapter_id), number)
     files = await services.call(services.export.files, version)
     return {

@@ -91,7 +91,7 @@ async def get_engine(services: Services, caller: PlatformReader) -> EngineDocume
 
 
 async def engine_stats(services: AdminServices, with_tiers: bool = False, replica: str | None = None) -> Stats:
-    """The state of this server's engine, or of another server's.
+    """Return the statistics of this server's engine, or of the engine of the server `replica`.
 
     Raises NotFound if no such server shares requests with this one, and Unavailable if the engine does not answer.
     """

@@ -37,7 +37,8 @@ class ReplicaDocument(TypedDict):
 
 @router.get("")
 async def list_replicas(services: Services, caller: PlatformReader) -> ListDocument[ReplicaDocument]:
-    """List this server and the servers that it shares requests with. Empty if it shares none (`peer_address`).
+    """List this server and the servers that it shares requests with. The list is empty if this server does not share
+    requests (`peer_address`).
 
     A server is `unreachable` if it publishes its state but no connection to it is open, and `refused` if its base,
     version or certificate does not match. Servers that have stopped publishing are not listed.

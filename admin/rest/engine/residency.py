@@ -168,7 +168,7 @@ def _held(stats: Stats, tier: Tier) -> list[_Held]:
 
 
 def _describe(one: _Held, owners: Sequence[DigestOwner], tier: Tier, now_s: float, caller: Caller) -> ResidentAdapter:
-    # Several tenants may have uploaded the same bytes. None may see how the others use them.
+    # Several tenants may have uploaded the same bytes. No tenant may see how the other tenants use them.
     is_operator = caller.principal.tenant_id is None
     return {
         "object": "resident_adapter",

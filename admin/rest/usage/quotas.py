@@ -307,7 +307,9 @@ async def _find(services: AdminServices, caller: Caller, quota_id: str) -> Quota
 
 
 def _may_see(caller: Caller, policy: QuotaPolicy) -> bool:
-    """Whether the caller can see the policy. A key that is restricted to adapters sees only some policies."""
+    """Return whether the caller can see the policy. A key that is restricted to adapters sees only the policies for
+    itself and its adapters.
+    """
     return caller.subject_ids is None or policy.subject_id in caller.subject_ids
 
 
