@@ -82,7 +82,7 @@ def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
 
 
 def version_digest_of(columns: ReadOnlyColumnCollection[str, Column[Any]]) -> ColumnElement[str]:
-    """Return an expression for a version's digest, which is the digest of its weights if there are no optional files."""
+    """Return an expression for a version's digest, which is its weights' digest if there are no optional files."""
     return func.coalesce(columns.version_digest, columns.digest)
 
 

@@ -147,7 +147,10 @@ def check(
     limit: Annotated[int | None, typer.Option(help="Value of the limit to test.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how each limit would decide on a request, without using quota. Exit with 1 if the request would be refused."""
+    """Show how each limit would decide on a request, without using quota.
+
+    Exit with 1 if the request would be refused.
+    """
     if (metric is None) != (limit is None):
         raise typer.BadParameter("--metric and --limit must be given together")
     whom = {"tenant": tenant, "key": key, "adapter": adapter}

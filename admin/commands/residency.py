@@ -80,7 +80,7 @@ def residency(
 
 
 def _ids(client: AdminClient) -> list[str]:
-    """Return the IDs of the servers that can list their adapters. Exits if the called server does not share requests."""
+    """Return the IDs of the servers that can list their adapters. Exit if the called server does not share requests."""
     found = [one["id"] for one in client.get("replicas")["data"] if one["state"] in ("serving", "draining")]
     if not found:
         fail("this server does not share requests with others: start it with --peer-address, or omit --all", REFUSED)

@@ -13,7 +13,7 @@ from loramux.migrations.listener import CacheListener
 POLL_INTERVAL_S = 1.0
 """Interval between polls for changes, in seconds.
 
-Polling is needed because SQLite sends no notifications, and a proxy can drop PostgreSQL's.
+Polling is needed because SQLite sends no notifications, and a proxy can drop PostgreSQL's notifications.
 """
 
 RETRY_S = 1.0

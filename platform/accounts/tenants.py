@@ -146,7 +146,7 @@ class Tenants:
         return _tenant(row)
 
     def delete(self, tenant_id: str) -> bool:
-        """Delete a tenant that has never had an adapter or any usage, with its revoked keys and its quotas.
+        """Delete a tenant without adapters, unrevoked keys and usage, together with its revoked keys and its quotas.
 
         Returns False if there is no such tenant. Raises TenantInUse.
         """

@@ -63,8 +63,8 @@ RECOVERED = "recovered"
 class Closing:
     """Ends a reservation, by a settlement or a recovery.
 
-    A recovery applies only if the lease is still the one that it found. If a recovered reservation is settled later,
-    the difference is corrected once.
+    A recovery applies only if the lease has not changed since the recovery read it. If a recovered reservation is
+    settled later, the difference is corrected once.
     """
 
     request_id: str

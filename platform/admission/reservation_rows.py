@@ -1,6 +1,6 @@
 """The reservations of one transaction: locked in a fixed order, kept in memory, and written once.
 
-Running requests have rows. Recovered requests keep theirs, because their charges can still be corrected. A settled
+Running requests have rows. Recovered requests keep their rows, because their charges can still be corrected. A settled
 request exists only in the ledger.
 """
 

@@ -20,7 +20,7 @@ class JoinedEngine(FollowedEngine):
 
     When the engine stops, open streams end with the code `engine_unavailable`, and the client joins the next engine
     that listens at the path. The engine must run the same version of loramux and the model with the given
-    `model_sha256`. Later engines must also have the first one's weights.
+    `model_sha256`. Later engines must also have the same weights as the first engine.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class LocalEngine(ConnectedEngine):
     async def close(self) -> None:
         """Stop supervising, end the process and remove its socket.
 
-        This takes a few seconds, even if the process hangs.
+        This takes at most a few seconds, even if the process hangs.
         """
         if self._supervisor is not None:
             self._supervisor.cancel()

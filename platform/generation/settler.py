@@ -97,7 +97,9 @@ class Settler:
         return f"{len(self._held)} settlements are waiting in memory: neither the database nor the spool accepts them"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints that extend the leases of settlements in memory, if the database accepts only checkpoints."""
+        """Return checkpoints for the requests whose settlements wait in memory. They extend these requests' leases
+        while the database accepts checkpoints but no settlements.
+        """
         return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:
@@ -166,7 +168,7 @@ class Settler:
             return False
         settling = self._commit.submit(closing)
         try:
-            # Shielded: a slow settlement is also spooled, and the second of the two has no effect.
+            # Shielded: a slow settlement is also spooled, and the later of the two writes has no effect.
             await asyncio.wait_for(asyncio.shield(settling), SETTLE_WAIT_S)
         except TimeoutError:
             settling.add_done_callback(_retrieve_exception)

@@ -41,7 +41,8 @@ _KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 class GrammarRefused(Exception):
     """The constraint is not supported or exceeds a limit.
 
-    `keywords` are the unsupported JSON Schema keywords. `param` is the invalid field, if the constraint has several.
+    `keywords` are the unsupported JSON Schema keywords. `param` names the invalid field if the constraint was built
+    from several fields.
     """
 
     def __init__(self, message: str, keywords: tuple[str, ...] = (), param: str | None = None) -> None:

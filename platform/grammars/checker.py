@@ -22,7 +22,7 @@ from loramux.platform.threads import call_on
 from loramux.platform.turns import TenantTurns
 
 CPU_S = 1
-"""Limit on a check's processor time, in seconds. A schema of 20 kB takes a thirtieth of it."""
+"""Limit on a check's processor time, in seconds. A 20 kB schema takes about a thirtieth of a second."""
 
 WALL_S = 5.0
 """Limit on a check's wall time, in seconds. A check has a lower priority than the engine and the gateway."""

@@ -88,7 +88,7 @@ def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
 
 
 def _required_of(node: dict[str, Any], kind: str) -> list[Any]:
-    """Return the subschemas that every value of the type contains."""
+    """Return the subschemas of the members that every value of the type must contain."""
     if kind == "object":
         required, properties = node.get("required"), node.get("properties")
         if not isinstance(required, list) or not isinstance(properties, dict):

@@ -17,7 +17,8 @@ LAST_LOCAL_US = 221_845_392_000_000_000
 MAX_SINGLE_US = 31 * DAY_US
 """Longest range, in microseconds, of a report by end user, or by minute for groups without sums per minute."""
 MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
-"""The same limit for reports over all tenants: 24 hours, rounded out to whole hours."""
+"""The same limit for reports over all tenants: 24 hours, plus one hour so that a day can be rounded out to whole hours.
+"""
 
 MAX_SUMMED = 1_000_000
 """Maximum number of rows from the ledger and its rollups that one report sums."""

@@ -56,7 +56,7 @@ def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:
 
 
 def _whole(start_us: int, end_us: int, span_us: int) -> tuple[Range, Range, Range]:
-    """Split a range: before the first whole span, the whole spans, and after the last one. Each part can be empty."""
+    """Split a range into the part before the first whole span, the whole spans, and the rest. Any part can be empty."""
     first, last = -(-start_us // span_us) * span_us, end_us // span_us * span_us
     if first >= last:
         return (start_us, end_us), (end_us, end_us), (end_us, end_us)

@@ -162,7 +162,9 @@ def _rollup_arms(
 
 
 def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[int], list[Condition]]]:
-    """Yield conditions for all entries at the ends of the range, and for those between that are not rolled up yet."""
+    """Yield conditions for all entries at the ends of the range, and for the entries between that are not yet rolled
+    up.
+    """
     rolled_up = parts.rolled_up
     for table, time in ((_events, _events.c.finished_us), (_adjustments, _adjustments.c.created_us)):
         of_tenant: list[Condition] = []

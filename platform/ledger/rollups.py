@@ -27,7 +27,7 @@ from loramux.platform.ledger.grains import AMOUNTS, GRAINS, MINUTE_US, Grain
 from loramux.platform.ledger.series import TENANT, SeriesKey, SeriesNumbers
 
 EVERYBODY = ""
-"""The tenant id of series that sum over all tenants."""
+"""The tenant ID of series that sum over all tenants."""
 
 MAX_BATCHES = 64
 """Maximum number of settling transactions per fold. On SQLite, a fold blocks all other writers."""
@@ -40,7 +40,7 @@ class _Fact(NamedTuple):
 
 
 class _RollupRow(NamedTuple):
-    """A row of `usage_rollups`, or an increment to one. The amounts are AMOUNTS."""
+    """A row of `usage_rollups`, or an increment to a row. The last fields are AMOUNTS."""
 
     grain: int
     span_us: int

@@ -22,7 +22,8 @@ class Settlement:
     first_token_us: int | None = None
     has_run: bool = True
     has_begun: bool = True
-    """False if the request was never submitted to the engine. Its cold load is then not counted either."""
+    """False if the request was never submitted to the engine. Its cold load then does not count against limits either.
+    """
 
     @property
     def tokens(self) -> int:

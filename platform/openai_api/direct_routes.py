@@ -18,7 +18,7 @@ Handler: TypeAlias = Callable[[Request, Principal, GatewayServices], Awaitable[R
 
 
 class DirectRoutes:
-    """Innermost middleware: authenticates the callers of `handlers`, by path, and calls the handler for a POST.
+    """Innermost middleware: for a POST to a path in `handlers`, authenticates the caller and calls the handler.
 
     The app also has a route for each handler. The route describes the endpoint in the OpenAPI document and answers
     other methods.

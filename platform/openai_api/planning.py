@@ -115,7 +115,8 @@ def _multiplier(body: GenerationRequest) -> str:
 
 
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, max_new_tokens: int | None) -> int:
-    """Return each choice's token limit: the body's, the model's `max_new_tokens`, or the endpoint's.
+    """Return each choice's token limit: the body's if it is set, otherwise the model's `max_new_tokens` or the
+    endpoint's default.
 
     Raises InvalidRequest if a prompt is empty, or if the longest prompt leaves no room for the body's limit.
     """

@@ -1,4 +1,6 @@
-"""A request's life, from authentication to settlement: the steps that both endpoints share, in order."""
+"""A request's life from the reading of its body to settlement: the steps that both generation endpoints share, in
+order.
+"""
 
 from __future__ import annotations
 

@@ -244,7 +244,9 @@ class GenerationRequest(StrictModel):
         return found[0] if found else None
 
     def sampling(self, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
-        """The sampling parameters. An omitted field takes the model's default, or the API's if the model has none."""
+        """The sampling parameters. An omitted field takes the model's default, or the API's default if the model has
+        none.
+        """
         bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
         return SamplingParams(
             temperature=_or(self.temperature, _or(defaults.temperature, 1.0)),

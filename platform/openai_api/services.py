@@ -207,7 +207,7 @@ class GatewayServices:
     async def compute_if_long(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function that parses or tokenises `size` characters.
 
-        The call runs on the event loop if it takes under a millisecond, otherwise on a thread.
+        The call runs on the event loop if `size` is so small that it takes under a millisecond, otherwise on a thread.
         """
         if size <= MAX_TOKENISED_AT_ONCE:
             return function(*args, **kwargs)

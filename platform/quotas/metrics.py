@@ -82,4 +82,4 @@ METRICS: Mapping[str, Metric] = {
 }
 
 BUDGET_PAIRS = ((TOKENS_PER_DAY, TOKENS_PER_MONTH), (COST_PER_DAY, COST_PER_MONTH))
-"""Pairs of the daily and monthly budgets for a unit."""
+"""Pairs of a daily and a monthly budget in the same unit."""

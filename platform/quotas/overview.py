@@ -43,7 +43,9 @@ class EffectiveLimit:
     """The amount reserved by running requests or, for a stock, by open uploads."""
     remaining: int
     num_exceeded: int
-    """Number of requests that a soft or shadow policy admitted beyond its limit, in this window or in total."""
+    """Number of times that a soft or shadow policy admitted or extended a request beyond its limit, in this window or
+    in total.
+    """
     window: Window | None
     """The window of a budget. None for other kinds."""
     reset_us: int | None

@@ -7,9 +7,9 @@ admit it.
 - A budget counts reservations made after the budget is set, in daily or monthly windows of its tenant's timezone. A
   change to the timezone starts new windows immediately. A reservation stays in the window in which it was made.
 - `soft` and `shadow` policies never refuse requests. Under a rate or concurrency limit, only requests within the limit
-  are charged, so `exceeded` is the number of requests that a hard policy would refuse. Under a budget, all usage is
-  charged. The header `x-loramux-quota-exceeded` tells callers about exceeded soft limits, never about shadow policies.
-  A refusal names its policy in `x-loramux-quota-policy`.
+  are charged, so `exceeded` counts the admissions and extensions that a hard policy would refuse. Under a budget, all
+  usage is charged. The header `x-loramux-quota-exceeded` tells callers about exceeded soft limits, never about shadow
+  policies. A refusal names its policy in `x-loramux-quota-policy`.
 - Contradictions are refused: a daily budget above the monthly budget if both are hard, a burst for a metric that is not
   a rate, and a burst with a limit of 0. A key's limit can exceed its tenant's limit. The lower limit applies.
 """

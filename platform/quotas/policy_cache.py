@@ -92,7 +92,7 @@ class PolicyCache:
         self.has_costs |= METRICS[policy.metric].unit is Unit.NANOS
 
     def bindings(self, tenant_id: str, key_id: str | None, adapter_id: str | None, now_us: int) -> Sequence[Binding]:
-        """Return the policies that apply to a request for an adapter with a tenant's key."""
+        """Return the bindings of the policies that apply to a tenant's request with this key and adapter."""
         caller = (tenant_id, key_id, adapter_id)
         rules = self._rules.get(caller)
         if rules is None or not rules.start_us <= now_us < rules.end_us:

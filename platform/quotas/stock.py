@@ -31,8 +31,8 @@ class Stock:
 def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -> Stock:
     """Return a tenant's stock at `now_us`.
 
-    A version counts with its canonical bytes and its optional files. Until it has been validated, it counts with the
-    bytes that its upload declared.
+    The bytes of a version are its canonical bytes plus its optional files. Until the version has been validated, they
+    are the bytes that its upload declared.
     """
     if metric == ADAPTERS:
         query = select(func.count()).select_from(_adapters).where(_adapters.c.tenant_id == tenant_id)
@@ -54,7 +54,9 @@ def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -
 
 
 class AdapterLimits:
-    """Enforces a tenant's hard limits on adapters and their bytes, and counts additions that exceed other limits."""
+    """Enforces a tenant's hard limits on adapters and their bytes, and counts additions that exceed soft or shadow
+    limits.
+    """
 
     refusal = QuotaExceeded
 

@@ -21,7 +21,7 @@ CLOCK_SKEW_S = 3600.0
 SETTLE_S = 60.0
 """Delay, in seconds, before a renewed certificate is used, so that every server can read it first."""
 MAX_CERTIFICATES = 4
-"""Maximum number of certificates accepted from one server. Further ones are ignored."""
+"""Maximum number of certificates accepted from one server. Further certificates are ignored."""
 
 Now = Callable[[], datetime]
 

@@ -84,7 +84,7 @@ class FrameLink(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports over TLS have the methods of asyncio's, but not its base class.
+        # uvloop's TLS transports have the methods of `asyncio.Transport`, but are not subclasses of it.
         self._transport = cast(asyncio.Transport, transport)
         self._beat()
 

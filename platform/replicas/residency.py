@@ -19,7 +19,9 @@ class SummaryRefused(Exception):
 
 
 def summarise(digests: Iterable[str]) -> bytes:
-    """Return a summary of at most MAX_ADAPTERS adapters. Others are left out, because a summary is only a hint."""
+    """Return a summary of at most MAX_ADAPTERS adapters. Further adapters are left out, because a summary is only a
+    hint.
+    """
     prefixes = sorted({digest_prefix(digest) for digest in digests})[:MAX_ADAPTERS]
     return b"".join(prefix.to_bytes(PREFIX_BYTES) for prefix in prefixes)
 

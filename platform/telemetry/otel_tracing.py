@@ -22,7 +22,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracing:
-    """Starts traces. `open` configures the share of traces that are sampled, by trace ID.
+    """Starts traces. `open` sets the share of traces to sample. The trace ID decides whether a trace is sampled.
 
     A trace that continues a client's trace follows the client's sampling decision.
     """

@@ -1,4 +1,4 @@
-"""A histogram of the time between tokens. Its updates take a tenth of the time of prometheus_client's own histogram."""
+"""A histogram of the time between tokens. It updates ten times as fast as prometheus_client's own histogram."""
 
 from __future__ import annotations
 

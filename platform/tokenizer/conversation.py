@@ -85,7 +85,7 @@ def reason(error: BaseException) -> str:
 
 
 def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """gpt-oss's template fails for a function without a description, which OpenAI's API allows."""
+    """Add an empty description to a function without one, which OpenAI's API allows but gpt-oss's template does not."""
     return {**tool, "function": {"description": "", **tool["function"]}} if "function" in tool else tool
 
 

@@ -59,7 +59,7 @@ class ModelTokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens, which is also the id of the first token that an adapter can add."""
+        """The ID of the first token that an adapter can add. It is the number of tokens if the IDs have no gaps."""
         return next_token_id(self._tokenizer)
 
     @property

@@ -44,7 +44,7 @@ MAX_KEPT_PER_TENANT = 16
 """Maximum number of compiled templates kept per tenant."""
 
 MAX_CODE_BYTES = 512 * 1024
-"""Longest compiled template that is kept, in bytes. The longest one of a supported model family has 70,000."""
+"""Longest compiled template that is kept, in bytes. The longest compiled one of a supported model family has 70,000."""
 
 NICENESS = 1
 """Niceness of a rendering: the engine and the gateway go first, but only slightly, because a request is waiting."""

@@ -37,9 +37,9 @@ class ReasoningSplitter:
     """Splits text that arrives in pieces of any length.
 
     An answer begins with thinking if the prompt ended inside it (`is_open`) or if the answer starts with the begin
-    marker, after optional whitespace. The thinking ends at the first end marker. A begin marker that repeats an open
-    one is dropped, and any other marker is text. Neither part includes the markers or the newlines next to them.
-    Thinking without an end marker lasts to the end of the answer.
+    marker, after optional whitespace. The thinking ends at the first end marker. If the prompt has already opened the
+    thinking, a begin marker at the start of the answer is dropped. Any other marker is text. Neither part includes the
+    markers or the newlines next to them. Thinking without an end marker lasts to the end of the answer.
     """
 
     def __init__(self, begin: str = THINK.begin, end: str = THINK.end, *, is_open: bool) -> None:
