@@ -71,7 +71,7 @@ MAX_UNDER_WAY = 6
 """Maximum number of concurrent loads. Memory is reserved for this many adapters."""
 
 MIN_FILES = 8
-"""Minimum number of files. With fewer, the first and last loads, which overlap with few others, would dominate."""
+"""Minimum number of files. With fewer, the first and last loads, which overlap with few other loads, would dominate."""
 
 
 class CheckError(Exception):

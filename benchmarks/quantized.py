@@ -136,7 +136,7 @@ def products_of(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def take_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each way. The first round is not counted."""
+    """Return the median seconds of each function. The first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
@@ -217,9 +217,8 @@ def answers_of(assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: in
 
 
 def make_linears(form: Format, head: Format, vocab_size: int, is_dequantized: bool = False) -> Callable[..., Linear]:
-    """Makes linears in one format and a head in another.
-
-    If `is_dequantized`, makes float32 linears with the same values.
+    """Return a function that makes linears in one format and the head in another. If `is_dequantized`, it makes float32
+    linears with the same values.
     """
 
     def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

@@ -88,7 +88,7 @@ class ReadTooLong(Exception):
 
 
 class DatabaseError(Exception):
-    """The database cannot be used. The message explains how to fix it."""
+    """The database cannot be used. The message says why."""
 
 
 class Database:

@@ -7,7 +7,7 @@ import time
 
 
 def new_id(prefix: str) -> str:
-    """Create an identifier such as `ten_01940c2f...`. Identifiers sort by creation time."""
+    """Create an identifier such as `ten_01940c2f...`. Identifiers sort by their creation time in milliseconds."""
     milliseconds = time.time_ns() // 1_000_000
     # Draw all bits in one call, because each call can wait for another thread to release the interpreter lock.
     random_bits = secrets.randbits(74)

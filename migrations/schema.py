@@ -290,7 +290,7 @@ quota_counters = Table(
     Column("reserved", BigInteger, nullable=False),
     # For budgets, the usage of settled requests in this window.
     Column("used", BigInteger, nullable=False),
-    # Number of requests that a soft or shadow policy admitted and a hard policy would have refused.
+    # Number of times that a soft or shadow policy admitted or extended a request that a hard policy would have refused.
     Column("exceeded", BigInteger, nullable=False),
     Column("refilled_us", BigInteger, nullable=False),
 )

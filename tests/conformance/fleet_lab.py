@@ -23,7 +23,7 @@ MAX_SEQUENCES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """A server that was started in the place of a killed one, in seconds since its start."""
+    """A server that was started in place of a killed server. Times are in seconds since its start."""
 
     ready_s: float
     traffic_s: float
@@ -94,7 +94,9 @@ class FleetLab(GatewayLab):
         }
 
     def _ends(self) -> Iterator[tuple[str, int, int]]:
-        """As with one engine. A sequence whose engine was killed has 0 prompt tokens, and the tokens put out so far."""
+        """As with one engine, except that a sequence whose engine was killed has 0 prompt tokens and the tokens sent so
+        far.
+        """
         for gateway in self.gateways:
             found: dict[str, tuple[int, int]] = {}
             for line in self.outputs_of(gateway).read_text().splitlines():

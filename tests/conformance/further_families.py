@@ -153,7 +153,7 @@ def _vaultgemma(shape: dict[str, Any], window: int) -> PreTrainedModel:
 
 
 def _helium(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    """A Helium, which needs an o with as many inputs as outputs."""
+    """A Helium, whose o projection must have as many inputs as outputs."""
     return HeliumForCausalLM(HeliumConfig(**shape, head_dim=shape["hidden_size"] // shape["num_attention_heads"]))
 
 

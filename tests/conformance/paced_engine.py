@@ -40,7 +40,7 @@ VOCAB_SIZE, EOS = 1024, 1
 
 
 class NotedEngine:
-    """An engine that also records in a file how each sequence ended, and in another what it put out until then."""
+    """An engine that also records how each sequence ended in one file, and its arrival and outputs in another."""
 
     def __init__(self, engine: Engine, ends: TextIO, outputs: TextIO | None) -> None:
         self._engine = engine

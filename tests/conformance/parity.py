@@ -150,7 +150,7 @@ def assert_parity(
     num_prompt = len(add.prompt)
     expected = subject.reference_logits(name, [*add.prompt, *generated[:-1]], num_prompt)[num_prompt - 1 :]
     for row, theirs in zip(recorded, expected, strict=True):
-        # Tokens of other adapters in the step are out of reach.
+        # A row cannot choose the tokens that other adapters in the step add.
         ours, others = row.split((len(theirs), len(row) - len(theirs)))
         assert (others == FORBIDDEN).all(), add.sequence_id
         limit = tolerance * theirs.abs().max()

@@ -1,4 +1,4 @@
-"""Adapters on experts and routers equal transformers and peft, in both forms of files and in one mixed batch."""
+"""Adapters on experts and routers give the reference's logits, in both forms of files and in one mixed batch."""
 
 from __future__ import annotations
 

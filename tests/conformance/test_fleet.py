@@ -28,7 +28,7 @@ NUM_UPGRADES = int(os.environ.get("LORAMUX_FLEET_UPGRADES", "6"))
 SEED = int(os.environ.get("LORAMUX_FLEET_SEED", "1"))
 NUM_STREAMS = 32
 TRAFFIC_S = 5.0
-"""Longest time from a replacement's start to its first sequence of another server, beyond its own start, in seconds."""
+"""Longest time from when a replacement is ready to the first sequence that another server sends it, in seconds."""
 DRAIN_S = 2.0
 """Longest time from SIGTERM until no more sequences arrive, in seconds. The server's own last requests count, too."""
 
@@ -48,7 +48,7 @@ def lab(postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPath
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """A request, and everything that its client received. The status is 0 if that is nothing."""
+    """A request, and everything that its client received. The status is 0 if the client received nothing."""
 
     gateway: LabGateway
     request: DrawnRequest

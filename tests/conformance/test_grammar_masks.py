@@ -1,4 +1,4 @@
-"""Masks equal those of a brute-force oracle over the whole vocabulary.
+"""Masks equal the masks of a brute-force oracle over the whole vocabulary.
 
 If the grammar allows only one text, a mask may allow only the first token of its usual tokenization, because models
 have rarely seen the alternatives.

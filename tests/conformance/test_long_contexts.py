@@ -44,7 +44,7 @@ def make_model(kind: str, trained: int) -> PreTrainedModel:
 def test_a_stretched_context_equals_transformers(
     kind: str, trained: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers derives the angles from the current length, and loramux from the longest, so the two are equal."""
+    """transformers derives angles from the current length, and loramux from the longest. Here, both are `length`."""
     torch.manual_seed(3)
     model = make_model(kind, trained).float().eval()
     model.save_pretrained(tmp_path)

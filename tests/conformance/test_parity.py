@@ -1,4 +1,4 @@
-"""Logits and greedy tokens equal those of transformers and peft, one request at a time and in one mixed batch.
+"""Logits and greedy tokens equal the results of transformers and peft, one request at a time and in one mixed batch.
 
 The main families run the mixed batch. `make campaign-parity` adds the other families and the rest of the matrix.
 """

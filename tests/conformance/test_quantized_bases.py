@@ -35,7 +35,7 @@ CODES_TOLERANCE = 1e-3
 """Kernels that multiply by codes round `x` to 13 bits for NF4, and otherwise to 16 bits."""
 
 BYTES_TOLERANCE = 0.1
-"""With activations of 8 bits."""
+"""The tolerance with 8-bit activations."""
 
 needs_vnni = pytest.mark.skipif(not HAS_VNNI, reason="this CPU has no VNNI")
 

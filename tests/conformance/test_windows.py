@@ -20,9 +20,9 @@ FEW_TOKENS = 4
 LONG = 8000
 
 MAX_PAGES = {"mistral-window": 5, "gemma3": 106, "gemma2": 174}
-"""Most pages that one sequence of LONG tokens takes, out of the 501 that it would take without windows.
+"""Maximum number of pages that one sequence of LONG tokens takes. Without windows, it would take 501 pages.
 
-Four of the Gemma 3's five layers have windows, and two of the Gemma 2's three layers.
+Four of Gemma 3's five layers and two of Gemma 2's three layers have windows.
 """
 
 

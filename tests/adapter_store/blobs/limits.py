@@ -14,6 +14,6 @@ HURRIED = S3Limits(
     max_pause_s=0.05,
     part_bytes=MIN_PART_BYTES,
 )
-"""Timeouts that are short for tests of a hung store, but allow small blobs on a busy machine."""
+"""Timeouts that are short enough for tests of a hung store, and long enough for small blobs on a busy machine."""
 
 PATIENT = S3Limits(read_s=2.0, first_pause_s=0.01, max_pause_s=0.05, part_bytes=MIN_PART_BYTES)

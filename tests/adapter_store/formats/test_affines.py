@@ -1,4 +1,4 @@
-"""Gains and shifts from the base's files equal those of dense matrices."""
+"""Gains and shifts from the base's files equal the gains and shifts of dense matrices."""
 
 from __future__ import annotations
 

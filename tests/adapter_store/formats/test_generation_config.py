@@ -1,4 +1,4 @@
-"""Settings without effect are ignored. Others must be valid values of the request field."""
+"""Settings without effect are ignored. Other settings must be valid values of the request field."""
 
 from __future__ import annotations
 

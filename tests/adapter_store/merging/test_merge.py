@@ -1,4 +1,4 @@
-"""Merged adapters equal those of PEFT's `add_weighted_adapter`, and are valid uploads."""
+"""Merged adapters equal the results of PEFT's `add_weighted_adapter`, and are valid uploads."""
 
 from __future__ import annotations
 

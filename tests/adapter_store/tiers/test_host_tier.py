@@ -35,7 +35,7 @@ def test_floor_protects_a_groups_bytes_from_other_adapters() -> None:
     tier.protect("acme", {"a", "b", "c"}, 20)
     for digest in "defg":
         tier.add(adapter(digest), 0)
-    assert content(tier) == "bcfg", "above its floor, the group's least recently used goes first"
+    assert content(tier) == "bcfg", "above its floor, the group's least recently used adapter is evicted first"
     tier.protect("acme", {"a", "b", "c"}, 0)
     tier.add(adapter("h"), 0)
     assert content(tier) == "cfgh"

@@ -45,7 +45,7 @@ _opened: list[SubprocessValidator] = []
 
 
 def opened(**options: Any) -> SubprocessValidator:
-    """A validator of normal priority, because at its usual one, other tests would delay it on a busy machine."""
+    """A validator at normal priority. At its usual lower priority, other tests would delay it on a busy machine."""
     return with_usual_priority(niceness=0, **options)
 
 

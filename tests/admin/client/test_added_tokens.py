@@ -49,7 +49,7 @@ def test_tokens_that_the_base_lacks_are_extracted(make_adapter: Callable[..., Pa
 
 
 def test_tokens_without_a_row_are_left_out(make_adapter: Callable[..., Path]) -> None:
-    """Such as a padding token that the trainer added to a base whose tokenizer is full."""
+    """An example is a padding token that the trainer added to a base whose tokenizer is full."""
     directory = with_tokenizer(make_adapter(), (VOCAB_SIZE, "[PAD]"))
     assert added_vocabulary(directory, VOCAB_SIZE, VOCAB_SIZE) is None
 

@@ -28,7 +28,7 @@ OUTER = 2 * (2 * VOCAB * HIDDEN + HIDDEN + 2 * LAYERS * HIDDEN)
 
 
 HEAD_CHANGE = VOCAB * (4 - HIDDEN)
-"""Bytes of an int8 head minus those of a bfloat16 head: one scale per output more, and one byte per weight less."""
+"""Bytes of an int8 head minus the bytes of a bfloat16 head: one more scale per output, and one byte less per weight."""
 
 FORMATS = ["bfloat16", "int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"]
 

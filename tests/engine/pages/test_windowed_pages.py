@@ -33,7 +33,7 @@ def test_a_sequence_of_sliding_layers_holds_constant_memory(isolation_key: bytes
     sequence = bench.begin(8, isolation_key)
     for num_tokens in range(9, 200):
         generate(bench, sequence, 1)
-        # The next token sees 5 more. A prefix to share may end up to 3 tokens earlier.
+        # The next token sees 5 earlier tokens. A prefix to share may end up to 3 tokens earlier.
         assert first_tokens(sequence) == [(num_tokens - num_tokens % 4 - 5) // 4 * 4]
         assert len(sequence.tables[0].blocks) <= 4
     bench.kv.detach(sequence)

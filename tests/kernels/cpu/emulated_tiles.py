@@ -1,8 +1,8 @@
 """Compares the AMX kernels for quantised weights with the other kernels, on a CPU without AMX.
 
 The instructions are replaced by calls of `emulated_tiles.c`, compiled by gcc. The program runs with its own
-NUMBA_CACHE_DIR, because its code must not be stored with that of the kernels. With the argument `compile`, it compiles
-the kernels with the real instructions, which LLVM can do on any x86 CPU.
+NUMBA_CACHE_DIR, because its code must not be cached as the code of the kernels. With the argument `compile`, it
+compiles the kernels with the real instructions, which LLVM can do on any x86 CPU.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ print(digest_of_products())
 
 
 def digest_of_products(*bits: int) -> str:
-    """Digest of products with activations of 16 bits, or of each of `bits`."""
+    """Digest of products with 16-bit activations, or with activations of each number of bits in `bits`."""
     hashed = hashlib.sha256()
     torch.manual_seed(0)
     for codebook, has_zeros in CODEBOOKS.values():

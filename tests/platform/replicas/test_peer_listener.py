@@ -110,7 +110,7 @@ async def test_peer_runs_what_a_gateway_runs(tmp_path: Path) -> None:
 
 async def test_next_server_can_bind_the_port_while_old_connections_linger(tmp_path: Path) -> None:
     async with listening(tmp_path) as side:
-        # The server closes this connection first, so the connection lingers as those of a killed server do.
+        # The server closes this connection first, so the connection lingers as a killed server's connections do.
         side.listener.accept_from(side.own.in_use, {})
         reader, writer = await asyncio.open_connection("127.0.0.1", side.port)
         assert await reader.read() == b""

@@ -95,7 +95,7 @@ def test_only_the_adapters_of_a_leaving_replica_move() -> None:
     made = router(left)
     chosen = {name: made.choose(ask(name)) for name in names}
     assert all(chosen[name] == place[name] for name in names if place[name] != IDS[0])
-    # The adapters of the replica that left are spread over many others.
+    # The adapters of the replica that left are spread over many other replicas.
     assert len({chosen[name] for name in names if place[name] == IDS[0]}) > 5
 
 
@@ -134,7 +134,7 @@ def test_request_spills_from_an_overloaded_home_only() -> None:
 
     assert chosen(0.9 * LOAD_BOUND * 0.5, 0.5) == {home}
     assert home not in chosen(2.0, 0.5)
-    # If all are overloaded, nothing moves.
+    # If all replicas are overloaded, no request moves.
     assert chosen(2.0, 1.9) == {home}
     # An idle fleet does not spill at the first request.
     assert chosen(0.4, 0.0) == {home}

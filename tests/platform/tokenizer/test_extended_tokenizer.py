@@ -1,4 +1,4 @@
-"""A base's tokenizer with an adapter's own tokens works as transformers' does."""
+"""A base's tokenizer with an adapter's own tokens gives the same results as transformers' tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights equal those of the programs that wrote the formats: bitsandbytes, compressed-tensors and transformers."""
+"""Weights equal the results of the formats' own programs: bitsandbytes, compressed-tensors and transformers."""
 
 from __future__ import annotations
 
