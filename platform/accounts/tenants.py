@@ -150,7 +150,7 @@ class Tenants:
 
         Returns False if there is no such tenant. Raises TenantInUse.
         """
-        in_use = TenantInUse("the tenant has adapters, usable keys or usage: suspend it instead")
+        in_use = TenantInUse("the tenant has adapters, unrevoked keys or usage: suspend it instead")
         keys, policies = schema.api_keys, schema.quota_policies
         own_policies = select(policies.c.id).where(policies.c.tenant_id == tenant_id)
         try:

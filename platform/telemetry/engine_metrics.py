@@ -58,7 +58,9 @@ class _Info(Collector):
 
 
 def _steps(stats: Stats) -> Iterator[Metric]:
-    yield _histogram("loramux_engine_step_seconds", "Time from a step's scheduling to its last token", stats.step_times)
+    yield _histogram(
+        "loramux_engine_step_seconds", "Duration of an engine loop iteration that ran a step", stats.step_times
+    )
     yield _counter("loramux_engine_steps", "Executed steps", stats.num_steps)
     yield _counter("loramux_engine_mixed_steps", "Steps with two or more adapters", stats.mixed_steps)
     yield _counter("loramux_engine_step_sequences", "Sequences, summed over all steps", stats.num_step_sequences)

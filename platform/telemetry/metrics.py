@@ -65,7 +65,10 @@ class GatewayMetrics:
             "loramux_request_seconds", "Time from the call to the last byte", SECONDS, "endpoint"
         )
         self.first_token_seconds = self._histogram(
-            "loramux_first_token_seconds", "Time from the call to the first token", SECONDS, "endpoint"
+            "loramux_first_token_seconds",
+            "Time from the end of a call's validation to its first text",
+            SECONDS,
+            "endpoint",
         )
         self.token_gaps = TokenGaps()
         self.registry.register(self.token_gaps)
