@@ -23,8 +23,8 @@ class _Waiting:
 class TenantTurns:
     """Limits each tenant to one turn at a time and a bounded number of waiting requests.
 
-    Not thread-safe: use it only from the event loop. Work in a thread goes on after its client disconnects, so a turn
-    ends with the work.
+    Not thread-safe: use it only from the event loop. Work in a thread continues after its client disconnects, so a turn
+    ends when the work ends.
     """
 
     def __init__(self, max_waiting_per_tenant: int, too_many: Callable[[], RateLimited]) -> None:

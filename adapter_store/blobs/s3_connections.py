@@ -55,8 +55,8 @@ def connect(limits: S3Limits) -> S3Client:
             max_pool_connections=_MAX_CONNECTIONS,
             signature_version="s3v4",
             # Stores other than Amazon S3 rarely have a host name per bucket, and few support the newer Amazon
-            # checksums: Ceph 16 ignores every x-amz-checksum-* header, and others refuse the trailers that carry the
-            # checksums.
+            # checksums: Ceph 16 ignores every x-amz-checksum-* header, and other stores refuse the trailers that carry
+            # the checksums.
             s3={"addressing_style": "path" if has_endpoint else "auto"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",

@@ -86,7 +86,7 @@ class S3Writer:
                         Key=put.key,
                         Body=body,
                         ContentLength=put.size,
-                        # More stores verify this checksum than Amazon S3's newer ones.
+                        # More stores verify this checksum than the newer checksums of Amazon S3.
                         ContentMD5=put.md5,
                         Metadata=put.metadata,
                         IfNoneMatch="*",

@@ -1,4 +1,4 @@
-"""Stores what is needed besides the canonical file to rebuild an upload's two required files byte for byte.
+"""Stores the data that, with the canonical file, is needed to rebuild an upload's two required files byte for byte.
 
 loramux keeps two blobs per version: the configuration as uploaded, and one blob with the header of the uploaded
 safetensors file (which states its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`. These half-open byte

@@ -41,7 +41,7 @@ class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Occupied(msgspec.Struct, frozen=True, tag=True):
     """Pieces of the shared memory that an earlier process allocated: the offset and length of each, in bytes.
 
-    Sent before any other request. The engine releases these pieces with Release, like any others.
+    Sent before any other request. The engine releases these pieces with Release, like all other pieces.
     """
 
     pieces: tuple[tuple[int, int], ...]

@@ -15,7 +15,7 @@ class JsonCallParser(CallParser):
         """Read one object. Raises Malformed.
 
         An object after a marker can have any other members and can lack arguments. Any other object may be an answer in
-        JSON, so it must have arguments and at most a type and an ID besides.
+        JSON, so it must have arguments, and its only other members can be a type and an ID.
         """
         reader = self._reader
         name: str | None = None

@@ -2,7 +2,7 @@
 
 Usage: python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.validation.sandbox
 
-The measures' system calls are refused. Seccomp filters stack and are inherited, so the effect is the same as that of a
+The measures' system calls are refused. Seccomp filters stack and are inherited, so they have the same effect as a
 container's profile.
 """
 

@@ -128,7 +128,7 @@ def weights_of(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
 def borders(weights: torch.Tensor, shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
     """Return uniform numbers just before and after the borders between two tokens, and the tokens that they select.
 
-    The borders are those nearest to the given `shares` of the total weight. Keeping one token more or fewer would shift
+    These borders are nearest to the given `shares` of the total weight. Keeping one token more or fewer would shift
     every other border by most of that token's share. Two draws therefore show which tokens are kept, apart from tokens
     with less than 8 * EDGE of the total weight.
     """
