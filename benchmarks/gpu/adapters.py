@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.model import Model
+from loramux.engine.execution.step_shape import MAX_SINGLE_ROWS
 from loramux.kernels.layout import AdapterLayout, B, adapter_layout, row_layout
 from loramux.kernels.segments import SEGMENT_ROWS, build_segments, max_segments
 from loramux.kernels.tables import AdapterTables, PoolViews, Segments
@@ -149,13 +150,15 @@ class LoraBatch:
 
 
 def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
-    """The case's rows and segments. The segments are padded to the upper bound of a captured graph."""
+    """The case's rows and segments, as in an engine's step. They are padded to the upper bound of a captured graph."""
     generator = bench.generator(4)
     xs = tuple(
         torch.randn(case.num_rows, group.in_features, generator=generator, device=bench.device).to(bench.dtype)
         for group in model.groups
     )
-    listed = build_segments(case.slots, SEGMENT_ROWS)
+    has_single_rows = case.num_rows == case.num_sequences and case.rows_each <= MAX_SINGLE_ROWS
+    segment_rows = 1 if has_single_rows else SEGMENT_ROWS
+    listed = build_segments(case.slots, segment_rows)
     missing = max_segments(case.num_rows, case.num_sequences) - listed.num_segments
     tail = torch.full((missing,), POISON, dtype=torch.int32)
     segments = Segments(
@@ -163,6 +166,7 @@ def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
         starts=torch.cat([listed.starts, tail]).to(bench.device),
         slots=torch.cat([listed.slots, torch.full_like(tail, -1)]).to(bench.device),
         max_rank=max(case.ranks),
+        max_rows=segment_rows,
     )
     return LoraBatch(case, model, xs, segments)
 

@@ -36,9 +36,14 @@ def cases(bench: Bench) -> list[LoraCase]:
         # A "mixed" case with a single adapter uses the largest rank.
         return LoraCase(num, num, ranks[:num] if num > 1 else (max(ranks),), label)
 
-    special = [LoraCase(64, 64, (16,), "16"), LoraCase(512, 8, (16,) * 8, "16"), LoraCase(512, 8, MIXED * 2, "mixed")]
+    special = [
+        LoraCase(64, 64, (16,) * 16, "16"),
+        LoraCase(64, 64, (16,), "16"),
+        LoraCase(512, 8, (16,) * 8, "16"),
+        LoraCase(512, 8, MIXED * 2, "mixed"),
+    ]
     if bench.is_quick:
-        return [decode(64, "mixed"), decode(64, "16"), decode(8, "16"), *special[:2]]
+        return [decode(64, "mixed"), decode(64, "16"), decode(8, "16"), *special[:3]]
     labels, numbers = ("16", "mixed", "64", "8"), (64, 256, 32, 8, 1)
     listed = [decode(num, label) for label in labels for num in numbers]
     # One adapter of the largest rank is already listed under that rank.

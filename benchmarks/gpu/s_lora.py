@@ -182,9 +182,9 @@ def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, No
         pages = engine.stats().num_pages
         if pages < workload.kv_pages:
             raise MemoryError(f"the pool has {pages} pages, but the sequences alone need {workload.kv_pages}")
-        # Run once without timing, to compile the remaining kernels and capture steps.
-        few = digests[: workload.num_adapters[0]]
-        saturate(bench, engine, workload, few)
+        # Run the fewest and the most adapters without timing, to compile the remaining kernels and capture steps.
+        for count in (workload.num_adapters[0], max(workload.num_adapters)):
+            saturate(bench, engine, workload, digests[:count])
         for number, count in enumerate(workload.num_adapters):
             if bench.seconds_left <= 0:
                 left = [_case(name, other, pages) for other in workload.num_adapters[number:]]
@@ -213,7 +213,7 @@ def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput)
         bench, model_of(bench), adapters, device_backend(bench), device_weights(bench), dtype=engine_dtype(bench),
         pool_bytes=num_pages * adapters.page_bytes, **settings_of(workload),
     ) as engine:  # fmt: skip
-        saturate(bench, engine, workload, digests[: workload.num_adapters[0]])
+        saturate(bench, engine, workload, digests)
         found = saturate(bench, engine, workload, digests)
     goals = (Goal("over_fewest", 0.95, is_upper=False),) if (name, count) == ("S1", 2000) else ()
     way = f"pool capped at {capped} adapters and {workload.kv_pages} pages of K and V"

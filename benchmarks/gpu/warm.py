@@ -13,7 +13,7 @@ from benchmarks.gpu.engine import GREEDY, device_backend, engine_dtype, open_eng
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters
 from loramux.engine.assembly import DTYPES
-from loramux.engine.batch import ScheduledSequence, build_batch
+from loramux.engine.batch import Batch, ScheduledSequence, build_batch
 from loramux.engine.device.backend import DenseLinear
 from loramux.engine.messages import Add
 from loramux.engine.sequence import PageTable, Sequence, block_list
@@ -69,12 +69,21 @@ def warm_steps(
     ) as engine:  # fmt: skip
         engine.load(f"r{rank}" for rank in ranks)
         resident = {one.digest: one.slot for one in engine.stats().adapters}
+        # Adapters in unused slots have rank 0, and launch the same kernels.
+        unused = [slot for slot in range(settings["max_resident_adapters"]) if slot not in resident.values()]
         for step in steps:
-            add = Add(sequence_id="", prompt=(0,) * step.num_rows, max_tokens=1, sampling=GREEDY)
-            tables = [PageTable(block_list([0] * -(-step.num_rows // 16)))]
-            sequences = [
-                Sequence(add=add, owner=b"", arrival=0, seed=0, slot=resident.get(f"r{step.rank}", -1), tables=tables)
-                for _ in range(step.num_sequences)
-            ]
-            batch = build_batch([ScheduledSequence(one, step.num_rows) for one in sequences], 16)
-            engine.observed.executor.submit(batch).choose().tokens()
+            slots = [resident[f"r{step.rank}"], *unused] if step.rank else [-1]
+            # Few and many rows per adapter have kernels of their own.
+            for used in (slots[:1], slots):
+                engine.observed.executor.submit(_batch_of(step, used)).choose().tokens()
+
+
+def _batch_of(step: WarmStep, slots: list[int]) -> Batch:
+    """The step with its sequences spread over these slots."""
+    add = Add(sequence_id="", prompt=(0,) * step.num_rows, max_tokens=1, sampling=GREEDY)
+    tables = [PageTable(block_list([0] * -(-step.num_rows // 16)))]
+    sequences = [
+        Sequence(add=add, owner=b"", arrival=0, seed=0, slot=slots[i % len(slots)], tables=tables)
+        for i in range(step.num_sequences)
+    ]
+    return build_batch([ScheduledSequence(one, step.num_rows) for one in sequences], 16)

@@ -18,7 +18,7 @@ from loramux.engine.device.device_faults import reason_of
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.step_buffer import SamplingInputs, StepBuffer, StepLayout
-from loramux.engine.execution.step_shape import StepShape, step_shape
+from loramux.engine.execution.step_shape import MAX_SINGLE_ROWS, StepShape, step_shape
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.logit_penalties import logit_penalties
@@ -30,8 +30,8 @@ from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import Segments
 
-MAX_GRAPHS = 192
-"""Maximum number of captured graphs. Decodes of up to 256 sequences, with and without adapters, need 76."""
+MAX_GRAPHS = 240
+"""Maximum number of captured graphs. Decodes of up to 256 sequences, with and without adapters, need 124."""
 
 HEAD_SEGMENTS = (1, 4, 16, 64, 256)
 """Segment counts that the head's kernels are compiled for. Padding is costly, because the grids span the vocabulary."""
@@ -147,11 +147,20 @@ class GraphExecutor:
         return GraphForward(self._sampler, logits, batch.samples, layout.sampling, scored)
 
     def _shape(self, batch: Batch, has_outer: bool) -> StepShape:
-        if not (batch.slots >= 0).any():
+        used = batch.slots[batch.slots >= 0]
+        if not used.size:
             return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank=0)
         max_rank = max(1, self._tables.max_rank(batch.slots))
         groups = LayerGroups.holding(self._tables.modules(batch.slots), self._decoder.module_groups)
-        return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer, groups)
+        return step_shape(
+            batch.num_tokens,
+            batch.num_sequences,
+            batch.max_q,
+            max_rank,
+            has_outer,
+            groups,
+            has_single_rows=used.size <= MAX_SINGLE_ROWS * np.unique(used).size,
+        )
 
     def _kept_shape(self, shape: StepShape) -> StepShape:
         """Return `shape` if it has a graph, runs without a graph or can still be captured.

@@ -14,6 +14,11 @@ MAX_GRAPH_TOKENS = 1024
 
 RANK_BUCKETS = (16, 64, 256)
 
+MAX_SINGLE_ROWS = 4
+"""Maximum mean number of rows per adapter for which a decode makes each row a segment of its own. The kernels then need
+no tensor cores and run more programs at a time, but read an adapter once per row.
+"""
+
 _DECODE_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
 _MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 _MIXED_SEQUENCES = (8, 32, 128, 512)
@@ -26,7 +31,8 @@ class StepShape:
 
     `num_tokens` and `num_sequences` include padding. `is_decode` means one row per sequence. `max_rank` bounds the
     adapters' ranks; 0 means no adapters. Adapters modify the embedding or the head only with `has_outer`, and in each
-    layer only modules in `groups`, which is ALL_GROUPS without adapters. Segments have up to `segment_rows` rows.
+    layer only modules in `groups`, which is ALL_GROUPS without adapters. Segments have up to `segment_rows` rows: 1 in
+    decodes with few rows per adapter.
     """
 
     num_tokens: int
@@ -59,12 +65,16 @@ def step_shape(
     max_rank: int,
     has_outer: bool = False,
     groups: LayerGroups = ALL_GROUPS,
+    has_single_rows: bool = False,
 ) -> StepShape:
-    """The smallest shape that fits a batch of these sizes."""
+    """The smallest shape that fits a batch of these sizes.
+
+    With `has_single_rows`, each row of a decode is a segment of its own.
+    """
     bucket = _at_least(RANK_BUCKETS, max_rank) if max_rank else 0
     if max_q == 1 and num_sequences <= _DECODE_SIZES[-1]:
         size = _at_least(_DECODE_SIZES, num_sequences)
-        return StepShape(size, size, True, bucket, has_outer, groups)
+        return StepShape(size, size, True, bucket, has_outer, groups, 1 if has_single_rows else SEGMENT_ROWS)
     padded_tokens, padded_sequences = _padded(_MIXED_TOKENS, num_tokens), _padded(_MIXED_SEQUENCES, num_sequences)
     return _mixed_shape(padded_tokens, padded_sequences, bucket, has_outer, groups)
 
@@ -93,7 +103,11 @@ def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]
             for num_sequences in reversed(mixed_sequences):
                 yield _mixed_shape(num_tokens, num_sequences, rank)
         for size in reversed(_DECODE_SIZES):
-            if size <= most:
+            if size > most:
+                continue
+            if rank:
+                yield StepShape(size, size, True, rank, segment_rows=1)
+            if not rank or size > MAX_SINGLE_ROWS:
                 yield StepShape(size, size, True, rank)
 
 

@@ -14,6 +14,8 @@ MIN_CHUNK = 16
 
 POOL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+CACHE_LINE_BITS = tl.constexpr(1024)
+
 
 @triton.jit
 def pick(index: tl.tensor, VALUES: tl.constexpr, COUNT: tl.constexpr) -> tl.tensor:
@@ -64,6 +66,17 @@ def read_a(
     column = tl.arange(0, BLOCK_K)
     is_column = begin + column < IN
     return tl.load(chunk[:, None] + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0)
+
+
+@triton.jit
+def prefetch(chunks: tl.tensor, LENGTH: tl.constexpr) -> None:
+    """Prefetch the first `LENGTH` elements of each chunk into the L2 cache."""
+    CACHE_LINE: tl.constexpr = CACHE_LINE_BITS // chunks.dtype.element_ty.primitive_bitwidth
+    LINE: tl.constexpr = CACHE_LINE if CACHE_LINE < LENGTH else LENGTH
+    line = chunks[:, None] + LINE * tl.arange(0, LENGTH // LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 IS_COMPILED = isinstance(pick, triton.JITFunction)

@@ -9,12 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, pick
+from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, pick, prefetch
 from loramux.kernels.gpu.launches import TARGET_PROGRAMS, expert_list, is_decode_shaped, segment_grid, tile_rows
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
-
-CACHE_LINE_BITS = tl.constexpr(1024)
 
 
 @triton.jit
@@ -57,13 +55,7 @@ def prefetch_b(
     Keeping the block in registers until shrink has ended would leave room for fewer programs.
     """
     ranks = tl.minimum(tl.arange(0, BLOCK_R), rank - 1)
-    chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, ranks >= 0, L, E)
-    CACHE_LINE: tl.constexpr = CACHE_LINE_BITS // pool.dtype.element_ty.primitive_bitwidth
-    LINE: tl.constexpr = CACHE_LINE if CACHE_LINE < BLOCK_N else BLOCK_N
-    line = chunk[:, None] + LINE * tl.arange(0, BLOCK_N // LINE)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+    prefetch(chunk_addresses(pool, pages, offset + ranks * padded_len, layer, ranks >= 0, L, E), BLOCK_N)
 
 
 @triton.jit
@@ -221,7 +213,6 @@ def expand_kernel(
     E: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_SINGLE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -269,8 +260,7 @@ def expand_kernel(
         prefetch_b(pool, pages, offset, layer, padded_len, rank, L, E, BLOCK_R, BLOCK_N)
         tl.extra.cuda.gdc_wait()
 
-    is_single = end - first == 1
-    if HAS_SINGLE_ROWS and is_single:
+    if ROWS == 1:
         row = tl.load(segment_rows + first).to(tl.int64)
         expand_row(
             parts + row * plane_row_stride, out + row * y_stride, pool, pages, offset, affine, layer, padded_len,
@@ -295,22 +285,26 @@ class ExpandPlan:
     num_blocks: int
     first_blocks: tuple[int, ...]
     padded_lens: tuple[int, ...]
-    has_single_rows: bool
     block_r: int
     block_n: int
+    num_warps: int
 
 
 @lru_cache(maxsize=4096)
-def _plan(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int, max_rank: int) -> ExpandPlan:
-    has_single_rows = is_decode_shaped(num_tokens, num_segments)
+def _plan(
+    group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int, max_rank: int, rows: int
+) -> ExpandPlan:
     layouts = [row_layout(out_features, page_elements) for out_features in group.out_features]
-    if not has_single_rows:
+    num_warps = 4
+    if not is_decode_shaped(num_tokens, num_segments):
         widest, block_r = 128, 32
     elif num_segments * group.total_out >= 512 * TARGET_PROGRAMS // 2:
-        widest, block_r = 512, 16
+        widest, block_r, num_warps = (512, 8, 2) if rows == 1 else (256, 16, 4)
+    elif rows == 1 and max_rank <= 16:
+        # With only a few segments, narrow blocks use more multiprocessors.
+        widest, block_r, num_warps = 128, 16, 1
     else:
-        # With only a few segments, narrow blocks use more multiprocessors, and reading more ranks at a time saves round
-        # trips.
+        # Reading more ranks at a time saves round trips.
         widest, block_r = 128, max(16, min(64, triton.next_power_of_2(max_rank)))
     block_n = min(widest, *(layout.chunk_len for layout in layouts))
     first_blocks, num_blocks = [], 0
@@ -321,9 +315,9 @@ def _plan(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments:
         num_blocks=num_blocks,
         first_blocks=tuple(first_blocks),
         padded_lens=tuple(layout.padded_len for layout in layouts),
-        has_single_rows=has_single_rows,
         block_r=block_r,
         block_n=block_n,
+        num_warps=num_warps,
     )
 
 
@@ -354,7 +348,8 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
     assert planes.stride(3) == 1
     assert num_modules == len(group.modules)
     _, num_layers, page_elements = pool.adapter.shape
-    plan = _plan(group, page_elements, y.shape[0], num_segments, max_rank)
+    rows = tile_rows(segments)
+    plan = _plan(group, page_elements, y.shape[0], num_segments, max_rank, rows)
     halves_v = pool.adapter.dtype is torch.bfloat16 and y.dtype is not torch.float32
     launch = {"launch_pdl": True} if pdl else {}
     expand_kernel[plan.num_blocks, *segment_grid(num_segments)](
@@ -365,7 +360,7 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
         PADDED=plan.padded_lens, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements,
         NUM_SPLITS=num_planes, SPLITS=triton.next_power_of_2(num_planes),
-        HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=tile_rows(segments), BLOCK_R=plan.block_r, BLOCK_N=plan.block_n,
+        ROWS=rows, BLOCK_R=plan.block_r, BLOCK_N=plan.block_n,
         HALVES_V=halves_v, DOT_DTYPE=tl.bfloat16 if halves_v and IS_COMPILED else tl.float32,
-        EXPERT_STRIDE=group.expert_stride, PDL=pdl, num_warps=4, enable_fp_fusion=True, **launch,
+        EXPERT_STRIDE=group.expert_stride, PDL=pdl, num_warps=plan.num_warps, enable_fp_fusion=True, **launch,
     )  # fmt: skip

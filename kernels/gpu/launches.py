@@ -43,7 +43,7 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
-    """True if each row can be its own segment, as in decode. Kernels then have a separate path for single-row segments.
+    """True if each row could be its own segment, as in decode, so that there are many segments of few rows.
 
     This affects only speed: either kind of launch supports segments of any length.
     """
@@ -51,7 +51,9 @@ def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
 
 
 def tile_rows(segments: Segments) -> int:
-    """Rows per tile. A and B are read once for each tile."""
+    """Rows per tile. A and B are read once for each tile. Without tensor cores, a tile is a single row."""
+    if segments.max_rows == 1:
+        return 1
     return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.addresses import dot_dtype, pick, read_a
+from loramux.kernels.gpu.addresses import chunk_addresses, dot_dtype, pick, prefetch, read_a
 from loramux.kernels.gpu.launches import (
     TARGET_PROGRAMS,
     TILE_ROWS,
@@ -45,6 +45,30 @@ STAGES = 5
 
 LARGE_STAGES = 4
 """Pipeline depth for large tiles, reduced so that several programs fit in a multiprocessor's shared memory."""
+
+
+@triton.jit
+def prefetch_a(
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    rank: tl.tensor,
+    first_rank: tl.tensor,
+    begin: tl.tensor,
+    IN: tl.constexpr,
+    PADDED: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Prefetch the first BLOCK_R ranks of a program's columns of A into the L2 cache."""
+    ranks = tl.minimum(first_rank + tl.arange(0, BLOCK_R), rank - 1)
+    for k in tl.static_range(0, SPLIT_LEN, BLOCK_K):
+        is_read = ranks < tl.where(begin + k < IN, rank, 0)
+        prefetch(chunk_addresses(pool, pages, offset + ranks * PADDED + begin + k, layer, is_read, L, E), BLOCK_K)
 
 
 @triton.jit
@@ -169,7 +193,6 @@ def shrink_kernel(
     NUM_SPLITS: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     RANK_STEP: tl.constexpr,
-    HAS_SINGLE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     ROW_K: tl.constexpr,
@@ -179,6 +202,7 @@ def shrink_kernel(
     EXPERT_STRIDE: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     PDL: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ) -> None:
     """One program handles one segment and module, columns `[split * SPLIT_LEN, (split + 1) * SPLIT_LEN)` of A, and
     ranks `[n * RANK_STEP + b * BLOCK_R, n * RANK_STEP + (b + 1) * BLOCK_R)` for all `n`."""
@@ -192,12 +216,16 @@ def shrink_kernel(
 
     slot = tl.load(segment_slots + segment).to(tl.int64)
     if slot < 0:
+        if STARTS_EARLY:
+            tl.extra.cuda.gdc_wait()
         return
     entry = (slot * L + layer) * M + pick(i, MODULES, NUM_MODULES)
     if EXPERT_STRIDE:
         entry += tl.load(segment_experts + segment) * EXPERT_STRIDE
     rank = tl.load(rank_table + entry)
     if first_rank >= rank:
+        if STARTS_EARLY:
+            tl.extra.cuda.gdc_wait()
         return
     offset = tl.load(off + entry * 3)
     first = tl.load(segment_starts + segment)
@@ -205,9 +233,13 @@ def shrink_kernel(
     pages = page_table + slot * MAX_PAGES
     plane = planes + split.to(tl.int64) * plane_stride + i * plane_module_stride
     begin = split * SPLIT_LEN
+    if STARTS_EARLY:
+        # Prefetch before waiting: the previous kernel may still write x, but tables and adapter pages are fixed within
+        # a step.
+        prefetch_a(pool, pages, offset, layer, rank, first_rank, begin, IN, PADDED, L, E, SPLIT_LEN, BLOCK_R, ROW_K)
+        tl.extra.cuda.gdc_wait()
 
-    is_single = end - first == 1
-    if HAS_SINGLE_ROWS and is_single:
+    if ROWS == 1:
         row = tl.load(segment_rows + first).to(tl.int64)
         shrink_row(
             x, plane, pool, pages, offset, layer, row, x_stride, plane_row_stride, rank, first_rank, begin,
@@ -230,7 +262,6 @@ class ShrinkPlan:
     padded_len: int
     split_len: int
     rank_step: int
-    has_single_rows: bool
     block_r: int
     row_k: int
     tile_k: int
@@ -248,11 +279,13 @@ def _plan(
     rows: int,
 ) -> ShrinkPlan:
     layout = row_layout(group.in_features, page_elements)
-    has_single_rows = is_decode_shaped(num_tokens, num_segments)
-    block_r = 16 if has_single_rows else 32
     row_k = min(ROW_COLUMNS, layout.chunk_len)
     num_blocks = -(-group.in_features // row_k)
     programs = num_splits * len(group.modules)
+    block_r = 16 if is_decode_shaped(num_tokens, num_segments) else 32
+    if rows == 1 and programs * num_segments > TARGET_PROGRAMS:
+        # Fewer registers leave room for more programs.
+        block_r = 8
     # With few segments, divide an adapter's ranks among programs too. With many, that would only add idle programs.
     rank_blocks = min(-(-max_rank // block_r), TARGET_PROGRAMS // (programs * num_segments))
     rank_blocks = power_of_two_within(max(1, rank_blocks))
@@ -261,11 +294,10 @@ def _plan(
         padded_len=layout.padded_len,
         split_len=-(-num_blocks // num_splits) * row_k,
         rank_step=rank_blocks * block_r,
-        has_single_rows=has_single_rows,
         block_r=block_r,
         row_k=row_k,
-        tile_k=min(TILE_COLUMNS if rows == TILE_ROWS else TILE_COLUMNS // 2, layout.chunk_len),
-        stages=STAGES if rows == TILE_ROWS else LARGE_STAGES,
+        tile_k=min(TILE_COLUMNS if rows <= TILE_ROWS else TILE_COLUMNS // 2, layout.chunk_len),
+        stages=STAGES if rows <= TILE_ROWS else LARGE_STAGES,
     )
 
 
@@ -295,13 +327,14 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     - `call.segments` on the device: `slots` int32 `[num_segments]`; -1 marks a padding segment, and its `starts` and
       `rows` are not read. The grid has `num_segments` columns. Everything else is read on the device, so a captured
       graph stays valid when the segments change. Rows of a segment are processed 16 at a time, or 64 at a time if
-      `max_rows` is at least 64.
+      `max_rows` is at least 64, or without tensor cores if it is 1.
     - For a group of experts, `t` indexes the pairs of a `Routing`, `call.segments.experts` is int32 `[num_segments]`,
       and `x` has a row for each pair or for each token. The number of rows of `planes` is the number of pairs.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous; plane `s` contains the
       contribution of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to
       `rank`. Nothing else is written, and nothing is read.
-    - `pdl` lets the next kernel, which must be `lora_expand(pdl=True)`, start before this kernel ends; requires compute
+    - `pdl` lets the next kernel, which must be `lora_expand(pdl=True)`, start before this kernel ends. In small grids,
+      it also lets this kernel's table lookups and prefetches overlap the end of the previous kernel. Requires compute
       capability 9 or later.
 
     Products are summed in float32. The call allocates nothing and does not wait for the device.
@@ -320,6 +353,10 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     # For experts, the rows of planes determine how many pairs share a row of `x`. Otherwise, each row has its own.
     pairs_per_row = planes.shape[1] // x.shape[0] if group.expert_stride else 1
     plan = _plan(group, page_elements, pairs_per_row * x.shape[0], num_segments, num_planes, max_rank, rows)
+    # The segments of experts are written by an earlier kernel in the same step. Large grids are slower if they start
+    # early.
+    starts_early = pdl and not group.expert_stride and plan.num_programs * num_segments <= TARGET_PROGRAMS
+    launch = {"launch_pdl": True} if starts_early else {}
     shrink_kernel[plan.num_programs, *segment_grid(num_segments)](
         x, planes, pool.adapter, tables.page_table, tables.off, tables.rank,
         segments.rows, segments.starts, segments.slots, expert_list(segments),
@@ -327,9 +364,8 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
         MODULES=group.modules, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements, IN=group.in_features, PADDED=plan.padded_len,
         NUM_SPLITS=num_planes, SPLIT_LEN=plan.split_len, RANK_STEP=plan.rank_step,
-        HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=rows,
-        BLOCK_R=plan.block_r, ROW_K=plan.row_k, TILE_K=plan.tile_k, STAGES=plan.stages,
+        ROWS=rows, BLOCK_R=plan.block_r, ROW_K=plan.row_k, TILE_K=plan.tile_k, STAGES=plan.stages,
         DOT_DTYPE=dot_dtype(x.dtype, pool.adapter.dtype),
-        EXPERT_STRIDE=group.expert_stride, PAIRS_PER_ROW=pairs_per_row, PDL=pdl, num_warps=4,
-        enable_fp_fusion=True,
+        EXPERT_STRIDE=group.expert_stride, PAIRS_PER_ROW=pairs_per_row, PDL=pdl,
+        STARTS_EARLY=starts_early, num_warps=4, enable_fp_fusion=True, **launch,
     )  # fmt: skip

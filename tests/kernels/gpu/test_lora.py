@@ -30,19 +30,25 @@ POISON = 1 << 30
 # Rounding error of y. Float32 sums are computed in another order, and the interpreter truncates to bfloat16.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 2.0**-8 if HAS_GPU else 2.0**-7}
 
-# Batches, each with the number of columns in its grid. With at least one column per row, rows are processed one by one.
-# Otherwise all rows are grouped into tiles.
-BATCHES = {
-    "empty": ([], 0),
-    "empty-padded": ([], 3),
-    "all-base": ([-1] * 6, 6),
-    "one-row": ([2], 1),
-    "one-base-row": ([-1], 1),
-    "one-adapter-40-rows": ([1] * 40, 5),
-    "one-adapter-40-rows-decode": ([1] * 40, 40),
-    "mixed": ([-1, 0, 2, 2, -1, 4, 0, 0, 1, -1, 3, 2, 2], 6),
-    "mixed-decode": ([-1, 0, 2, 2, -1, 4, 0, 0, 1, -1, 3, 2, 2], 13),
+# The slots of a batch's rows, the number of columns in its grid, and the maximum number of rows in a segment.
+Batch = tuple[list[int], int, int]
+MIXED = [-1, 0, 2, 2, -1, 4, 0, 0, 1, -1, 3, 2, 2]
+BATCHES: dict[str, Batch] = {
+    "empty": ([], 0, 16),
+    "empty-padded": ([], 3, 16),
+    "all-base": ([-1] * 6, 6, 16),
+    "one-row": ([2], 1, 1),
+    "one-base-row": ([-1], 1, 1),
+    "one-adapter-40-rows": ([1] * 40, 5, 16),
+    "one-adapter-40-rows-decode": ([1] * 40, 40, 16),
+    "one-adapter-40-single-rows": ([1] * 40, 40, 1),
+    "mixed": (MIXED, 6, 16),
+    "mixed-decode": (MIXED, 13, 16),
+    "mixed-single-rows": (MIXED, 13, 1),
 }
+SHAPES = pytest.mark.parametrize(
+    ("num_segments", "max_rows"), [(5, 16), (9, 16), (9, 1)], ids=["tiles", "decode-tiles", "single-rows"]
+)
 
 ONE = (64,)
 THREE = (64, 63, 200)
@@ -143,14 +149,13 @@ def run_case(
     x_dtype: torch.dtype,
     in_features: int,
     out_features: Sequence[int],
-    batch: tuple[list[int], int],
+    batch: Batch,
     num_planes: int,
     ranks: Sequence[int] = RANKS,
     pdl: bool = False,
-    max_rows: int = 16,
 ) -> None:
     """x, planes and y are views into wider rows that are poisoned or guarded."""
-    slots, num_segments = batch
+    slots, num_segments, max_rows = batch
     rng = np.random.default_rng(in_features + len(slots))
     group = group_of(in_features, out_features)
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", in_features, out) for out in out_features)]
@@ -177,7 +182,7 @@ def run_case(
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
 def test_equals_dense_matrices(
-    batch: tuple[list[int], int],
+    batch: Batch,
     shrink: Callable[..., None],
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
@@ -185,11 +190,11 @@ def test_equals_dense_matrices(
     run_case(shrink, expand, make_adapter_pool, torch.float32, torch.float32, 300, THREE, batch, 2)
 
 
-LARGE_BATCHES = {
-    "one-full": ([1] * 64, 1),
-    "one-row-more": ([1] * 65, 2),
-    "mixed": ([2] * 70 + [-1] * 3 + [0] + [4] * 20 + [0] * 2, 7),
-    "all-base": ([-1] * 70, 3),
+LARGE_BATCHES: dict[str, Batch] = {
+    "one-full": ([1] * 64, 1, 64),
+    "one-row-more": ([1] * 65, 2, 64),
+    "mixed": ([2] * 70 + [-1] * 3 + [0] + [4] * 20 + [0] * 2, 7, 64),
+    "all-base": ([-1] * 70, 3, 64),
 }
 
 
@@ -197,12 +202,12 @@ LARGE_BATCHES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_large_segments_equal_dense_matrices(
     dtype: torch.dtype,
-    batch: tuple[list[int], int],
+    batch: Batch,
     shrink: Callable[..., None],
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    run_case(shrink, expand, make_adapter_pool, dtype, dtype, 300, THREE, batch, 2, max_rows=64)
+    run_case(shrink, expand, make_adapter_pool, dtype, dtype, 300, THREE, batch, 2)
 
 
 @pytest.mark.parametrize(
@@ -214,22 +219,25 @@ def test_large_segments_equal_dense_matrices(
         pytest.param(torch.float32, torch.float16, id="float32-pool-float16-rows"),
     ],
 )
-@pytest.mark.parametrize("num_segments", [5, 6], ids=["tiles", "single-rows"])
+@SHAPES
 def test_every_pair_of_dtypes_equals_dense_matrices(
     num_segments: int,
+    max_rows: int,
     pool_dtype: torch.dtype,
     x_dtype: torch.dtype,
     shrink: Callable[..., None],
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    batch = ([4, 0, -1, 0, 0, 3], num_segments)
+    batch = ([4, 0, -1, 0, 0, 3], num_segments, max_rows)
     run_case(shrink, expand, make_adapter_pool, pool_dtype, x_dtype, 128, THREE, batch, 1)
 
 
 @pytest.mark.parametrize("in_features", [63, 512], ids=lambda n: f"in-{n}")
 @pytest.mark.parametrize("num_planes", [1, 3, 7], ids=lambda n: f"planes-{n}")
+@pytest.mark.parametrize("max_rows", [16, 1], ids=["tiles", "single-rows"])
 def test_any_number_of_planes_equals_dense_matrices(
+    max_rows: int,
     num_planes: int,
     in_features: int,
     shrink: Callable[..., None],
@@ -237,13 +245,16 @@ def test_any_number_of_planes_equals_dense_matrices(
     make_adapter_pool: Callable[..., Any],
 ) -> None:
     """Some cases have more planes than A has chunks, or a number of planes that does not divide the chunks evenly."""
-    batch = ([0, 0, 1], 3)
+    batch = ([0, 0, 1], 3, max_rows)
     run_case(shrink, expand, make_adapter_pool, torch.float32, torch.float32, in_features, ONE, batch, num_planes)
 
 
-@pytest.mark.parametrize("batch", [BATCHES["mixed"], BATCHES["mixed-decode"]], ids=["mixed", "mixed-decode"])
+PDL_BATCHES = ["mixed", "mixed-decode", "mixed-single-rows"]
+
+
+@pytest.mark.parametrize("batch", [BATCHES[name] for name in PDL_BATCHES], ids=PDL_BATCHES)
 def test_overlapping_launches_equal_dense_matrices(
-    batch: tuple[list[int], int],
+    batch: Batch,
     triton_kernels: dict[str, ModuleType],
     shrink: Callable[..., None],
     expand: Callable[..., None],
@@ -255,14 +266,15 @@ def test_overlapping_launches_equal_dense_matrices(
     run_case(shrink, expand, make_adapter_pool, dtype, dtype, 512, THREE, batch, 2, pdl=True)
 
 
-@pytest.mark.parametrize("num_segments", [2, 3], ids=["tiles", "single-rows"])
+@SHAPES
 def test_the_largest_rank_equals_dense_matrices(
     num_segments: int,
+    max_rows: int,
     shrink: Callable[..., None],
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    batch = ([0, 1, 0], num_segments)
+    batch = ([0, 1, 0, -1, -1, 1], num_segments, max_rows)
     run_case(shrink, expand, make_adapter_pool, torch.float16, torch.float16, 128, ONE, batch, 1, (256,))
 
 
@@ -286,9 +298,10 @@ def test_non_finite_row_affects_only_itself(
     assert not y[1].isfinite().any()
 
 
-@pytest.mark.parametrize("num_segments", [5, 9], ids=["tiles", "single-rows"])
+@SHAPES
 def test_captured_launch_works_for_any_segments(
     num_segments: int,
+    max_rows: int,
     shrink: Callable[..., None],
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
@@ -301,7 +314,7 @@ def test_captured_launch_works_for_any_segments(
     group, tables = ModuleGroup((0,), 128, (96,), (0,)), adapters.tables
     x, y = torch.randn(9, 128, device=DEVICE), torch.zeros(9, 96, device=DEVICE)
     planes = torch.full((2, 9, 1, 64), torch.nan, device=DEVICE)
-    segments = padded_segments([-1] * 9, num_segments)
+    segments = padded_segments([-1] * 9, num_segments, max_rows)
     segments = replace(segments, rows=torch.full((9,), POISON, dtype=torch.int32, device=DEVICE))
 
     def launch() -> None:
@@ -317,7 +330,7 @@ def test_captured_launch_works_for_any_segments(
             launch()
         replay = graph.replay
     for slots in ([0, 0, 1, -1, 2, 2, 1, 2, 0], [1] * 9, [-1, -1, 2, -1, -1, -1, -1, -1, -1], [-1] * 9):
-        step = padded_segments(slots, num_segments)
+        step = padded_segments(slots, num_segments, max_rows)
         segments.rows[: min(9, step.rows.shape[0])] = step.rows[:9]
         segments.starts.copy_(step.starts)
         segments.slots.copy_(step.slots)
@@ -449,7 +462,8 @@ def test_outer_modules_compile_for_hopper(
 @pytest.mark.parametrize(
     ("num_tokens", "num_segments", "max_rows", "pdl"),
     [
-        pytest.param(64, 64, 16, True, id="decode"),
+        pytest.param(8, 8, 1, True, id="single-rows"),
+        pytest.param(64, 64, 16, True, id="decode", marks=pytest.mark.campaign),
         pytest.param(2048, 160, 16, False, id="mixed", marks=pytest.mark.campaign),
         pytest.param(2048, 64, 64, False, id="prefill", marks=pytest.mark.campaign),
     ],
@@ -498,16 +512,20 @@ def test_compiles_for_hopper(
     assert "ld.global" in gather_kernel.compiled.asm["ptx"]
     for kernel, instruction in ((shrink_kernel, "launch_dependents"), (expand_kernel, "wait")):
         ptx = kernel.compiled.asm["ptx"]
-        assert kernel.compiled.metadata.launch_pdl == (pdl and kernel is expand_kernel)
+        # The shrink of a large step does not start early.
+        starts_early = pdl and (kernel is expand_kernel or num_tokens == 8)
+        assert kernel.compiled.metadata.launch_pdl == starts_early
         assert (f"griddepcontrol.{instruction}" in ptx) == pdl
-        # A whole warp group multiplies each tile of 64 rows.
-        assert ("wgmma.mma_async" if max_rows == 64 else "mma.sync") in ptx
+        # A whole warp group multiplies each tile of 64 rows. Single rows need no tensor cores.
+        product = {1: "fma.rn.f32", 16: "mma.sync", 64: "wgmma.mma_async"}[max_rows]
+        assert product in ptx
+        assert "mma" in product or "mma" not in ptx
         # Adapters are read 16 bytes at a time, into registers or directly into shared memory.
         assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)
-        if pdl and kernel is expand_kernel:
-            # The first block of B is prefetched before the wait for shrink.
+        if starts_early:
+            # A and the first block of B are prefetched before the wait for the previous kernel.
             waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
-            assert ptx.index("prefetch.global.L2") < waits[-1] < ptx.index("mma.sync")
+            assert any(ptx.index("prefetch.global.L2") < wait < ptx.index(product) for wait in waits)
         # A multiprocessor's 228 KiB of shared memory fits several programs.
         assert kernel.compiled.metadata.shared <= 32 * 1024
 
@@ -518,7 +536,7 @@ def test_compiles_for_hopper(
 @pytest.mark.parametrize("in_features", [63, 128, 500, 512], ids=lambda n: f"in-{n}")
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
 def test_every_batch_and_width_equals_dense_matrices(
-    batch: tuple[list[int], int],
+    batch: Batch,
     in_features: int,
     out_features: tuple[int, ...],
     dtype: torch.dtype,
