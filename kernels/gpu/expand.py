@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, pick, prefetch
-from loramux.kernels.gpu.launches import TARGET_PROGRAMS, expert_list, is_decode_shaped, segment_grid, tile_rows
+from loramux.kernels.gpu.launches import (
+    TARGET_PROGRAMS,
+    TILE_ROWS,
+    expert_list,
+    is_decode_shaped,
+    segment_grid,
+    tile_rows,
+)
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
@@ -297,7 +304,8 @@ def _plan(
     layouts = [row_layout(out_features, page_elements) for out_features in group.out_features]
     num_warps = 4
     if not is_decode_shaped(num_tokens, num_segments):
-        widest, block_r = 128, 32
+        has_few_values = rows <= TILE_ROWS and max_rank <= 16
+        widest, block_r, num_warps = (128, 16, 2) if has_few_values else (128, 32, 4)
     elif num_segments * group.total_out >= 512 * TARGET_PROGRAMS // 2:
         widest, block_r, num_warps = (512, 8, 2) if rows == 1 else (256, 16, 4)
     elif rows == 1 and max_rank <= 16:

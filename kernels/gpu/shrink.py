@@ -282,7 +282,8 @@ def _plan(
     row_k = min(ROW_COLUMNS, layout.chunk_len)
     num_blocks = -(-group.in_features // row_k)
     programs = num_splits * len(group.modules)
-    block_r = 16 if is_decode_shaped(num_tokens, num_segments) else 32
+    has_few_values = rows <= TILE_ROWS and max_rank <= 16
+    block_r = 16 if has_few_values or is_decode_shaped(num_tokens, num_segments) else 32
     if rows == 1 and programs * num_segments > TARGET_PROGRAMS:
         # Fewer registers leave room for more programs.
         block_r = 8
