@@ -68,6 +68,7 @@ def run(
     with ExitStack() as stack:
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
+        settings = with_bound_ports(settings, gateway, admin)
         peers = _bind_peers(settings, stack)
         directory = stack.enter_context(open_data_directory(settings.data_dir))
         if settings.quantization is not None:
@@ -76,6 +77,12 @@ def run(
             print(f"weights quantised to {settings.quantization}; {base.quality}", flush=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, directory, model, config, command, gateway, admin, peers, limits))
+
+
+def with_bound_ports(settings: Settings, gateway: socket.socket, admin: socket.socket) -> Settings:
+    """Replace port 0 by the port that the system has chosen, because clients cannot call port 0."""
+    ports = {"port": gateway.getsockname()[1], "admin_port": admin.getsockname()[1]}
+    return settings.model_copy(update=ports)
 
 
 def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:

@@ -70,6 +70,11 @@ class Server:
                 return int(directory.name)
         raise AssertionError("there is no engine")
 
+    def published_addresses(self) -> list[str]:
+        operator = {"authorization": f"Bearer {ADMIN_KEY}"}
+        (base,) = self.http.get(f"{self.admin_url}/admin/v1/bases", headers=operator).json()["data"]
+        return [one["address"] for one in base["servers"]]
+
     def ask(self, *prompts: str) -> Any:
         """The call takes seconds, because its prompts run one after another."""
         body = {"model": "base", "prompt": prompts, "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -103,11 +108,18 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def port_of(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
 def events(lines: Iterator[str]) -> list[Any]:
     return [line.removeprefix("data: ") for line in lines if line]
 
 
 def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> None:
+    # The server publishes the port that the system chose, not port 0.
+    until(lambda: [port_of(address) for address in server.published_addresses()] == [port_of(server.url)])
+
     first = server.engine_pid()
     with ThreadPoolExecutor(1) as pool, server.ask(*["Hello"] * 4) as response:
         lines = response.iter_lines()
