@@ -23,10 +23,11 @@ _log = structlog.get_logger(__name__)
 
 class IngestWorker:
     """Processes pending versions as they arrive, then versions that only other bases have validated, and regularly
-    removes abandoned uploads. `note_progress` receives the number of this base's versions by verdict.
+    removes abandoned uploads.
 
     Every `poll_s` seconds, it looks for versions that other gateways created or a dead gateway left behind, and retries
-    versions that failed because a store or the database was down.
+    versions that failed because a store or the database was down. `note_progress` receives the numbers of this base's
+    versions by verdict after each verdict, and every `progress_s` seconds, because other servers change them, too.
     """
 
     def __init__(
@@ -34,13 +35,15 @@ class IngestWorker:
         ingest: Ingest,
         poll_s: float = 5.0,
         clear_up_s: float = 300.0,
+        progress_s: float = 30.0,
         note_progress: Callable[[Base], None] = lambda base: None,
     ) -> None:
         self._ingest = ingest
         self._note_progress = note_progress
         self._poll_s = poll_s
         self._clear_up_s = clear_up_s
-        self._has_noted_progress = False
+        self._progress_s = progress_s
+        self._next_progress = time.monotonic()
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
 
@@ -113,19 +116,22 @@ class IngestWorker:
                 undecided.add(version_id)
             else:
                 num_decided += 1
-        if num_decided or not self._has_noted_progress:
-            self._report(for_base.progress())
+        if num_decided or time.monotonic() >= self._next_progress:
+            self._next_progress = time.monotonic() + self._progress_s
+            base = for_base.progress()
+            self._note_progress(base)
+            if num_decided:
+                _log_progress(base)
         if num_decided and version_id is not None:
             # More versions may be waiting.
             self._ingest.has_pending.set()
 
-    def _report(self, base: Base) -> None:
-        self._has_noted_progress = True
-        self._note_progress(base)
-        _log.info(
-            "base_validation",
-            base_id=base.id,
-            validated=base.num_validated,
-            rejected=base.num_rejected,
-            pending=base.num_pending,
-        )
+
+def _log_progress(base: Base) -> None:
+    _log.info(
+        "base_validation",
+        base_id=base.id,
+        validated=base.num_validated,
+        rejected=base.num_rejected,
+        pending=base.num_pending,
+    )

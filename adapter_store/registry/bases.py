@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, delete, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, select
 
 from loramux.adapter_store.errors import BaseInUse, BaseNotFound
 from loramux.adapter_store.registry.base_servers import SILENT_S, BaseServer, lock_bases, register_base, servers_by_base
@@ -61,19 +61,14 @@ class Bases:
 
     def list(self) -> Sequence[Base]:
         """List all bases, oldest first."""
-        num_ready = select(func.count()).select_from(adapter_versions).where(adapter_versions.c.state == "ready")
-        with self._database.read(LONGEST_READ_S) as connection:
-            rows = connection.execute(select(bases).order_by(bases.c.created_us, bases.c.id)).all()
-            total = connection.execute(num_ready).scalar_one()
-            servers = servers_by_base(connection, self._database.now_us(connection))
-            return [_base(row, _decided(connection, row.id), total, servers.get(row.id, ())) for row in rows]
+        return self._read(select(bases).order_by(bases.c.created_us, bases.c.id))
 
     def get(self, base_id: str) -> Base:
         """Return one base. Raises BaseNotFound."""
-        found = next((base for base in self.list() if base.id == base_id), None)
-        if found is None:
+        found = self._read(select(bases).where(bases.c.id == base_id))
+        if not found:
             raise BaseNotFound(NO_SUCH_BASE)
-        return found
+        return found[0]
 
     def rejected(
         self, base_id: str, limit: int, after: str | None = None, before: str | None = None
@@ -148,6 +143,14 @@ class Bases:
         with self._database.read() as connection:
             state = connection.execute(query).scalar()
         return state if state in ("ready", "rejected") else "pending"
+
+    def _read(self, query: Select[Any]) -> Sequence[Base]:
+        num_ready = select(func.count()).select_from(adapter_versions).where(adapter_versions.c.state == "ready")
+        with self._database.read(LONGEST_READ_S) as connection:
+            rows = connection.execute(query).all()
+            total = connection.execute(num_ready).scalar_one()
+            servers = servers_by_base(connection, self._database.now_us(connection))
+            return [_base(row, _decided(connection, row.id), total, servers.get(row.id, ())) for row in rows]
 
 
 def _lock(connection: Connection, base_id: str) -> str:

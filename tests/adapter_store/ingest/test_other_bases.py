@@ -29,6 +29,7 @@ from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.kernels.layout import LinearShape
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_versions, base_servers, version_bases
+from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.adapter_store.ingest.ingest_world import DirectValidator, IngestWorld
 from tests.adapter_store.waiting import wait_until
 
@@ -278,6 +279,25 @@ def test_worker_validates_uploads_first_and_reports_its_progress(two: TwoBases, 
     wait_until(lambda: two.counts() == (3, 0, 0), timeout_s=30)
     worker.stop()
     assert [(base.num_validated, base.num_pending) for base in noted][-1] == (3, 0)
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_worker_notes_the_verdicts_of_other_servers(two: TwoBases, make_adapter: Any) -> None:
+    version = two.old.push(make_adapter())
+    other_server = BaseClaims(two.database, NEW, lease_s=60.0)
+    assert other_server.claim_version(version.id) is not None
+    metrics = GatewayMetrics()
+
+    def shown() -> list[float | None]:
+        verdicts = ("ready", "rejected", "pending")
+        return [metrics.registry.get_sample_value("loramux_base_versions", {"verdict": name}) for name in verdicts]
+
+    worker = IngestWorker(two.new_server(), poll_s=0.02, progress_s=0.02, note_progress=metrics.note_base_versions)
+    worker.start()
+    wait_until(lambda: shown() == [0, 0, 1], timeout_s=30)
+    other_server.reject(version.id, "base_mismatch", "too wide")
+    wait_until(lambda: shown() == [0, 1, 0], timeout_s=30)
+    worker.stop()
 
 
 def test_a_rejected_upload_leaves_no_verdicts(two: TwoBases, make_adapter: Any) -> None:
