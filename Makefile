@@ -159,6 +159,8 @@ test-gpu: $(READY) ## Run everything that needs a GPU, 9 minutes (CONSTRAINTS=co
 
 ##@ Campaigns: long tests, run by hand
 
+# Select the tests by paths and markers, not by -k: a second -k, in ARGS, would replace the first.
+
 campaign-kernels: $(WARM) ## Long kernel tests at the sizes of real models (ARGS='-k NAME' selects tests)
 	$(VENV)/bin/python -m pytest tests/kernels tests/gpu -m campaign --timeout 3600 $(ARGS)
 
@@ -195,8 +197,8 @@ campaign-templates: $(WARM) ## Hostile chat templates and histories, and the tem
 	$(VENV)/bin/python -m tests.conformance.chat_templates $(ARGS)
 
 campaign-validation: $(WARM) ## All hostile uploads, 20,000 random headers and 1,000 random peft configurations (LORAMUX_PEFT_COUNTS=FILE for the counts)
-	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
-		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)
+	$(VENV)/bin/python -m pytest tests/adapter_store/validation tests/adapter_store/formats \
+		tests/conformance/test_peft_differential.py -m campaign --timeout 3600 -s $(ARGS)
 
 campaign-api: $(WARM) ## Random calls over both OpenAPI documents (LORAMUX_API_CASES=20000 LORAMUX_API_SEED=1)
 	$(VENV)/bin/python -m pytest tests/admin/rest/test_api_conformance.py -m campaign --timeout 36000 -s $(ARGS)
@@ -210,13 +212,13 @@ campaign-store-faults: $(WARM) ## A running server while its S3 store fails in e
 campaign-gateways: $(WARM) ## Gateways that race, lose streams, are stopped and are killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _STOPS=1000 _KILLS=200)
 	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py tests/admin/test_gateway.py \
 		tests/platform/generation/test_database_trouble.py tests/platform/generation/test_database_refusals.py \
-		-m campaign -k 'not fleet' -s --timeout 3600 $(ARGS)
+		-m 'campaign and not fleet' -s --timeout 3600 $(ARGS)
 
-campaign-fleet: $(WARM) ## Servers that share requests: kills, upgrades and the tests of campaign-gateways (LORAMUX_FLEET_KILLS=100 _UPGRADES=6 _SEED=1 ARGS='-k "fleet and killed"')
+campaign-fleet: $(WARM) ## Servers that share requests: kills, upgrades and the tests of campaign-gateways (LORAMUX_FLEET_KILLS=100 _UPGRADES=6 _SEED=1 ARGS='-k killed')
 	LORAMUX_GATEWAY_CUTS=$${LORAMUX_GATEWAY_CUTS:-3000} LORAMUX_GATEWAY_STOPS=$${LORAMUX_GATEWAY_STOPS:-100} \
 	LORAMUX_GATEWAY_KILLS=$${LORAMUX_GATEWAY_KILLS:-40} \
 	$(VENV)/bin/python -m pytest tests/conformance/test_fleet.py tests/conformance/test_gateways.py \
-		-m campaign -k fleet -s --timeout 3600 $(ARGS)
+		-m 'campaign and fleet' -s --timeout 3600 $(ARGS)
 
 campaign-full-disk: $(WARM) ## A disk that is filled and freed during streams; needs root to mount the disk (LORAMUX_DISK_RUNS=100 _SEED=1)
 	$(VENV)/bin/python -m pytest tests/conformance/test_filling_disk.py -m campaign -s --timeout 3600 $(ARGS)

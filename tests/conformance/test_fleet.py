@@ -32,7 +32,7 @@ TRAFFIC_S = 5.0
 DRAIN_S = 2.0
 """Longest time from SIGTERM until no more sequences arrive, in seconds. The server's own last requests count, too."""
 
-pytestmark = pytest.mark.campaign
+pytestmark = [pytest.mark.campaign, pytest.mark.fleet]
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ MAX_TOKENS = 10
 campaign = pytest.mark.campaign
 
 
-@pytest.fixture(scope="module", params=["gateways", pytest.param("fleet", marks=campaign)])
+@pytest.fixture(scope="module", params=["gateways", pytest.param("fleet", marks=[campaign, pytest.mark.fleet])])
 def lab(
     request: pytest.FixtureRequest, postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayLab]:
