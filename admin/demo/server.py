@@ -1,4 +1,4 @@
-"""The demo's server: an ordinary `loramux serve` in a child process."""
+"""The demo's server: an ordinary `loramux serve` in a child process, which ends with the demo."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ class DemoServer:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "loramux.admin.cli", "serve", *arguments, *ports, *more],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "loramux.admin.demo.child", "serve", *arguments, *ports, *more],
+                # Standard input stays open, so that the server stops even if the demo is killed.
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -96,14 +97,14 @@ class DemoServer:
 
     def stop(self) -> None:
         """Let running requests finish and wait for the process to exit. Ctrl-C during the wait cuts the drain short."""
-        for limit_s in (STOP_TIMEOUT_S, HURRY_TIMEOUT_S):
-            if self._process.poll() is not None:
-                return
-            self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-                self._process.wait(limit_s)
-        self._process.kill()
-        self._process.wait()
+        with self._process:
+            for limit_s in (STOP_TIMEOUT_S, HURRY_TIMEOUT_S):
+                if self._process.poll() is not None:
+                    return
+                self._process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                    self._process.wait(limit_s)
+            self._process.kill()
 
     def _last_words(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,25 @@ def test_tools_demo_shows_calls_results_and_a_correct_bill(demo: Demo, ports: tu
     for said in ("harbour/sailor", "grand-hotel/concierge", "Arrr!", "Certainly.", "Up to 2 adapters shared one step"):
         assert said in output
     assert re.search(r"It adds up: 6 answers cost \d+ tokens", output)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfds")
+def test_server_ends_with_a_killed_demo(demo: Demo, ports: tuple[int, int], tmp_path: Path) -> None:
+    process = demo("--port", ports[0], "--admin-port", ports[1], "--data-dir", tmp_path)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (server := children.read_text()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    handle = os.pidfd_open(int(server))
+    try:
+        process.kill()
+        process.wait()
+        ended, _, _ = select.select([handle], [], [], 60)
+        assert ended
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
 
 
 def test_demo_reports_a_port_in_use(demo: Demo) -> None:
