@@ -11,7 +11,7 @@ from loramux.admin.demo import server as demo_server
 from loramux.admin.demo.run import DEMO_FILES, STYLES
 from loramux.admin.demo.server import DemoServer
 from tests.browser.browser_tools import chromium_path
-from tests.browser.console_tab import NewTab, Tab
+from tests.browser.console_tab import NewTab, Tab, signed_in_tabs
 from tests.browser.running_demo import Demo
 from tests.platform.faulty_postgres import FaultyPostgres, faulty_postgres
 from tests.ports import free_port
@@ -65,27 +65,8 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def new_tab(chromium: Any, demo: Demo) -> Iterator[NewTab]:
-    """Open signed-in tabs, each in its own browser context. After the test, no tab may have logged an error."""
-    tabs: list[Tab] = []
-
-    def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:
-        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        context.set_default_timeout(60_000)
-        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=demo.server.admin_url)
-        page = context.new_page()
-        tab = Tab(page, f"{demo.server.admin_url}/console")
-        page.on("pageerror", lambda error: tab.complaints.append(f"script: {error}"))
-        page.on("console", lambda message: _note(tab, message))
-        page.on("dialog", lambda dialog: dialog.accept())
-        tab.sign_in(key or demo.server.admin_key)
-        tabs.append(tab)
-        return tab
-
-    yield new
-    complaints = [complaint for tab in tabs for complaint in tab.complaints]
-    for tab in tabs:
-        tab.page.context.close()
-    assert not complaints
+    with signed_in_tabs(chromium, demo.server) as new:
+        yield new
 
 
 @pytest.fixture
@@ -100,9 +81,3 @@ def adapter_files() -> Callable[[str], list[str]]:
         return [str(folder / file) for file in ("adapter_config.json", "adapter_model.safetensors")]
 
     return files
-
-
-def _note(tab: Tab, message: Any) -> None:
-    # Errors include content security policy violations. Ignore failed requests, which some tests provoke.
-    if message.type == "error" and "Failed to load resource" not in message.text:
-        tab.complaints.append(message.text)

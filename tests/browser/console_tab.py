@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from loramux.admin.demo.server import DemoServer
 from tests.browser.browser_tools import axe_source
 
 
@@ -40,3 +44,40 @@ class Tab:
 
 
 NewTab = Callable[..., Tab]
+
+
+@contextmanager
+def signed_in_tabs(chromium: Any, server: DemoServer) -> Iterator[NewTab]:
+    """Open signed-in tabs, each in its own browser context. After the block, no tab may have logged an error."""
+    tabs: list[Tab] = []
+
+    def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:
+        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_default_timeout(60_000)
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.admin_url)
+        page = context.new_page()
+        tab = Tab(page, f"{server.admin_url}/console")
+        page.on("pageerror", lambda error: tab.complaints.append(f"script: {error}"))
+        page.on("console", lambda message: _note(tab, message))
+        page.on("dialog", lambda dialog: dialog.accept())
+        tab.sign_in(key or server.admin_key)
+        tabs.append(tab)
+        return tab
+
+    yield new
+    complaints = [complaint for tab in tabs for complaint in tab.complaints]
+    for tab in tabs:
+        tab.page.context.close()
+    assert not complaints
+
+
+def keep_screenshot(page: Any, name: str) -> None:
+    """Save a screenshot if LORAMUX_SCREENSHOTS names a directory."""
+    if "LORAMUX_SCREENSHOTS" in os.environ:
+        page.screenshot(path=Path(os.environ["LORAMUX_SCREENSHOTS"]) / f"{name}.png")
+
+
+def _note(tab: Tab, message: Any) -> None:
+    # Errors include content security policy violations. Ignore failed requests, which some tests provoke.
+    if message.type == "error" and "Failed to load resource" not in message.text:
+        tab.complaints.append(message.text)

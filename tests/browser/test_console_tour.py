@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.browser.console_tab import NewTab, Tab
+from tests.browser.console_tab import NewTab, Tab, keep_screenshot
 from tests.browser.running_demo import Demo
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
@@ -102,7 +102,7 @@ def test_alias_moves_by_weight_and_rolls_back(tab: Tab, demo: Demo, adapter_file
     page.click("text=Review changes")
     page.wait_for_selector("text=How to undo")
     assert "version 1 (75 %) and version 2 (25 %)" in page.inner_text(".move")
-    _keep(page, "move-light-1440")
+    keep_screenshot(page, "move-light-1440")
     page.click("button:has-text('Move default')")
     page.wait_for_selector("#notices .done")
     assert "version 1 (75 %) and version 2 (25 %)" in tab.said()
@@ -229,7 +229,7 @@ def test_two_versions_answer_side_by_side(tab: Tab) -> None:
     assert "Paris" in right
     assert "Arr" not in right
     assert "harbour/pirate@1" in page.inner_text(".lane:nth-child(1) [data-figures]")
-    _keep(page, "playground-answered-light-1440")
+    keep_screenshot(page, "playground-answered-light-1440")
 
 
 def test_both_answers_follow_a_schema(tab: Tab) -> None:
@@ -307,7 +307,7 @@ def test_open_pages_report_engine_outage_and_recover(new_tab: NewTab, demo: Demo
     try:
         overview.page.wait_for_selector("text=/Engine (not ready|restarting)/", timeout=30_000)
         residency.page.wait_for_selector("text=Residency cannot be shown", timeout=30_000)
-        _keep(residency.page, "engine-down-light-1440")
+        keep_screenshot(residency.page, "engine-down-light-1440")
     finally:
         down.set()
         killing.join()
@@ -331,7 +331,7 @@ def test_open_pages_report_database_outage_and_recover(new_tab: NewTab, demo: De
         # A page opened during the outage reports the failure and retries automatically.
         reader.open("/keys").wait_for_selector("text=Temporarily unavailable")
         assert reader.serious() == []
-        _keep(reader.page, "database-down-light-1440")
+        keep_screenshot(reader.page, "database-down-light-1440")
     finally:
         demo.postgres.start()
     overview.page.wait_for_selector("text=Database reachable", timeout=60_000)
@@ -347,12 +347,6 @@ def test_open_pages_report_database_outage_and_recover(new_tab: NewTab, demo: De
     while (answer := demo.ask("harbour", "pirate", max_tokens=4)).status_code == 503 and time.monotonic() < deadline:
         time.sleep(0.5)
     assert answer.status_code == 200
-
-
-def _keep(page: Any, name: str) -> None:
-    """Save a screenshot if LORAMUX_SCREENSHOTS names a directory."""
-    if "LORAMUX_SCREENSHOTS" in os.environ:
-        page.screenshot(path=Path(os.environ["LORAMUX_SCREENSHOTS"]) / f"{name}.png")
 
 
 def _engine_of(demo: Demo) -> psutil.Process:
