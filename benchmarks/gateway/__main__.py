@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,6 +25,7 @@ from sqlalchemy import func, select
 from benchmarks.accounts.databases import open_database_at
 from benchmarks.gateway.clients import Load, check_answers, run_load
 from benchmarks.gateway.figures import Figures, cases_of, figures_of, judged
+from benchmarks.gateway.report import earlier_run, with_earlier_cases
 from benchmarks.gateway.script import Script
 from benchmarks.gateway.systems import (
     DIRECT,
@@ -75,7 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     busy = require_idle(arguments.allow_busy)
     python, version = find_litellm(os.environ)
     console.print(f"LiteLLM: {version}")
+    method = {
+        "machine": machine,
+        "litellm": version,
+        "database": arguments.database,
+        "rounds": arguments.rounds,
+        "seconds": arguments.seconds,
+    }
     try:
+        earlier = earlier_run(arguments.out, method) if arguments.only else None
         with ExitStack() as stack:
             script = Script.of(ModelTokenizer.load(MODEL))
             logs = arguments.scratch.absolute() / "logs"
@@ -91,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemFailed as error:
         console.print(f"[red]{error}[/red]", highlight=False)
         return 1
-    cases = cases_of(found, DIRECT)
+    cases = with_earlier_cases(cases_of(found, DIRECT), earlier)
     goals = judged(cases, LORAMUX)
     console.print(_table(cases))
     for goal in goals:
@@ -100,13 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"{goal['load']}: {goal['figure']} is {goal['value']}, goal {bound}: {met}")
     document = {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine,
-        "busy_share": round(busy, 3),
-        "is_busy_allowed": arguments.allow_busy,
-        "litellm": version,
-        "database": arguments.database,
-        "rounds": arguments.rounds,
-        "seconds": arguments.seconds,
+        "busy_share": max(round(busy, 3), 0.0 if earlier is None else earlier["busy_share"]),
+        "is_busy_allowed": arguments.allow_busy or (earlier is not None and earlier["is_busy_allowed"]),
+        **method,
         "goals": goals,
         "cases": cases,
     }
@@ -170,7 +175,7 @@ def _billed_tokens(database: Database) -> int:
         return int(connection.scalar(select(func.sum(schema.usage_events.c.completion_tokens))) or 0)
 
 
-def _table(cases: Sequence[dict[str, Any]]) -> Table:
+def _table(cases: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="p50 and p99: of a whole answer, or until the first token of a stream")
     table.add_column("load")
     table.add_column("system")
@@ -189,7 +194,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="rounds over all loads and systems; medians are reported")
     add("--seconds", type=float, default=3.0, help="time in which clients begin requests, per load")
-    add("--only", metavar="TEXT", help="only loads whose name contains this text")
+    add("--only", metavar="TEXT", help="only loads whose name contains this text; the file keeps the others' figures")
     add("--database", choices=("sqlite", "postgresql"), default="sqlite")
     add("--scratch", type=Path, default=FOLDER / "scratch" / "gateway", help="directory for logs")
     add("--out", type=Path, help="write the figures to this JSON file")

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.gateway.__main__ import loads, main
 from benchmarks.gateway.clients import Load, Outcome, Received, check_answers, read_answer
 from benchmarks.gateway.figures import GOALS, cases_of, figures_of, judged
+from benchmarks.gateway.report import earlier_run, with_earlier_cases
 from benchmarks.gateway.script import Script
 from benchmarks.peers.system import SystemFailed
 
@@ -70,6 +71,18 @@ def test_every_goal_belongs_to_a_load() -> None:
     assert {goal.load for goal in GOALS} <= loads(1.0).keys()
     cases = [{"load": goal.load, "system": "own", goal.figure: 25.0} for goal in GOALS]
     assert [goal["is_met"] for goal in judged(cases, "own")] == [False, False, True]
+
+
+def test_runs_of_different_loads_share_a_file(tmp_path: Path) -> None:
+    method = {"machine": {"commit": "a"}, "litellm": "none", "database": "sqlite", "rounds": 3, "seconds": 3.0}
+    path = tmp_path / "gateway.json"
+    assert earlier_run(path, method) is None
+    path.write_text(json.dumps(method | {"cases": [{"load": "x", "p50_ms": 1.0}, {"load": "y", "p50_ms": 1.0}]}))
+    cases = with_earlier_cases([{"load": "x", "p50_ms": 2.0}], earlier_run(path, method))
+    assert cases == [{"load": "x", "p50_ms": 2.0}, {"load": "y", "p50_ms": 1.0}]
+    for other in ({"machine": {"commit": "b"}}, {"rounds": 1}):
+        with pytest.raises(SystemFailed, match=next(iter(other))):
+            earlier_run(path, method | other)
 
 
 @pytest.mark.campaign

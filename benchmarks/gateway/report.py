@@ -1,0 +1,37 @@
+"""The file of figures. Runs of different loads can share it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.system import SystemFailed
+
+METHOD = ("machine", "litellm", "database", "rounds", "seconds")
+"""Fields that must be equal for two runs to share a file."""
+
+
+def earlier_run(path: Path | None, method: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The document in the file, if there is one. Raises SystemFailed if its figures were measured in another way."""
+    if path is None or not path.exists():
+        return None
+    document: Mapping[str, Any] = json.loads(path.read_text())
+    for name in METHOD:
+        if document[name] != method[name]:
+            raise SystemFailed(
+                f"the figures in {path} were measured with {name} {document[name]}, not {method[name]}: "
+                "name another file, or measure all loads"
+            )
+    return document
+
+
+def with_earlier_cases(
+    cases: Sequence[Mapping[str, Any]], earlier: Mapping[str, Any] | None
+) -> list[Mapping[str, Any]]:
+    """Add the earlier cases of other loads."""
+    measured = {case["load"] for case in cases}
+    others = [] if earlier is None else [case for case in earlier["cases"] if case["load"] not in measured]
+    return sorted([*others, *cases], key=itemgetter("load"))
