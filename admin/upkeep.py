@@ -52,7 +52,8 @@ class Upkeep:
                 continue
             # Report immediately when the drain begins.
             with suppress(TimeoutError):
-                await asyncio.wait_for(draining.wait(), REPORT_INTERVAL_S)
+                async with asyncio.timeout(REPORT_INTERVAL_S):
+                    await draining.wait()
 
     async def _look(self) -> None:
         swept_s = -SWEEP_INTERVAL_S

@@ -142,7 +142,8 @@ class EngineProcess:
 
     async def _has_ended_within(self, seconds: float) -> bool:
         try:
-            await asyncio.wait_for(self._process.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
         except TimeoutError:
             return False
         return True

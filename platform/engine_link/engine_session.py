@@ -128,7 +128,8 @@ class EngineSession(ABC):
         self._calls[call_id] = call
         self._send(message)
         try:
-            answer = await asyncio.wait_for(call, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                answer = await call
         finally:
             self._calls.pop(call_id, None)
         assert isinstance(answer, kind)

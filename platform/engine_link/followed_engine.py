@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,11 +57,13 @@ class FollowedEngine(ConnectedEngine, ABC):
         self._follower = asyncio.create_task(self._follow(), name="engine-follower")
 
     async def close(self) -> None:
-        if self._follower is not None:
-            self._follower.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._follower
-        self._leave()
+        try:
+            if self._follower is not None:
+                self._follower.cancel()
+                # Awaiting the task itself would not tell its cancellation from the caller's.
+                await asyncio.wait({self._follower})
+        finally:
+            self._leave()
 
     async def _follow(self) -> None:
         """Loop forever: wait until the engine is lost, end its streams, and join the next engine."""

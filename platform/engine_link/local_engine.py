@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,8 +142,7 @@ class LocalEngine(ConnectedEngine):
         """
         if self._supervisor is not None:
             self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
+            await asyncio.wait({self._supervisor})
         # An engine that is still loading does not read messages, and killing it loses nothing.
         grace_s = END_GRACE_S if self.is_ready and not self._is_hung else 0.0
         self._disconnect(frozenset())

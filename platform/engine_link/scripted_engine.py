@@ -239,7 +239,8 @@ class _Sequence:
             return ()
         self._extended.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._extended.wait(), self.add.pause_s)
+            async with asyncio.timeout(self.add.pause_s):
+                await self._extended.wait()
         return self.next_tokens()
 
     def end(self, ending: str) -> None:
@@ -251,7 +252,8 @@ class _Sequence:
             await asyncio.sleep(0)
             return self._ended.is_set()
         try:
-            await asyncio.wait_for(self._ended.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
         except TimeoutError:
             return False
         return True

@@ -115,7 +115,8 @@ class RunningRequests:
         reserving = self._commit.submit(request)
         try:
             # Shielded, because a reservation that commits while its client disconnects must still be settled.
-            reservation: Reservation = await asyncio.wait_for(asyncio.shield(reserving), RESERVE_WAIT_S)
+            async with asyncio.timeout(RESERVE_WAIT_S):
+                reservation: Reservation = await asyncio.shield(reserving)
         except asyncio.CancelledError:
             reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
             raise

@@ -169,7 +169,8 @@ class Settler:
         settling = self._commit.submit(closing)
         try:
             # Shielded: a slow settlement is also spooled, and the later of the two writes has no effect.
-            await asyncio.wait_for(asyncio.shield(settling), SETTLE_WAIT_S)
+            async with asyncio.timeout(SETTLE_WAIT_S):
+                await asyncio.shield(settling)
         except TimeoutError:
             settling.add_done_callback(_retrieve_exception)
             return False

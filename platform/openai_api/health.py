@@ -75,7 +75,8 @@ class _Ping:
         # Waiting callers see a failure. If nobody waits, retrieve the exception, so that asyncio does not report it.
         self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         try:
-            await asyncio.wait_for(asyncio.shield(self._asking), DATABASE_WAIT_S)
+            async with asyncio.timeout(DATABASE_WAIT_S):
+                await asyncio.shield(self._asking)
         except (SQLAlchemyError, TimeoutError):
             return False
         return True

@@ -197,7 +197,8 @@ class GatewayServices:
         """Run a blocking database call on a thread. Raises DatabaseTrouble if the database does not answer."""
         self.database_health.check()
         try:
-            return await asyncio.wait_for(call_on(self.executor, function, *args, **kwargs), CALL_WAIT_S)
+            async with asyncio.timeout(CALL_WAIT_S):
+                return await call_on(self.executor, function, *args, **kwargs)
         except TimeoutError:
             raise DatabaseTrouble("the database does not answer") from None
 

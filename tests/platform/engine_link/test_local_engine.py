@@ -119,7 +119,8 @@ def test_engine_ends_with_its_parent_process(demo_base: Path, tmp_path: Path) ->
         process = engine._process._process
         assert process.stdin is not None
         process.stdin.close()
-        assert await asyncio.wait_for(process.wait(), 10.0) == 0
+        async with asyncio.timeout(10.0):
+            assert await process.wait() == 0
         await engine.close()
 
     asyncio.run(scenario())

@@ -50,7 +50,8 @@ def test_request_that_hangs_a_step_is_refused_after_two_deaths(demo_base: Path, 
             await anext(beside)
             hanging = engine.submit(add("poison", 5, HANGING_TOKEN))
             waiting = engine.submit(add("waiting", 8, 9))
-            ended = await asyncio.wait_for(asyncio.gather(*map(end_of, (beside, hanging, waiting))), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                ended = await asyncio.gather(*map(end_of, (beside, hanging, waiting)))
             assert [one.code for one in ended] == ["engine_unavailable"] * 3
             assert [one.prompt_tokens for one in ended] == [3, 2, 0], "a waiting request costs nothing"
             assert ended[0].completion_tokens >= 1
@@ -73,7 +74,8 @@ def test_request_that_hangs_a_step_is_refused_after_two_deaths(demo_base: Path, 
             await until(lambda: "poison again" in process.record.running())
             assert process._process.stdin is not None
             process._process.stdin.close()
-            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 1
+            async with asyncio.timeout(PATIENCE_S):
+                assert await process.wait() == 1
             assert (await end_of(hanging)).code == "engine_unavailable"
             await until(lambda: engine.is_ready)
 

@@ -160,7 +160,8 @@ async def at_a_checkpoint(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 async def at_an_extension(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     is_full = lab.fill_before(Extension, monkeypatch)
     lab.stream(messages=[{"role": "user", "content": "Hello"}])
-    await asyncio.wait_for(is_full.wait(), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        await is_full.wait()
 
 
 async def at_its_settlement(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +174,8 @@ async def at_its_replay(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.gather(*lab.streams)
     is_full = lab.fill_before(Closing, monkeypatch)
     lab.disk.free()
-    await asyncio.wait_for(is_full.wait(), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        await is_full.wait()
 
 
 async def at_a_fold(lab: Lab, _: pytest.MonkeyPatch) -> None:
@@ -269,7 +271,8 @@ async def test_freed_disk_takes_settlements_before_the_database_recovers(
         for name in ("probe", "commit"):
             patched.setattr(admission, name, away)
         lab.disk.free()
-        await asyncio.wait_for(settler.none_held(), PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            await settler.none_held()
         assert settler.has_waiting
         assert is_refused(await lab.ask())
     await until_all_is_settled(lab.gateway)

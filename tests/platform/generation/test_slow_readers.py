@@ -125,7 +125,8 @@ async def test_stalled_reader_does_not_delay_settlement_or_other_clients(gateway
         while len(gateway.usage()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     may_send.set()
-    await asyncio.wait_for(asking, 10)
+    async with asyncio.timeout(10):
+        await asking
     *chunks, done = b"".join(sent).decode().removesuffix("\n\n").split("\n\n")
     assert done == "data: [DONE]"
     documents = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
