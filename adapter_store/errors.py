@@ -189,6 +189,10 @@ class AdapterCorrupt(StoreError):
     """An adapter's bytes do not match their checksum. They are never served."""
 
 
+class PackedForOtherBase(StoreError):
+    """A packed file depends on the weights of another base. It is intact, but never served with this base."""
+
+
 class BlobNotFound(StoreError):
     """No blob has that key."""
 

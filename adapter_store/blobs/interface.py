@@ -144,8 +144,9 @@ def canonical_key(digest: str) -> str:
     return f"adapters/{digest}.safetensors"
 
 
-def packed_key(digest: str, pack_key: str) -> str:
-    return f"packed/{digest}/{pack_key}"
+def packed_key(digest: str, pack_key: str, base: str | None = None) -> str:
+    """Return the key of a packed file. `base` is the fingerprint of the base's weights if the file depends on them."""
+    return f"packed/{digest}/{pack_key}" if base is None else f"packed/{digest}/{pack_key}-{base[:16]}"
 
 
 def upload_key(upload_id: str, name: str) -> str:

@@ -21,6 +21,7 @@ from loramux.adapter_store.errors import (
     BlobNotFound,
     BlobStoreUnavailable,
     LoadCancelled,
+    PackedForOtherBase,
     StoreError,
 )
 from loramux.adapter_store.formats.base_weights import BaseWeights
@@ -78,6 +79,10 @@ class PackedSource:
 
     The check always covers the bytes in memory after the read. A corrupt file is set aside and downloaded again. If the
     blob store's packed file is missing or corrupt, it is rebuilt from the canonical file.
+
+    The packed file of an adapter that depends on the base's weights, such as DoRA, has a key with the fingerprint of
+    these weights. Its header contains the fingerprint too, and a file for another base is never used. Earlier releases
+    stored such files under the key without a fingerprint: they are used if they fit this base, or else deleted.
     """
 
     def __init__(
@@ -202,6 +207,9 @@ class PackedSource:
         with held:
             try:
                 return self._read(held.descriptor, held.status, digest, "disk")
+            except PackedForOtherBase:
+                # An engine with the other base may use the file. This engine's download replaces it.
+                return None
             except (AdapterCorrupt, OSError):
                 self.figures.count_end("set_aside")
                 with suppress(OSError):
@@ -214,7 +222,14 @@ class PackedSource:
         Raises AdapterUnavailable, AdapterCorrupt, BlobStoreUnavailable or OSError.
         """
         check_wanted()
-        key = packed_key(digest, self._pack_key)
+        packed = self._from_key(packed_key(digest, self._pack_key), digest, check_wanted)
+        if packed is None and (fingerprint := self._fingerprint) is not None:
+            check_wanted()
+            packed = self._from_key(packed_key(digest, self._pack_key, fingerprint), digest, check_wanted)
+        return self._rebuild(digest, check_wanted) if packed is None else packed
+
+    def _from_key(self, key: str, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter | None:
+        """Download a packed file. Return None if it is missing, or if it has been deleted because it cannot be used."""
         file = self.disk.new_file()
         try:
             try:
@@ -222,16 +237,28 @@ class PackedSource:
                 self._keep_unless(check_wanted, digest, file)
                 packed = self._read_path(file, digest)
             except BlobNotFound:
-                return self._rebuild(digest, check_wanted)
+                return None
+            except PackedForOtherBase:
+                self._blobs.delete(key)
+                return None
             except AdapterCorrupt:
                 # Either the blob store's checks or this class's found wrong bytes.
                 self._set_aside(file)
                 self._blobs.delete(key)
-                return self._rebuild(digest, check_wanted)
+                return None
             self._keep(digest, file)
             return packed
         finally:
             file.unlink(missing_ok=True)
+
+    @property
+    def _fingerprint(self) -> str | None:
+        """The fingerprint of the base's weights, or None if they cannot be read."""
+        try:
+            return self._base.fingerprint
+        except AdapterUnavailable:
+            # Packing an adapter that depends on the weights reports the reason.
+            return None
 
     def _hold(self, digest: str) -> HeldFile | None:
         try:
@@ -252,7 +279,7 @@ class PackedSource:
             packed = self._read_path(file, digest)
             # The adapter can be served without this blob, and the next engine will try again.
             with suppress(BlobStoreUnavailable):
-                self._blobs.put(packed_key(digest, self._pack_key), file)
+                self._blobs.put(packed_key(digest, self._pack_key, packed.base), file)
             self._keep(digest, file)
         except AdapterRejected as error:
             raise AdapterUnavailable(f"adapter {digest[:12]} does not fit the served base model") from error
@@ -295,7 +322,7 @@ class PackedSource:
         check = PayloadCheck(known[1] if known is not None and known[0] == identity else None)
         packed = read_open_packed(descriptor, status, check, self._target, digest, self._allocate)
         if packed.base is not None and packed.base != self._base.fingerprint:
-            raise AdapterCorrupt("the adapter was packed for a base with other weights")
+            raise PackedForOtherBase("the adapter was packed for a base with other weights")
         assert check.proof is not None
         with self._lock:
             self._proofs[digest] = (identity, check.proof)

@@ -138,7 +138,7 @@ def test_dora_adapter_is_packed_again_for_a_base_with_other_weights(
     stored = store_adapter(watched, is_packed=True, use_dora=True)
     assert_equal(fetch(open_source(watched, target, tmp_path), stored.digest), stored.packed)
     assert watched.num_gets == {"packed": 1}
-    # The file on disk and the one in the blob store were both packed for the first base.
+    # The file on disk and the one in the blob store were packed for the first base, the latter under an old key.
     save_base(target, tmp_path, 1)
     found = fetch(open_source(watched, target, tmp_path), stored.digest)
     expected = pack(watched.read_bytes(canonical_key(stored.digest)), target, BaseWeights(tmp_path))
@@ -148,7 +148,28 @@ def test_dora_adapter_is_packed_again_for_a_base_with_other_weights(
     assert_equal(fetch(open_source(watched, target, tmp_path), stored.digest), expected)
     assert watched.num_gets == num_gets, "the new file is on disk"
     assert_equal(fetch(open_source(watched, target, tmp_path / "elsewhere", base=tmp_path), stored.digest), expected)
-    assert watched.num_gets == {**num_gets, "packed": num_gets["packed"] + 1}, "and in the blob store"
+    assert watched.num_gets == {**num_gets, "packed": num_gets["packed"] + 2}, (
+        "and in the blob store, under its own key"
+    )
+
+
+def test_bases_of_equal_shapes_do_not_replace_each_others_packed_files(
+    watched: WatchedBlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any
+) -> None:
+    expected = {}
+    for seed, name in enumerate(("old", "new")):
+        (tmp_path / name).mkdir()
+        save_base(target, tmp_path / name, seed)
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "old" / "model.safetensors")
+    stored = store_adapter(watched, use_dora=True)
+    for name in ("old", "new"):
+        expected[name] = pack(watched.read_bytes(canonical_key(stored.digest)), target, BaseWeights(tmp_path / name))
+    assert not np.array_equal(expected["old"].payload, expected["new"].payload)
+    for turn in range(2):
+        for name in ("old", "new"):
+            source = open_source(watched, target, tmp_path / f"{name}-{turn}", base=tmp_path / name)
+            assert_equal(fetch(source, stored.digest), expected[name])
+    assert watched.num_gets["adapters"] == 2, "each base packs the adapter once"
 
 
 def test_dora_adapter_is_unavailable_while_the_base_cannot_be_read(
