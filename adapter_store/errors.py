@@ -121,6 +121,14 @@ class BaseInUse(StoreError):
     """A server serves the base, so the base cannot be forgotten."""
 
 
+class InvalidBaseWeights(Refused):
+    """The weights do not divide requests between bases."""
+
+
+class BasesDiffer(StoreError):
+    """Requests cannot be divided between these bases, because one server would prepare them differently."""
+
+
 class TenantNotFound(StoreError):
     """There is no such tenant."""
 

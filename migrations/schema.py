@@ -141,6 +141,10 @@ bases = Table(
     Column("id", String(64), primary_key=True),
     Column("served_name", String(200), nullable=False),
     Column("created_us", BigInteger, nullable=False),
+    # SHA-256 of the tokenizer and chat templates, hexadecimal. NULL until a server with step 0020 registers the base.
+    Column("prompt_sha256", String(64), nullable=True),
+    # The base's share of the requests, out of the sum of all weights. NULL if its servers run only their own requests.
+    Column("weight", Integer, nullable=True),
 )
 
 # The running servers of each base. A server that stops deletes its row; one that crashes stops changing `seen_us`.
@@ -528,8 +532,11 @@ replicas = Table(
     Column("id", ID, primary_key=True),
     # HOST:PORT of the listener for other servers.
     Column("address", String(300), nullable=False),
-    # SHA-256 of the model, dtype, quantisation and page size, hexadecimal. It must match for servers to share requests.
+    # SHA-256 of the model, dtype, quantisation and page size, hexadecimal. It must match for servers to share requests,
+    # unless requests are divided between bases by weight.
     Column("base", String(64), nullable=False),
+    # The base's identifier in `bases`. NULL for a server from before step 0020.
+    Column("base_id", String(64), nullable=True),
     Column("version", String(40), nullable=False),
     Column("protocol", Integer, nullable=False),
     Column("state", String(16), nullable=False),

@@ -41,10 +41,13 @@ class BaseServer:
 class OwnServer:
     """This server's row. Blocking."""
 
-    def __init__(self, database: Database, base_id: str, served_name: str, address: str) -> None:
+    def __init__(
+        self, database: Database, base_id: str, served_name: str, address: str, prompt_sha256: str | None = None
+    ) -> None:
         self._database = database
         self._base_id = base_id
         self._served_name = served_name
+        self._prompt_sha256 = prompt_sha256
         self._id = new_id("srv")
         self._address = address[:_MAX_ADDRESS_CHARS]
 
@@ -58,7 +61,7 @@ class OwnServer:
             if is_known:
                 return
             # This locks the bases first, so that deleting the other servers' rows cannot deadlock.
-            register_base(self._database, connection, self._base_id, self._served_name)
+            register_base(self._database, connection, self._base_id, self._served_name, self._prompt_sha256)
             values |= {"id": self._id, "base_id": self._base_id, "address": self._address}
             connection.execute(insert(base_servers).values(values))
             connection.execute(delete(base_servers).where(columns.seen_us < _gone_us(now_us)))
@@ -75,8 +78,10 @@ def lock_bases(database: Database, connection: Connection) -> None:
         connection.execute(text("LOCK TABLE bases IN SHARE ROW EXCLUSIVE MODE"))
 
 
-def register_base(database: Database, connection: Connection, base_id: str, served_name: str) -> None:
-    """Add a base, or update its served name.
+def register_base(
+    database: Database, connection: Connection, base_id: str, served_name: str, prompt_sha256: str | None
+) -> None:
+    """Add a base, or update its served name and the hash of its tokenizer and chat templates.
 
     All existing versions count as validated for the first base that registers, because they were accepted when each
     database had one base.
@@ -84,9 +89,9 @@ def register_base(database: Database, connection: Connection, base_id: str, serv
     lock_bases(database, connection)
     now_us = database.now_us(connection)
     is_first = connection.execute(select(bases.c.id).limit(1)).first() is None
-    row = {"id": base_id, "served_name": served_name, "created_us": now_us}
-    statement = upsert(connection, bases).values(row)
-    connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_={"served_name": served_name}))
+    changes = {"served_name": served_name, "prompt_sha256": prompt_sha256}
+    statement = upsert(connection, bases).values({"id": base_id, "created_us": now_us, **changes})
+    connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=changes))
     if is_first:
         columns = adapter_versions.c
         taken_over = select(columns.id, literal(base_id), literal("ready"), literal(now_us)).where(

@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, sel
 
 from loramux.adapter_store.errors import BaseInUse, BaseNotFound
 from loramux.adapter_store.registry.base_servers import SILENT_S, BaseServer, lock_bases, register_base, servers_by_base
+from loramux.adapter_store.registry.base_shares import set_shares
 from loramux.adapter_store.registry.records import BaseVerdict
 from loramux.migrations.audit import audit
 from loramux.migrations.database import LONGEST_READ_S, Database
@@ -31,6 +32,8 @@ class Base:
     num_rejected: int
     num_pending: int
     servers: Sequence[BaseServer]
+    weight: int | None = None
+    """Its share of the requests, or None if requests are not divided between this base and others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +57,13 @@ class Bases:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def register(self, base_id: str, served_name: str) -> None:
-        """Record a base before a server of it starts to validate versions."""
+    def register(self, base_id: str, served_name: str, prompt_sha256: str | None = None) -> None:
+        """Record a base before a server of it starts to validate versions.
+
+        `prompt_sha256` is equal for bases with the same tokenizer and chat templates.
+        """
         with self._database.write() as connection:
-            register_base(self._database, connection, base_id, served_name)
+            register_base(self._database, connection, base_id, served_name, prompt_sha256)
 
     def list(self) -> Sequence[Base]:
         """List all bases, oldest first."""
@@ -118,6 +124,10 @@ class Bases:
                 after = {"num_versions": num_versions}
                 audit(connection, now_us, "base.revalidate", base_id, tenant_id=None, after=after)
         return num_versions
+
+    def set_weights(self, weights: Mapping[str, int]) -> None:
+        """Divide requests between bases: see `set_shares`."""
+        set_shares(self._database, weights)
 
     def forget(self, base_id: str) -> None:
         """Delete a base with its verdicts. Raises BaseNotFound, or BaseInUse while a server serves the base."""
@@ -205,4 +215,5 @@ def _base(row: Row[Any], decided: Mapping[str, int], total: int, servers: Sequen
         num_rejected=num_rejected,
         num_pending=total - num_validated - num_rejected,
         servers=servers,
+        weight=row.weight,
     )

@@ -19,6 +19,7 @@ from loramux.adapter_store.errors import (
 from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion, BaseVerdict
 from loramux.adapter_store.registry.resolution import (
+    VALID_BASES,
     Suffix,
     adapter_ref,
     default_models,
@@ -222,6 +223,10 @@ class AdapterRegistry:
     def base_verdict(self, version_id: str) -> BaseVerdict:
         """Return the verdict on a version for the served base."""
         return "ready" if self.base_id is None else Bases(self.database).verdict(version_id, self.base_id)
+
+    def bases_of(self, version_id: str) -> frozenset[str]:
+        """The bases that a version is valid for."""
+        return frozenset(row.base_id for row in self.database.query(VALID_BASES, {"version_id": version_id}))
 
     @property
     def _base(self) -> dict[str, object]:

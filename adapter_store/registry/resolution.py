@@ -23,6 +23,11 @@ from loramux.migrations.schema import (
 
 _NUM_FACTS = len(fields(AdapterRef))
 
+VALID_BASES = select(version_bases.c.base_id).where(
+    version_bases.c.version_id == bindparam("version_id"), version_bases.c.state == "ready"
+)
+"""Selects the bases that a version is valid for."""
+
 Suffix = Literal["alias", "number", "digest"]
 """Kinds of suffix that can follow the adapter's name in a model name."""
 
