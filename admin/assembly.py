@@ -55,6 +55,7 @@ from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.maintenance import Maintenance
@@ -74,13 +75,14 @@ from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tokenizer.prompt_hash import prompt_sha256
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 
 if TYPE_CHECKING:
     from loramux.admin.sharing import Sharing
 
-Share: TypeAlias = "Callable[[Database, GatewayMetrics, Executor], Sharing]"
+Share: TypeAlias = "Callable[[Database, GatewayMetrics, Executor, BaseDraw], Sharing]"
 
 NUM_THREADS = 16
 """Number of threads that run the SQL of inference requests. They mostly wait for the database."""
@@ -128,7 +130,8 @@ def assemble(
             tokenizer = ModelTokenizer.load(settings.model)
             base_id = base_sha256(settings.model)
             bases = Bases(database)
-            bases.register(base_id, served_name)
+            prompts = prompt_sha256(settings.model, model.vocab_size)
+            bases.register(base_id, served_name, prompts)
             registry = AdapterRegistry(database, (served_name,), AdapterLimits(), base_id)
             required = ESSENTIAL if settings.sandbox == "required" else ()
             quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
@@ -155,13 +158,14 @@ def assemble(
         except SQLAlchemyError as error:
             reason = str(getattr(error, "orig", None) or error).splitlines()[0]
             raise StartRefused(f"the database cannot be used: {reason}") from error
-        own_server = OwnServer(database, base_id, served_name, f"{socket.gethostname()}:{settings.port}")
+        own_server = OwnServer(database, base_id, served_name, f"{socket.gethostname()}:{settings.port}", prompts)
         # This runs after the executors have finished all reports.
         stack.callback(_leave, own_server)
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         admin_executor = stack.enter_context(ThreadPoolExecutor(NUM_ADMIN_THREADS, thread_name_prefix="admin"))
         report_executor = stack.enter_context(ThreadPoolExecutor(NUM_REPORT_THREADS, thread_name_prefix="reports"))
-        sharing = None if share is None else share(database, metrics, executor)
+        draw = BaseDraw(base_id, prompts)
+        sharing = None if share is None else share(database, metrics, executor, draw)
         if sharing is not None:
             engine = sharing.engine
         worker = IngestWorker(ingest, note_progress=metrics.note_base_versions)
@@ -192,6 +196,7 @@ def assemble(
             settings=gateway_settings(settings),
             tracing=open_tracing(settings),
             is_held_elsewhere=held_nowhere_else if sharing is None else sharing.engine.holds_elsewhere,
+            draw=draw,
         )
         stack.callback(gateway.close)
         gateway.grammars.preload()

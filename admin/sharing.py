@@ -17,6 +17,7 @@ from loramux.engine.config import EngineConfig
 from loramux.engine.messages import PROTOCOL, Stats
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.local_engine import LocalEngine
 from loramux.platform.replicas.certificates import OwnCertificates
 from loramux.platform.replicas.peer_listener import PeerListener
@@ -46,6 +47,7 @@ class Sharing:
         database: Database,
         metrics: GatewayMetrics,
         executor: Executor,
+        draw: BaseDraw,
     ) -> None:
         self.address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._listener = listener
@@ -55,9 +57,16 @@ class Sharing:
         self._metrics = metrics
         self._executor = executor
         self._id = new_id("rep")
+        self._draw = draw
         self._presence: Presence | None = None
-        router = Router(clock=time.monotonic, random=SystemRandom())
-        self.engine = RoutedEngine(local, self._id, router, lambda outcome: metrics.forwarded.labels(outcome).inc())
+        self.engine = RoutedEngine(
+            local,
+            self._id,
+            partial(Router, clock=time.monotonic, random=SystemRandom()),
+            lambda outcome: metrics.forwarded.labels(outcome).inc(),
+            metrics.base_fallbacks.inc,
+            base_id=draw.own,
+        )
 
     def open_presence(self) -> Presence:
         """Listen for other servers. The caller runs and closes the Presence."""
@@ -68,6 +77,7 @@ class Sharing:
             id=self._id,
             address=self.address,
             base=base_fingerprint(ready),
+            base_id=ready.base_sha256,
             version=version("loramux"),
             protocol=PROTOCOL,
             state="serving",
@@ -90,6 +100,7 @@ class Sharing:
             certificates=OwnCertificates(self._id),
             local=self._local,
             engine=self.engine,
+            draw=self._draw,
             listener=listener,
             metrics=metrics,
             call=partial(call_on, self._executor),

@@ -8,10 +8,10 @@ import typer
 
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import Columns, connected, error_document, fail, print_list, tell, time_in
-from loramux.admin.exit_codes import REFUSED
+from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 if TYPE_CHECKING:
-    from loramux.admin.client.client import AdminClient
+    from loramux.admin.client.client import AdminClient, Document
 
 app = typer.Typer(no_args_is_help=True, help="Show and maintain the base models on the database.")
 
@@ -19,6 +19,7 @@ BaseStart = Annotated[str, typer.Argument(help="The start of the base's identifi
 
 NUM_SHOWN = 16
 """Number of characters of a base's identifier that are shown."""
+MAX_WEIGHT_DIGITS = 9
 
 
 @app.command("list")
@@ -32,6 +33,7 @@ def list_bases(as_json: AsJson = False) -> None:
         "validated": "num_validated",
         "rejected": "num_rejected",
         "pending": "num_pending",
+        "weight": lambda base: "" if base["weight"] is None else base["weight"],
         "servers": lambda base: ", ".join(f"{one['address']} ({one['state']})" for one in base["servers"]) or "none",
         "first seen": time_in("created_at"),
     }
@@ -60,6 +62,45 @@ def revalidate(base: BaseStart, as_json: AsJson = False) -> None:
     number = answer["num_revalidated"]
     waiting = f"{number} {'version waits' if number == 1 else 'versions wait'} for validation"
     tell(answer, f"{answer['id'][:NUM_SHOWN]}: {waiting}; 'loramux bases list' shows the progress", as_json)
+
+
+@app.command()
+def weight(
+    weights: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="BASE=WEIGHT...",
+            help="The start of each base's identifier, and its share of the requests; 0 leaves it without requests.",
+            show_default=False,
+        ),
+    ] = None,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove all weights: each server runs requests only on its own base.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Divide requests between bases by weight, for example between an old and a new version of a model.
+
+    The servers of these bases must share requests. The command replaces all weights.
+    """
+    if bool(weights) == clear:
+        fail("give the weights of at least two bases, such as 3f9c=90 1b07=10, or --clear", WRONG_CALL)
+    with connected(as_json) as client:
+        body = [_weight(client, text, as_json) for text in weights or ()]
+        bases = client.put("bases/weights", {"weights": body})
+    shares = {base["id"]: base["weight"] for base in bases["data"] if base["weight"] is not None}
+    total = sum(shares.values())
+    shown = ", ".join(f"{base_id[:NUM_SHOWN]} {100 * share / total:.3g} %" for base_id, share in shares.items())
+    tell(
+        bases, f"requests are divided: {shown}" if shown else "each server runs requests only on its own base", as_json
+    )
+
+
+def _weight(client: AdminClient, text: str, as_json: bool) -> Document:
+    start, _, number = text.partition("=")
+    if not (start and number.isascii() and number.isdecimal() and len(number) <= MAX_WEIGHT_DIGITS):
+        fail(f"{text!r} is not BASE=WEIGHT, with a whole number of at most {MAX_WEIGHT_DIGITS} digits", WRONG_CALL)
+    return {"base": _find(client, start, as_json), "weight": int(number)}
 
 
 @app.command()

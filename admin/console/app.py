@@ -122,6 +122,8 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             does("/residency", residency.place),
             shows("/live/residency", resident.live),
             shows("/bases", bases.show),
+            shows("/bases/weights", bases.weigh),
+            does("/bases/weights", bases.set_weights),
             shows("/bases/{base_id}/revalidate", bases.confirm_revalidate),
             does("/bases/{base_id}/revalidate", bases.revalidate),
             shows("/bases/{base_id}/forget", bases.confirm_forget),

@@ -114,6 +114,26 @@ class AliasTargets(_Body):
         return weights
 
 
+class BaseWeight(_Body):
+    base: str = Field(pattern="^[0-9a-f]{64}$")
+    weight: int
+
+
+class BaseWeights(_Body):
+    """Which bases run the requests. An empty list stops dividing them."""
+
+    weights: list[BaseWeight] = Field(
+        max_length=64, examples=[[{"base": "3f9c" * 16, "weight": 90}, {"base": "1b07" * 16, "weight": 10}]]
+    )
+
+    def by_base(self) -> dict[str, int]:
+        """The weights by the bases' identifiers. Raises InvalidRequest."""
+        weights = {one.base: one.weight for one in self.weights}
+        if len(weights) < len(self.weights):
+            raise InvalidRequest("a base is listed twice", param="weights", code="invalid_weights")
+        return weights
+
+
 class Rollback(_Body):
     """The rollback of an alias. `revision` defaults to the previous revision."""
 

@@ -13,6 +13,7 @@ from loramux.adapter_store.errors import (
     AliasNotFound,
     BaseInUse,
     BaseNotFound,
+    BasesDiffer,
     BlobStoreUnavailable,
     FileNotFound,
     GrantNotFound,
@@ -63,6 +64,8 @@ def api_error(error: Exception) -> ApiError:
         return Conflict(str(error), code="adapter_in_use")
     if isinstance(error, BaseInUse):
         return Conflict(str(error), code="base_in_use")
+    if isinstance(error, BasesDiffer):
+        return Conflict(str(error), code="bases_differ", param="weights")
     if isinstance(error, VersionNotReady):
         return Conflict(str(error), code="version_not_ready", param="version")
     if isinstance(error, VersionInUse):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from loramux.adapter_store.registry.records import AdapterRef, BaseVerdict
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.base_draw import BaseDraw, BaseOrder
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound, PermissionDenied
 
 INFERENCE_SCOPES = frozenset({"adapters", "base"})
@@ -63,11 +64,13 @@ class AdapterName:
 class ResolvedModel:
     """The model that a request runs on.
 
-    `name` is the model's name in the ledger: `tenant/adapter@version` or the served base's name.
+    `name` is the model's name in the ledger: `tenant/adapter@version` or the served base's name. `order` contains the
+    bases that the model is valid for, or is None if the request runs on this server's base.
     """
 
     name: str
     adapter: AdapterRef | None
+    order: BaseOrder | None = None
 
 
 def parse_adapter_name(name: str) -> AdapterName | None:
@@ -91,8 +94,9 @@ def parse_adapter_name(name: str) -> AdapterName | None:
 
 
 class ModelResolver:
-    def __init__(self, registry: AdapterRegistry, served_name: str) -> None:
+    def __init__(self, registry: AdapterRegistry, served_name: str, draw: BaseDraw | None = None) -> None:
         self._registry = registry
+        self._draw = draw
         self.served_name = served_name
 
     def resolve(self, principal: Principal, name: str, sticky: str | None = None) -> ResolvedModel:
@@ -100,13 +104,14 @@ class ModelResolver:
 
         If the name stands for several versions, equal `sticky` texts always get the same version. Without `sticky`, the
         choice is random. Raises ModelNotFound, InvalidRequest, PermissionDenied if the key has no inference scope, or
-        AdapterNotValidated if the version is not valid for the served base.
+        AdapterNotValidated if the version is not valid for the served base, or for any base that requests are divided
+        between.
         """
         require_inference(principal)
         if name == self.served_name:
             if "base" not in principal.scopes:
                 raise ModelNotFound(name)
-            return ResolvedModel(self.served_name, None)
+            return ResolvedModel(self.served_name, None, self._order(principal, None))
         parsed = parse_adapter_name(name)
         if parsed is None or "adapters" not in principal.scopes or principal.tenant_slug is None:
             raise ModelNotFound(name)
@@ -121,9 +126,19 @@ class ModelResolver:
         )
         if adapter is None or not principal.may_name(adapter.adapter_id):
             raise ModelNotFound(name)
-        if adapter.base_verdict != "ready":
+        order = self._order(principal, adapter.adapter_id)
+        is_valid = adapter.base_verdict == "ready"
+        if order is not None:
+            order = order.among(self._registry.bases_of(adapter.version_id))
+            is_valid = bool(order.bases)
+        if not is_valid:
             raise AdapterNotValidated(adapter_label(adapter), adapter.base_verdict)
-        return ResolvedModel(adapter_label(adapter), adapter)
+        return ResolvedModel(adapter_label(adapter), adapter, order)
+
+    def _order(self, principal: Principal, adapter_id: str | None) -> BaseOrder | None:
+        if self._draw is None or principal.tenant_id is None:
+            return None
+        return self._draw.order(principal.tenant_id, adapter_id)
 
     def list_models(self, principal: Principal) -> list[ResolvedModel]:
         """List the models that the principal can call by a bare name, the base first."""

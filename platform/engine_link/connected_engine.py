@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
+from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_session import EngineSession
@@ -26,7 +27,7 @@ class ConnectedEngine:
     def is_ready(self) -> bool:
         return self._connection is not None
 
-    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+    def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         connection = self._connected()
         return refused_stream(add) if self._strikes.is_refused(add) else connection.submit(add)
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
+from loramux.platform.base_draw import BaseOrder
 
 
 class EngineUnavailable(Exception):
@@ -38,8 +39,11 @@ class EngineClient(Protocol):
     def trouble(self) -> str | None:
         """Reason that the engine is not ready, for operators only. None if it is ready or the reason is unknown."""
 
-    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
-        """Run one sequence. Raises EngineUnavailable immediately if the engine is not ready."""
+    def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
+        """Run one sequence. Raises EngineUnavailable immediately if the engine is not ready.
+
+        Only RoutedEngine reads `order`, because only it reaches engines of several bases.
+        """
 
     def abort(self, sequence_id: str, keep: int | None = None) -> None: ...
 

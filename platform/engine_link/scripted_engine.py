@@ -24,6 +24,7 @@ from loramux.engine.messages import (
     Stats,
     TokenLogprobs,
 )
+from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 
 PAGE_BYTES = 4096
@@ -64,7 +65,9 @@ def echo(add: Add) -> Script:
 class ScriptedEngine:
     """An EngineClient without an engine. `adds`, `extensions` and `aborts` record the calls made to it."""
 
-    def __init__(self, script: Callable[[Add], Script] = echo, max_model_len: int = 1024) -> None:
+    def __init__(
+        self, script: Callable[[Add], Script] = echo, max_model_len: int = 1024, base_sha256: str = ""
+    ) -> None:
         self.script = script
         self.adds: list[Add] = []
         self.extensions: list[Extend] = []
@@ -73,7 +76,12 @@ class ScriptedEngine:
         self.pinned: set[str] = set()
         self.unloadable: set[str] = set()
         self._info = EngineReady(
-            max_model_len=max_model_len, num_pages=64, page_tokens=16, device="cpu", dtype="float32"
+            max_model_len=max_model_len,
+            num_pages=64,
+            page_tokens=16,
+            device="cpu",
+            dtype="float32",
+            base_sha256=base_sha256,
         )
         self.quantization: str | None = None
         self._is_ready = True
@@ -96,7 +104,7 @@ class ScriptedEngine:
     def num_running(self) -> int:
         return len(self._running)
 
-    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+    def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         if not self._is_ready:
             raise EngineUnavailable("the engine is not running")
         self.adds.append(add)

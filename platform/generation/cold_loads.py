@@ -31,7 +31,13 @@ LOAD_S = 60.0
 """An adapter that is being loaded can be missing from the engine's reports for this many seconds."""
 
 
-def held_nowhere_else(digest: str) -> bool:
+HeldElsewhere = Callable[[str, str | None], bool]
+"""Says whether another server that can run requests holds an adapter: a server of the base with this identifier, or of
+this server's own base if it is None.
+"""
+
+
+def held_nowhere_else(digest: str, base_id: str | None) -> bool:
     """The default for a server that shares no requests: no other server holds the adapter."""
     return False
 
@@ -44,14 +50,14 @@ class ColdLoads:
     request is refused because of an outdated report: see `admit`. Before the first report, no load counts as cold.
 
     A load also does not count as cold while `is_held_elsewhere` finds the adapter on another server, which can run the
-    request.
+    request. If servers of another base run the request, only their adapters count.
     """
 
     def __init__(
         self,
         engine: EngineClient,
         clock: Callable[[], float] = time.monotonic,
-        is_held_elsewhere: Callable[[str], bool] = held_nowhere_else,
+        is_held_elsewhere: HeldElsewhere = held_nowhere_else,
     ) -> None:
         self._engine = engine
         self._is_held_elsewhere = is_held_elsewhere
@@ -64,45 +70,54 @@ class ColdLoads:
         self._last_asked_s = -math.inf
 
     async def admit(
-        self, tenant_id: str, digest: str, hold: Callable[[bool], Awaitable[T]], is_tied: bool = False
+        self,
+        tenant_id: str,
+        digest: str,
+        hold: Callable[[bool], Awaitable[T]],
+        is_tied: bool = False,
+        other_base: str | None = None,
     ) -> T:
         """Call `hold` with True if the engine must load the adapter, and return its result.
 
-        With `is_tied`, this server's own engine must have the adapter, even if other servers hold it.
+        With `is_tied`, this server's own engine must have the adapter, even if other servers hold it. `other_base` is
+        the base whose servers will run the request, or None if it is this server's own.
 
         If a limit refuses the cold load, ask the engine for a new report, because another gateway may have loaded the
         adapter. If it has, call `hold` again.
         """
         try:
-            async with self.admitting(tenant_id, digest, is_tied) as is_cold:
+            async with self.admitting(tenant_id, digest, is_tied, other_base) as is_cold:
                 return await hold(is_cold)
         except QuotaExceeded as refusal:
             if refusal.policy.metric != COLD_LOADS_PER_MINUTE:
                 raise
             await self._renew(self._clock())
-            if self._is_cold(digest, is_tied):
+            if self._is_cold(digest, is_tied, other_base):
                 raise
         return await hold(False)
 
     @asynccontextmanager
-    async def admitting(self, tenant_id: str, digest: str, is_tied: bool = False) -> AsyncIterator[bool]:
+    async def admitting(
+        self, tenant_id: str, digest: str, is_tied: bool = False, other_base: str | None = None
+    ) -> AsyncIterator[bool]:
         """Yield True if the request that this context admits will make the engine load the adapter.
 
         In that case, the tenant's other requests for the adapter wait until the context exits. They then count as warm
         unless the context raised an exception.
         """
         self._was_asked = True
-        if self._resident is None or self._is_cold(digest, is_tied):
+        if self._resident is None or self._is_cold(digest, is_tied, other_base):
             await self._renew(self._clock() - STALE_S)
-        if not self._is_cold(digest, is_tied):
+        if not self._is_cold(digest, is_tied, other_base):
             yield False
             return
-        turn = self._turns.setdefault((tenant_id, digest), asyncio.Lock())
+        load = _load(digest, other_base)
+        turn = self._turns.setdefault((tenant_id, load), asyncio.Lock())
         async with turn:
-            is_cold = self._is_cold(digest, is_tied)
+            is_cold = self._is_cold(digest, is_tied, other_base)
             yield is_cold
             if is_cold:
-                self._loading[digest] = self._clock()
+                self._loading[load] = self._clock()
 
     def note_loading(self, digest: str) -> None:
         """Record that the engine is loading or has just loaded the adapter. The next report may not show it yet."""
@@ -142,7 +157,14 @@ class ColdLoads:
             if self._last_asked_s <= since_s:
                 await self.refresh()
 
-    def _is_cold(self, digest: str, is_tied: bool) -> bool:
-        if self._resident is None or digest in self._resident or digest in self._loading:
+    def _is_cold(self, digest: str, is_tied: bool, other_base: str | None) -> bool:
+        if self._resident is None or _load(digest, other_base) in self._loading:
             return False
-        return is_tied or not self._is_held_elsewhere(digest)
+        if other_base is None and digest in self._resident:
+            return False
+        return is_tied or not self._is_held_elsewhere(digest, other_base)
+
+
+def _load(digest: str, other_base: str | None) -> str:
+    """Name the load of an adapter for a base."""
+    return digest if other_base is None else f"{digest} for {other_base}"

@@ -172,7 +172,7 @@ class Generation:
         if self._is_stopping:
             return
         last_s: float | None = None
-        async for item in self._engine.submit(choice.add):
+        async for item in self._engine.submit(choice.add, self.plan.target.model.order):
             if isinstance(item, Finished):
                 self._finish(choice, item)
                 return

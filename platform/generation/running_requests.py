@@ -78,13 +78,18 @@ class RunningRequests:
         Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble, or an exception in TROUBLE.
         """
         self._check()
-        adapter = plan.adapter_to_load
+        adapter, order = plan.adapter_to_load, plan.target.model.order
         if adapter is None:
             return await self._reserve(plan, loads_adapter=False)
         try:
             # The timeout also covers waiting for another request's cold load.
             async with asyncio.timeout(RESERVE_WAIT_S):
-                return await self._cold_loads.admit(plan.target.tenant_id, adapter.digest, partial(self._reserve, plan))
+                return await self._cold_loads.admit(
+                    plan.target.tenant_id,
+                    adapter.digest,
+                    partial(self._reserve, plan),
+                    other_base=None if order is None else order.other,
+                )
         except TimeoutError:
             raise DatabaseTrouble("the reservation took too long") from None
 

@@ -21,9 +21,10 @@ from loramux.platform.accounts.version_settings import VersionSettingsCache
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import GroupCommit
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.adapter_loads import AdapterLoads
-from loramux.platform.generation.cold_loads import ColdLoads, held_nowhere_else
+from loramux.platform.generation.cold_loads import ColdLoads, HeldElsewhere, held_nowhere_else
 from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
@@ -128,11 +129,13 @@ class GatewayServices:
         metrics: GatewayMetrics | None = None,
         spool: SettlementSpool | None = None,
         tracing: Tracing | None = None,
-        is_held_elsewhere: Callable[[str], bool] = held_nowhere_else,
+        is_held_elsewhere: HeldElsewhere = held_nowhere_else,
+        draw: BaseDraw | None = None,
     ) -> GatewayServices:
         """Assemble a gateway. `executor` runs blocking calls, and `close` ends the compute threads.
 
-        `is_held_elsewhere` says whether another server can run requests for an adapter without loading it.
+        `is_held_elsewhere` says whether another server can run requests for an adapter without loading it. `draw`
+        divides requests between bases.
 
         Without a `spool`, settlements that the database rejects wait only in memory.
         """
@@ -153,7 +156,7 @@ class GatewayServices:
             database=database,
             tenants=tenants,
             api_keys=api_keys,
-            resolver=ModelResolver(registry, model.served_name),
+            resolver=ModelResolver(registry, model.served_name, draw),
             version_settings=VersionSettingsCache(
                 database, settings.base_defaults, settings.applies_adapter_defaults, settings.base_parsers
             ),

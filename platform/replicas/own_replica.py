@@ -48,6 +48,7 @@ def view_of(row: ReplicaRow, holds: frozenset[int], since_s: float, is_local: bo
     return ReplicaView(
         id=row.id,
         is_local=is_local,
+        base_id=row.base_id,
         num_running=row.num_running,
         num_waiting=row.num_waiting,
         capacity=row.capacity,

@@ -21,15 +21,13 @@ log = structlog.get_logger()
 class PeerEngine(FollowedEngine):
     """Keeps one connection to the server that `peer` describes. Assign a new `peer` when the server's row changes.
 
-    `base` is the fingerprint that the engine must have. It is compared with the engine's own announcement, because the
-    row is only a claim.
+    The base in the server's row is compared with the engine's own announcement, because the row is only a claim.
     """
 
     def __init__(
         self,
         peer: Peer,
         own: Callable[[], OwnCertificate],
-        base: str,
         joining: Joining | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -37,17 +35,18 @@ class PeerEngine(FollowedEngine):
         super().__init__(place, joining if joining is not None else Joining(), clock)
         self.peer = peer
         self._own = own
-        self._base = base
 
     async def _join(self) -> EngineSession:
-        host, port = self.peer.row.host_and_port
+        row = self.peer.row
+        host, port = row.host_and_port
         try:
             connection = await PeerConnection.open(
                 host, port, self._own(), self.peer.certificates, self._note_end, self._joining.answer_timeout_s
             )
         except EngineUnavailable as error:
             raise JoinRefused(f"{error} ({self._place})") from error
-        if base_fingerprint(connection.info) != self._base:
+        base_id = connection.info.base_sha256
+        if base_fingerprint(connection.info) != row.base or base_id != row.base_id:
             connection.close(frozenset())
             raise JoinRefused(f"its engine serves a different base than its server claims ({self._place})")
         return connection

@@ -13,6 +13,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.engine.messages import Stats
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.replicas.certificates import Now, OwnCertificates, utc_now
 from loramux.platform.replicas.claim_checks import ClaimChecks
@@ -60,6 +61,7 @@ class Presence:
         certificates: OwnCertificates,
         local: EngineClient,
         engine: RoutedEngine,
+        draw: BaseDraw,
         listener: PeerListener,
         metrics: GatewayMetrics,
         call: Call,
@@ -71,11 +73,12 @@ class Presence:
         self._certificates = certificates
         self._local = local
         self._engine = engine
+        self._draw = draw
         self._listener = listener
         self._metrics = metrics
         self._call = call
         self._clock = clock
-        self._book = ReplicaBook(own, self._count_refusal, clock, now)
+        self._book = ReplicaBook(own, draw, self._count_refusal, clock, now)
         self._claims = ClaimChecks(self._count_refusal, clock)
         self._peers: dict[str, PeerEngine] = {}
         self._published_version = -1
@@ -244,7 +247,7 @@ class Presence:
             if name in self._peers:
                 self._peers[name].peer = peer
             else:
-                engine = PeerEngine(peer, lambda: self._certificates.in_use, self._own.row.base, clock=self._clock)
+                engine = PeerEngine(peer, lambda: self._certificates.in_use, clock=self._clock)
                 self._peers[name] = engine
                 engine.follow()
         for name in self._peers.keys() - self._book.peers.keys():
@@ -258,6 +261,7 @@ class Presence:
             if self._peers[name].is_ready:
                 holds = peer.holds if self._claims.is_trusted(name) else frozenset[int]()
                 views.append(view_of(peer.row, holds, peer.since_s))
+        self._draw.note_live({view.base_id for view in views if view.base_id is not None and not view.is_draining})
         self._engine.update(views, self._peers)
         self._count_peers(views)
 

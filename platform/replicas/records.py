@@ -19,6 +19,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     id: Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
     address: Annotated[str, msgspec.Meta(pattern=r"^.{1,253}:[0-9]{1,5}$")]
     base: Annotated[str, msgspec.Meta(max_length=64)]
+    base_id: Annotated[str, msgspec.Meta(max_length=64)] | None
     version: Annotated[str, msgspec.Meta(max_length=40)]
     protocol: Count
     state: Literal["serving", "draining"]

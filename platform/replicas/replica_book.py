@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.replicas.certificates import (
     CertificateRefused,
     Now,
@@ -33,7 +34,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another live server with the same base and version."""
+    """Another live server with the same version, and with the same base or one that takes part in the same draw."""
 
     row: ReplicaRow
     certificates: tuple[PublishedCertificate, ...]
@@ -66,11 +67,13 @@ class ReplicaBook:
     def __init__(
         self,
         own: ReplicaRow,
+        draw: BaseDraw,
         count_refusal: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         now: Now = utc_now,
     ) -> None:
         self._own = own
+        self._draw = draw
         self._count_refusal = count_refusal
         self._clock = clock
         self._now = now
@@ -95,6 +98,7 @@ class ReplicaBook:
         now_s = self._clock()
         gap_s = 0.0 if self._noted_s is None else min(now_s - self._noted_s, MAX_GAP_S)
         self._noted_s = now_s
+        self._draw.note_shares(reading.shares)
         peers: dict[str, Peer] = {}
         refused: dict[str, str] = {}
         sightings: dict[str, _Sighting] = {}
@@ -135,9 +139,12 @@ class ReplicaBook:
             return "protocol", f"it speaks protocol {row.protocol}, but this server speaks {own.protocol}"
         if row.version != own.version:
             return "version", f"it runs loramux {row.version}, but this server runs {own.version}"
-        if row.base != own.base:
+        if row.base != own.base and not self._may_draw(row):
             return "base", "it serves another base model, dtype, quantisation or page size"
         return None
+
+    def _may_draw(self, row: ReplicaRow) -> bool:
+        return row.base_id is not None and row.base_id != self._own.base_id and self._draw.takes_part(row.base_id)
 
     def _valid_certificates(self, sighting: _Sighting, row: ReplicaRow) -> tuple[PublishedCertificate, ...]:
         # Parsing is slow, and certificates rarely change.

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Row, delete, func, insert, select, update
 
+from loramux.adapter_store.registry.base_shares import BaseShare, read_shares
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_residency, replicas
 from loramux.migrations.upserts import upsert
@@ -29,10 +30,11 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableReading:
-    """All rows, and the summaries whose versions differ from the reader's versions."""
+    """All rows, the summaries whose versions differ from the reader's versions, and the bases' shares of requests."""
 
     rows: Sequence[Mapping[str, Any]]
     summaries: Mapping[str, Summary]
+    shares: Sequence[BaseShare] = ()
 
 
 class ReplicaTable:
@@ -68,7 +70,8 @@ class ReplicaTable:
                 is_wanted = residency.replica_id.in_(changed) & (func.length(residency.summary) <= MAX_SUMMARY_BYTES)
                 for found in connection.execute(select(adapter_residency).where(is_wanted)):
                     summaries[found.replica_id] = Summary(version=found.version, prefixes=found.summary)
-        return TableReading(rows=[_columns(row) for row in rows], summaries=summaries)
+            shares = read_shares(connection)
+        return TableReading(rows=[_columns(row) for row in rows], summaries=summaries, shares=shares)
 
     def remove(self, replica_id: str, beat: int | None = None) -> None:
         """Delete a server's rows. If `beat` is given, delete them only if the server's beat is still this one."""

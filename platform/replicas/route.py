@@ -8,7 +8,9 @@ from array import array
 import msgspec
 
 from loramux.engine.messages import Add
+from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.replicas.base_replicas import BaseReplicas
 from loramux.platform.routing.views import RoutingRequest
 
 PREFIX_TOKENS = 64
@@ -18,9 +20,11 @@ PREFIX_TOKENS = 64
 class Route:
     """Where one sequence runs."""
 
-    def __init__(self, add: Add, now_s: float) -> None:
+    def __init__(self, add: Add, order: BaseOrder | None, now_s: float) -> None:
         self.add = add
+        self.order = order
         self.request = routing_request(add)
+        self.base: BaseReplicas | None = None
         self.replica_id = ""
         self.engine: EngineClient | None = None
         self.max_tokens = add.max_tokens
@@ -29,6 +33,7 @@ class Route:
         self.num_losses = 0
         self.overloaded_ids: set[str] = set()
         self.has_moved = False
+        self.has_fallen_back = False
         self._begin_s = now_s
 
     def add_now(self, now_s: float) -> Add:

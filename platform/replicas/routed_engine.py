@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Protocol
 
 import structlog
 
 from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
+from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
+from loramux.platform.replicas.base_replicas import BaseReplicas, RequestRouter
 from loramux.platform.replicas.route import Route
-from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, RoutingRequest, digest_prefix
+from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, digest_prefix
 
 MAX_MOVES = 2
 """Maximum number of times that a sequence is submitted again because its replica was lost before its first output.
@@ -30,22 +32,11 @@ log = structlog.get_logger()
 Stream = AsyncIterator[SequenceOutput | Finished]
 
 
-class RequestRouter(Protocol):
-    """The part of `routing.router.Router` that RoutedEngine uses."""
-
-    def update(self, views: Sequence[ReplicaView]) -> None: ...
-
-    def choose(self, request: RoutingRequest) -> str: ...
-
-    def note_started(self, replica_id: str, request: RoutingRequest) -> None: ...
-
-    def note_ended(self, replica_id: str, request: RoutingRequest) -> None: ...
-
-    def prefetches(self) -> Sequence[Prefetch]: ...
-
-
 class RoutedEngine:
-    """Runs sequences on the replicas that the router chooses. `load`, `unload`, `pin` and `stats` use the local engine.
+    """Runs sequences on the replicas that a router chooses. `load`, `unload`, `pin` and `stats` use the local engine.
+
+    A sequence runs on this server's base, `base_id`, unless it comes with an order of bases. Then it runs on the first
+    base with a replica that can run it. Each base has its own router, which `new_router` makes.
 
     If a replica refuses a sequence because the replica is draining, or is lost before the sequence is known to have
     run, the sequence is submitted elsewhere under the same id. A sequence that has started ends with
@@ -54,24 +45,29 @@ class RoutedEngine:
     Only the last Finished reaches the caller, so nothing is charged twice.
 
     `count_forwarded` receives the outcome of each forwarded sequence: `completed`, `failed` or `lost`. It also receives
-    `moved` for each move away from another server.
+    `moved` for each move away from another server. `count_fallback` is called once for each sequence that runs on
+    another base than the drawn one.
     """
 
     def __init__(
         self,
         local: EngineClient,
         local_id: str,
-        router: RequestRouter,
+        new_router: Callable[[], RequestRouter],
         count_forwarded: Callable[[str], None],
+        count_fallback: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        base_id: str | None = None,
     ) -> None:
         self._local = local
         self._local_id = local_id
-        self._router = router
+        self._new_router = new_router
         self._count_forwarded = count_forwarded
+        self._count_fallback = count_fallback
         self._clock = clock
         self._engines: Mapping[str, EngineClient] = {local_id: local}
-        self._views: Sequence[ReplicaView] = ()
+        self._own = BaseReplicas(base_id, new_router())
+        self._bases: Mapping[str | None, BaseReplicas] = {base_id: self._own}
         self._routes: dict[str, Route] = {}
         self._prefetching: set[asyncio.Task[None]] = set()
         self._info: EngineReady | None = None
@@ -80,14 +76,25 @@ class RoutedEngine:
         """Replace the views of all replicas. `peers` contains an engine for each view of another server."""
         self._engines = {self._local_id: self._local, **peers}
         self._info = self._local.info or self._info
-        self._show([view for view in views if self._engines[view.id].is_ready])
-        for prefetch in self._router.prefetches():
-            self._prefetch(prefetch)
+        ready: dict[str | None, list[ReplicaView]] = defaultdict(list, {self._own.base_id: []})
+        for view in views:
+            if self._engines[view.id].is_ready:
+                ready[view.base_id].append(view)
+        self._bases = {name: self._bases.get(name) or BaseReplicas(name, self._new_router()) for name in ready}
+        for name, base in self._bases.items():
+            base.show(ready[name])
+            for prefetch in base.router.prefetches():
+                self._prefetch(prefetch)
 
-    def holds_elsewhere(self, digest: str) -> bool:
-        """True if another replica that accepts new requests claims to hold the adapter."""
+    def holds_elsewhere(self, digest: str, base_id: str | None = None) -> bool:
+        """True if another replica that accepts new requests claims to hold the adapter.
+
+        Only replicas of the base `base_id` count, or of this server's own base if it is None.
+        """
         prefix = digest_prefix(digest)
-        return any(prefix in view.holds for view in self._views if not view.is_local and not view.is_draining)
+        base = self._own if base_id is None else self._bases.get(base_id)
+        views = () if base is None else base.views
+        return any(prefix in view.holds for view in views if not view.is_local and not view.is_draining)
 
     @property
     def info(self) -> EngineReady | None:
@@ -106,8 +113,8 @@ class RoutedEngine:
     def trouble(self) -> str | None:
         return self._local.trouble
 
-    def submit(self, add: Add) -> Stream:
-        route = Route(add, self._clock())
+    def submit(self, add: Add, order: BaseOrder | None = None) -> Stream:
+        route = Route(add, order, self._clock())
         return self._follow(route, self._place(route))
 
     def abort(self, sequence_id: str, keep: int | None = None) -> None:
@@ -173,29 +180,53 @@ class RoutedEngine:
     def _place(self, route: Route) -> Stream:
         """Submit the sequence to the chosen replica. Raises EngineUnavailable if no replica is ready."""
         while True:
-            replica_id = self._choose(route)
+            base, replica_id = self._choose(route)
             try:
-                return self._submit_to(replica_id, route)
+                return self._submit_to(base, replica_id, route)
             except EngineUnavailable:
-                if replica_id == self._local_id and not any(view.id == self._local_id for view in self._views):
+                if replica_id == self._local_id and not any(view.id == self._local_id for view in base.views):
                     raise
-                self._leave_out(replica_id)
+                base.leave_out(replica_id)
 
-    def _submit_to(self, replica_id: str, route: Route) -> Stream:
+    def _submit_to(self, base: BaseReplicas, replica_id: str, route: Route) -> Stream:
         engine = self._engines[replica_id]
         stream = engine.submit(route.add_now(self._clock()))
-        route.replica_id, route.engine = replica_id, engine
+        route.base, route.replica_id, route.engine = base, replica_id, engine
         self._routes[route.add.sequence_id] = route
-        self._router.note_started(replica_id, route.request)
+        base.router.note_started(replica_id, route.request)
+        if route.order is not None and base.base_id != route.order.drawn and not route.has_fallen_back:
+            route.has_fallen_back = True
+            self._count_fallback()
         return stream
 
-    def _choose(self, route: Route) -> str:
-        try:
-            replica_id = self._router.choose(route.request)
-        except NoReplica:
+    def _bases_of(self, route: Route) -> Sequence[BaseReplicas]:
+        """The bases that may run the sequence and have a replica, the preferred one first. This server's own is always
+        included if it may run the sequence.
+        """
+        if route.order is None:
+            return (self._own,)
+        return [self._bases[base_id] for base_id in route.order.bases if base_id in self._bases]
+
+    def _choose(self, route: Route) -> tuple[BaseReplicas, str]:
+        """Choose a base and a replica. Raises EngineUnavailable if the only replicas serve bases that must not run the
+        sequence.
+        """
+        bases = self._bases_of(route)
+        too_small: tuple[BaseReplicas, str] | None = None
+        for base in bases:
+            try:
+                replica_id = base.router.choose(route.request)
+            except NoReplica:
+                continue
+            if self._fits(route, replica_id):
+                return base, replica_id
+            too_small = too_small or (base, replica_id)
+        if self._own in bases and (too_small is None or self._local.is_ready):
             # This server may be draining, but it still runs the requests that it has accepted.
-            return self._local_id
-        return replica_id if self._fits(route, replica_id) or not self._local.is_ready else self._local_id
+            return self._own, self._local_id
+        if too_small is None:
+            raise EngineUnavailable("no server of a base that may run the request is ready")
+        return too_small
 
     def _fits(self, route: Route, replica_id: str) -> bool:
         info = self._engines[replica_id].info
@@ -216,9 +247,10 @@ class RoutedEngine:
             route.num_losses += 1
             if route.num_losses > MAX_MOVES:
                 return None
-        lost_id = route.replica_id
+        base, lost_id = route.base, route.replica_id
+        assert base is not None
         self._leave(route)
-        self._leave_out(lost_id)
+        base.leave_out(lost_id)
         route.has_moved = True
         try:
             stream = self._place(route)
@@ -232,9 +264,11 @@ class RoutedEngine:
     def _move_to_free_slot(self, route: Route) -> Stream | None:
         full_id = route.replica_id
         route.overloaded_ids.add(full_id)
+        # The preferred base comes first, then the least busy of its replicas.
         free = [
-            view
-            for view in self._views
+            (position, view.num_running / view.capacity, base, view.id)
+            for position, base in enumerate(self._bases_of(route))
+            for view in base.views
             if view.id not in route.overloaded_ids
             and not view.is_draining
             and view.num_running + view.num_waiting < view.capacity
@@ -244,8 +278,9 @@ class RoutedEngine:
             return None
         self._leave(route)
         route.has_moved = True
+        _, _, base, replica_id = min(free, key=lambda found: found[:2])
         try:
-            stream = self._submit_to(min(free, key=lambda view: view.num_running / view.capacity).id, route)
+            stream = self._submit_to(base, replica_id, route)
         except EngineUnavailable:
             return None
         if full_id != self._local_id:
@@ -253,18 +288,10 @@ class RoutedEngine:
         return stream
 
     def _leave(self, route: Route) -> None:
-        if route.engine is not None:
-            self._router.note_ended(route.replica_id, route.request)
+        if route.engine is not None and route.base is not None:
+            route.base.router.note_ended(route.replica_id, route.request)
             self._routes.pop(route.add.sequence_id, None)
             route.engine = None
-
-    def _leave_out(self, replica_id: str) -> None:
-        """Send no sequences to a lost replica until the next update."""
-        self._show([view for view in self._views if view.id != replica_id])
-
-    def _show(self, views: Sequence[ReplicaView]) -> None:
-        self._views = views
-        self._router.update(views)
 
     def _note_outcome(self, route: Route, end: Finished) -> None:
         if route.replica_id != self._local_id:

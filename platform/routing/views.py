@@ -20,6 +20,8 @@ class ReplicaView:
     id: str
     is_local: bool
     """True for this server's own engine, which needs no forwarding."""
+    base_id: str | None = None
+    """The base that the engine serves. A router gets the views of only one base."""
     num_running: int
     num_waiting: int
     capacity: int

@@ -127,6 +127,9 @@ class GatewayMetrics:
         self.forwarded = self._counter(
             "loramux_forwarded_sequences", "Sequences that other servers ran for this one, by outcome", "outcome"
         )
+        self.base_fallbacks = self._counter(
+            "loramux_base_fallbacks", "Sequences that another base than the drawn one ran"
+        )
         self.replica_refusals = self._counter(
             "loramux_replica_refusals", "Refused servers, claims and connections, by reason", "reason"
         )

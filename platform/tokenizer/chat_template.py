@@ -45,6 +45,10 @@ class ChatTemplate:
         except Exception as error:  # a malformed template can raise anything
             raise ModelFilesError(f"the chat template of {model_dir} is malformed: {reason(error)}") from error
 
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return self._sources
+
     def source(self, *, has_tools: bool) -> str:
         """Return the template for a conversation with or without tools. Raises TemplateRefused if there is none."""
         return self._sources[self._name(has_tools)]

@@ -63,6 +63,7 @@ A refused call changes nothing. Two simultaneous pushes of the same files both g
 | deleting an adapter that has versions | 409 | `adapter_in_use` |
 | archiving a version that an alias names | 409 | `version_in_use` |
 | forgetting a base that a server serves | 409 | `base_in_use` |
+| dividing requests between bases with different tokenizers | 409 | `bases_differ` |
 """
 
 

@@ -17,6 +17,7 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
@@ -84,15 +85,19 @@ async def open_gateway(
     tracing: Tracing | None = None,
     max_model_len: int = 256,
     routed: tuple[RoutedEngine, ScriptedEngine] | None = None,
+    draw: BaseDraw | None = None,
 ) -> AsyncIterator[Gateway]:
-    """Open a gateway over a new scripted engine or, with `routed`, over a routed engine and its scripted engine."""
+    """Open a gateway over a new scripted engine or, with `routed`, over a routed engine and its scripted engine.
+
+    With `draw`, versions must be valid for one of its bases.
+    """
     engine = ScriptedEngine(max_model_len=max_model_len) if routed is None else routed[1]
     tenants, api_keys = Tenants(database), ApiKeys(database, "the operator's key of 32 characters")
     services = GatewayServices.compose(
         database=database,
         tenants=tenants,
         api_keys=api_keys,
-        registry=AdapterRegistry(database),
+        registry=AdapterRegistry(database, base_id=None if draw is None else draw.own),
         engine=engine if routed is None else routed[0],
         tokenizer=tokenizer,
         templates=TenantTemplates(read_special_tokens(DEMO_BASE)),
@@ -103,6 +108,7 @@ async def open_gateway(
         spool=spool,
         tracing=tracing,
         is_held_elsewhere=held_nowhere_else if routed is None else routed[0].holds_elsewhere,
+        draw=draw,
     )
     tenant = tenants.get("acme") or tenants.create("acme")
     key = api_keys.create(tenant.id, "test").secret

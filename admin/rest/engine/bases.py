@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Request, Response
 from typing_extensions import TypedDict
 
 from loramux.adapter_store.registry.base_servers import BaseServer, ServerState
 from loramux.adapter_store.registry.bases import Base, RejectedVersion
 from loramux.admin.rest.access import PlatformAdmin, PlatformReader, Services
+from loramux.admin.rest.bodies import BaseWeights, read_json
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, whole_list
-from loramux.platform.openai_api.openapi import errors
+from loramux.platform.openai_api.openapi import errors, takes
 
 router = APIRouter(prefix="/bases", tags=["bases"])
 
@@ -34,6 +35,7 @@ class BaseDocument(TypedDict):
     """A base that a server on this database serves, or has served. The counts cover versions in the state `ready`.
 
     `pending` versions have not been validated for the base yet. `is_own` marks the base of the server that answers.
+    `weight` is the base's share of the requests, out of the sum of all weights, or null if the base does not take part.
     """
 
     object: Literal["base"]
@@ -44,6 +46,7 @@ class BaseDocument(TypedDict):
     num_validated: int
     num_rejected: int
     num_pending: int
+    weight: int | None
     servers: list[BaseServerDocument]
 
 
@@ -76,6 +79,21 @@ async def list_bases(services: Services, caller: PlatformReader) -> ListDocument
     """
     bases = await services.call(services.bases.list)
     return whole_list([_describe(base, services.registry.base_id) for base in bases])
+
+
+@router.put("/weights", openapi_extra=takes(BaseWeights), responses=errors(404, 409))
+async def set_weights(request: Request, services: Services, caller: PlatformAdmin) -> ListDocument[BaseDocument]:
+    """Divide requests between bases by weight, for example between an old and a new version of a model.
+
+    The servers of these bases must share requests. Each sends a tenant's requests for an adapter to a server of the
+    base that the weights choose for them. If no server of that base can run a request, or the version is not valid for
+    it, another base in the list runs the request. The call replaces all weights. An empty list removes them, and each
+    server then runs requests only on its own base. Bases with different tokenizers, chat templates or served names are
+    refused.
+    """
+    body = await read_json(request, BaseWeights)
+    await services.call(services.bases.set_weights, body.by_base())
+    return await list_bases(services, caller)
 
 
 @router.get("/{base_id}")
@@ -126,6 +144,7 @@ def _describe(base: Base, own_id: str | None) -> BaseDocument:
         "num_validated": base.num_validated,
         "num_rejected": base.num_rejected,
         "num_pending": base.num_pending,
+        "weight": base.weight,
         "servers": [_describe_server(server) for server in base.servers],
     }
 

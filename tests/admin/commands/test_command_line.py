@@ -123,6 +123,14 @@ def test_preloaded_version_appears_in_residency_and_jobs(
     refused = loramux("bases", "forget", "aaaa", "--json")
     assert (refused.exit_code, json.loads(refused.stdout)["error"]["code"]) == (1, "base_in_use")
     own.leave()
+    for base in "ab":
+        admin_side.services.bases.register(base * 64, "llama", "f" * 64)
+    divided = "requests are divided: aaaaaaaaaaaaaaaa 75 %, bbbbbbbbbbbbbbbb 25 %\n"
+    assert loramux("bases", "weight", "aaa=75", "b=25").stdout == divided
+    assert loramux("bases", "weight", "a=1", "b=x").exit_code == loramux("bases", "weight").exit_code == 2
+    refused = loramux("bases", "weight", "a=0", "b=0")
+    assert (refused.exit_code, "must be above 0" in refused.stderr) == (1, True)
+    assert "only on its own base" in loramux("bases", "weight", "--clear").stdout
     assert loramux("bases", "forget", "aaaa").stdout == "forgot base aaaaaaaaaaaaaaaa\n"
     alone = loramux("residency", "--all")
     assert (alone.exit_code, "--peer-address" in alone.stderr) == (1, True)

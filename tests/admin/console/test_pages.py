@@ -90,6 +90,7 @@ async def test_missing_object_gets_a_not_found_page(operator: Browser, path: str
         "/tenants/%E2%80%AE",
         "/bases?base=%00",
         "/bases/%00/revalidate",
+        "/bases/weights?base=%00&weight_%00=1",
     ],
 )
 async def test_bad_input_never_causes_a_server_error(operator: Browser, path: str) -> None:
@@ -321,7 +322,7 @@ async def test_markup_in_names_is_escaped_on_every_page(
     pages += [f"/keys/{key.key.id}/revoke", f"/requests/{running}/cancel", "/jobs?state=succeeded"]
     pages += [f"{adapter}/move?alias=new&version=1&weight_1=1", f"{adapter}/grants/remove?tenant=%3Cb%3E%00"]
     base = _rejecting_base(console_side, "e" * 64, "marked-too")
-    pages += [f"/bases?base={base}", f"/bases/{base}/revalidate", f"/bases/{base}/forget"]
+    pages += [f"/bases?base={base}", f"/bases/{base}/revalidate", f"/bases/{base}/forget", "/bases/weights"]
     num_shown = 0
     async with client_of(spoilt) as client:
         client.cookies = operator.client.cookies
@@ -495,6 +496,24 @@ async def test_bases_show_their_servers_and_rejected_versions(console_side: Admi
     assert f"/console/bases/{base}/forget" in page
     assert "is forgotten" in await operator.confirm(f"/bases/{base}/forget")
     assert base not in (await operator.get("/bases")).text
+
+
+async def test_weights_divide_requests_between_bases(console_side: AdminSide, operator: Browser) -> None:
+    for base in "56":
+        console_side.services.bases.register(base * 64, "divided", "f" * 64)
+    assert "/console/bases/weights" in (await operator.get("/bases")).text
+    five, six = "5" * 64, "6" * 64
+    chosen = f"base={five}&base={six}&weight_{five}=90&weight_{six}=10"
+    assert "(90 %) and divided" in (await operator.get(f"/bases/weights?{chosen}")).text
+    assert "Requests are now served by divided" in await operator.confirm(f"/bases/weights?{chosen}")
+    assert 'value="90"' in (await operator.get("/bases/weights")).text
+    assert "at least two bases" in (await operator.get(f"/bases/weights?base={five}&weight_{five}=1")).text
+    assert "must be a whole number" in (await operator.get(f"/bases/weights?base={five}&weight_{five}=x")).text
+    none = f"base={five}&base={six}"
+    assert "Remove weights" in (await operator.get(f"/bases/weights?{none}")).text
+    assert "the base of the server" in await operator.confirm(f"/bases/weights?{none}")
+    for base in "56":
+        console_side.services.bases.forget(base * 64)
 
 
 def _rejecting_base(side: AdminSide, base_id: str, slug: str) -> str:

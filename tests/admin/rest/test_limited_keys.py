@@ -275,6 +275,7 @@ REFUSED = {
     "POST /requests/{request_id}/cancel",
     "POST /tenants",
     "PUT /adapters/{adapter_id}/grants/{tenant}",
+    "PUT /bases/weights",
     "PUT /quotas/tenants/{tenant}/{metric}",
 }
 """Routes that return 403 whether or not the object exists."""

@@ -91,6 +91,9 @@ CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
         f"/adapters/{caller.adapter_id}/versions/1/archive", {}
     ),
     "forgetting a base that a server serves": lambda caller: caller.delete(f"/bases/{'b' * 64}"),
+    "dividing requests between bases with different tokenizers": lambda caller: caller.http.put(
+        f"{BASE}/bases/weights", json={"weights": [{"base": base * 64, "weight": 1} for base in "bc"]}
+    ),
 }
 
 
@@ -104,7 +107,8 @@ def made(console_side: AdminSide) -> tuple[Any, str, str, str]:
     values = {"state": "ready", "digest": "d" * 64, "upload_id": new_id("upl"), "report": {}, "created_us": 1}
     with services.database.write() as connection:
         connection.execute(insert(adapter_versions).values(**values, id=new_id("adv"), adapter_id=adapter.id, number=1))
-    OwnServer(services.database, "b" * 64, "llama", "host:8000").report(is_draining=False)
+    OwnServer(services.database, "b" * 64, "llama", "host:8000", "e" * 64).report(is_draining=False)
+    services.bases.register("c" * 64, "llama", "f" * 64)
     AdapterAliases(services.database).set(adapter.id, "default", {1: 100})
     return create_admin_app(services), key.key.id, key.secret, adapter.id
 

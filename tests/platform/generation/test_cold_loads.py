@@ -257,7 +257,7 @@ async def test_stale_report_is_refreshed_before_an_adapter_is_called_cold(
 @pytest.mark.anyio
 async def test_adapter_held_by_another_server_is_cold_only_for_the_own_pool() -> None:
     engine, held = ScriptedEngine(), {digest("held")}
-    cold_loads = ColdLoads(engine, is_held_elsewhere=held.__contains__)
+    cold_loads = ColdLoads(engine, is_held_elsewhere=lambda digest, base_id: digest in held)
 
     async def is_cold(name: str, is_tied: bool = False) -> bool:
         async with cold_loads.admitting("ten_1", digest(name), is_tied) as is_cold:
@@ -265,3 +265,18 @@ async def test_adapter_held_by_another_server_is_cold_only_for_the_own_pool() ->
 
     assert [await is_cold(name) for name in ("held", "other")] == [False, True]
     assert await is_cold("held", is_tied=True)
+
+
+@pytest.mark.anyio
+async def test_request_of_another_base_is_cold_if_no_server_of_that_base_holds_the_adapter() -> None:
+    engine = ScriptedEngine()
+    engine.resident[digest("resident")] = 1
+    held = {(digest("held"), "other")}
+    cold_loads = ColdLoads(engine, is_held_elsewhere=lambda digest, base_id: (digest, base_id) in held)
+
+    async def is_cold(name: str, other_base: str | None) -> bool:
+        async with cold_loads.admitting("ten_1", digest(name), other_base=other_base) as is_cold:
+            return is_cold
+
+    assert [await is_cold(name, "other") for name in ("held", "resident", "resident")] == [False, True, False]
+    assert [await is_cold(name, None) for name in ("held", "resident")] == [True, False]

@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgspec
 
 from loramux.engine.messages import PROTOCOL, Add, Finished, SamplingParams, SequenceOutput
 from loramux.migrations.database import Database
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.certificates import OwnCertificates
 from loramux.platform.replicas.peer_listener import PeerListener
@@ -30,6 +32,8 @@ from loramux.platform.threads import call_on
 from tests.platform.replicas.served_engine import ServedEngine
 
 PATIENCE_S = 60
+PROMPTS = "f" * 64
+"""The hash of the tokenizer and chat templates of each server's base."""
 
 
 @dataclass
@@ -68,6 +72,7 @@ class Replica:
     engine: RoutedEngine
     router: ChosenRouter
     presence: Presence
+    draw: BaseDraw
     listener: PeerListener
     metrics: GatewayMetrics
 
@@ -87,6 +92,7 @@ def own_row(name: str, scripted: ScriptedEngine, **changes: Any) -> ReplicaRow:
         id=name,
         address="127.0.0.1:1",
         base=base_fingerprint(scripted.info),
+        base_id=scripted.info.base_sha256,
         version="1",
         protocol=PROTOCOL,
         state="serving",
@@ -108,19 +114,29 @@ async def open_replica(
     threads: Executor,
     directory: Path,
     clock: Callable[[], float] = time.monotonic,
+    base_id: str = "",
 ) -> AsyncIterator[Replica]:
-    scripted, metrics, router = ScriptedEngine(), GatewayMetrics(), ChosenRouter()
+    scripted, metrics, router = ScriptedEngine(base_sha256=base_id), GatewayMetrics(), ChosenRouter()
+    draw = BaseDraw(base_id, PROMPTS)
     served = ServedEngine(scripted, directory / f"{name}.sock")
     listening = bound()
     host, port = listening.getsockname()
     listener = PeerListener(listening, served, lambda reason: metrics.replica_refusals.labels(reason).inc())
-    engine = RoutedEngine(scripted, name, router, lambda outcome: metrics.forwarded.labels(outcome).inc())
+    engine = RoutedEngine(
+        scripted,
+        name,
+        chain([router], iter(ChosenRouter, None)).__next__,
+        lambda outcome: metrics.forwarded.labels(outcome).inc(),
+        metrics.base_fallbacks.inc,
+        base_id=base_id,
+    )
     presence = Presence(
         own=own_row(name, scripted, address=f"{host}:{port}"),
         table=ReplicaTable(database),
         certificates=OwnCertificates(name),
         local=scripted,
         engine=engine,
+        draw=draw,
         listener=listener,
         metrics=metrics,
         call=partial(call_on, threads),
@@ -135,6 +151,7 @@ async def open_replica(
             engine=engine,
             router=router,
             presence=presence,
+            draw=draw,
             listener=listener,
             metrics=metrics,
         )
@@ -145,12 +162,15 @@ async def open_replica(
 
 @asynccontextmanager
 async def two_replicas(
-    database: Database, threads: Executor, directory: Path
+    database: Database, threads: Executor, directory: Path, base_ids: tuple[str, str] = ("", "")
 ) -> AsyncIterator[tuple[Replica, Replica]]:
-    """Two connected servers. The first forwards its requests to the second until a test changes that."""
+    """Two connected servers. The first forwards its requests to the second until a test changes that.
+
+    If their bases differ, requests must be divided between these bases.
+    """
     async with (
-        open_replica("rep_a", database, threads, directory) as first,
-        open_replica("rep_b", database, threads, directory) as second,
+        open_replica("rep_a", database, threads, directory, base_id=base_ids[0]) as first,
+        open_replica("rep_b", database, threads, directory, base_id=base_ids[1]) as second,
     ):
         async with asyncio.timeout(PATIENCE_S):
             while any(replica.metric("loramux_peers", state="connected") < 1 for replica in (first, second)):

@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 
+from loramux.adapter_store.registry.bases import Bases
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
-from tests.platform.ready_adapters import digest_of
-from tests.platform.replicas.lab import Replica, beat, two_replicas, until
+from tests.platform.ready_adapters import add_ready_adapter, digest_of
+from tests.platform.replicas.lab import PROMPTS, Replica, beat, two_replicas, until
 
 pytestmark = pytest.mark.anyio
+
+OLD, NEW = "a" * 64, "b" * 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +47,30 @@ class Pair:
 
 @asynccontextmanager
 async def open_pair(
+    database: Database,
+    tokenizer: ModelTokenizer,
+    threads: ThreadPoolExecutor,
+    directory: Path,
+    base_ids: tuple[str, str] = ("", ""),
+) -> AsyncIterator[Pair]:
+    async with two_replicas(database, threads, directory, base_ids) as (first, second):
+        routed = first.engine, first.scripted
+        draw = first.draw if any(base_ids) else None
+        async with open_gateway(database, tokenizer, threads, routed=routed, draw=draw) as gateway:
+            yield Pair(gateway=gateway, first=first, second=second)
+
+
+@asynccontextmanager
+async def open_bases(
     database: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, directory: Path
 ) -> AsyncIterator[Pair]:
-    async with (
-        two_replicas(database, threads, directory) as (first, second),
-        open_gateway(database, tokenizer, threads, routed=(first.engine, first.scripted)) as gateway,
-    ):
-        yield Pair(gateway=gateway, first=first, second=second)
+    """A server of the base OLD with a gateway, and one of the base NEW, which gets all requests at first."""
+    bases = Bases(database)
+    for base_id in (OLD, NEW):
+        bases.register(base_id, "base", PROMPTS)
+    bases.set_weights({OLD: 0, NEW: 100})
+    async with open_pair(database, tokenizer, threads, directory, (OLD, NEW)) as pair:
+        yield pair
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -133,3 +153,46 @@ async def test_adapter_held_by_another_server_is_no_cold_load(
         assert (await pair.complete(model="held"))["status"] == 200
         assert (await pair.complete(model="cold"))["status"] == 429
         assert [add.digest for add in pair.second.scripted.adds] == [digest_of("acme/held@1")]
+
+
+async def test_weights_move_requests_to_another_base_and_back(
+    clocked: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with open_bases(clocked, tokenizer, threads, tmp_path) as pair:
+        bases, answers, bills = Bases(clocked), [], []
+        for weights in ({OLD: 0, NEW: 100}, {OLD: 100, NEW: 0}, {}):
+            bases.set_weights(weights)
+            await beat(pair.first, pair.second)
+            before = len(pair.bills())
+            answers.append([await pair.complete(**request) for request in REQUESTS])
+            bills.append(pair.bills()[before:])
+        assert (len(pair.second.scripted.adds), len(pair.first.scripted.adds)) == (9, 18)
+        assert [[answer["status"] for answer in found] for found in answers] == [[200] * len(REQUESTS)] * 3
+        assert bills[0] == bills[1] == bills[2]
+        assert pair.first.metric("loramux_base_fallbacks_total") == 0
+        # Without weights, the servers refuse each other again.
+        assert pair.first.metric("loramux_peers", state="refused") == 1
+
+
+async def test_base_that_cannot_serve_a_request_leaves_it_to_the_other(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    async with open_bases(accounts, tokenizer, threads, tmp_path) as pair:
+        first, second = pair.first.scripted.adds, pair.second.scripted.adds
+        for name, base_id in (("old", OLD), ("new", NEW), ("none", None)):
+            digests = [digest_of(name)]
+            add_ready_adapter(accounts, pair.gateway.tenant.id, name, digests, base_id=base_id)
+        answers = {name: await pair.complete(model=name) for name in ("old", "new", "none")}
+        assert {name: answer["status"] for name, answer in answers.items()} == {"old": 200, "new": 200, "none": 409}
+        assert answers["none"]["error"]["code"] == "adapter_not_validated"
+        assert [add.digest for add in first] == [digest_of("old")]
+        assert [add.digest for add in second] == [digest_of("new")]
+        assert pair.first.metric("loramux_base_fallbacks_total") == 1
+        # The drawn base loses its last server.
+        await pair.second.presence.close()
+        await beat(pair.first)
+        assert (await pair.complete())["status"] == 200
+        assert (await pair.complete(model="new"))["status"] == 503
+        assert (len(first), len(second)) == (2, 1)
+        assert pair.first.metric("loramux_base_fallbacks_total") == 2
+        assert [bill[:2] for bill in pair.bills()][-2:] == [("completed", "base"), ("failed", "acme/new@1")]

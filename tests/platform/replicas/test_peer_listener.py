@@ -5,9 +5,10 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -64,7 +65,7 @@ class Side:
         assert self.served.engine.info is not None
         row = own_row("rep_a", self.served.engine, address=f"127.0.0.1:{self.port}")
         peer = Peer(row=row, certificates=self.certificates, holds=frozenset(), since_s=0.0)
-        return PeerEngine(peer, lambda: self.friend.in_use, row.base, Joining(first_delay_s=0.01, max_delay_s=0.02))
+        return PeerEngine(peer, lambda: self.friend.in_use, Joining(first_delay_s=0.01, max_delay_s=0.02))
 
 
 @asynccontextmanager
@@ -205,10 +206,19 @@ async def test_dead_engine_tells_which_sequences_ran(tmp_path: Path) -> None:
         await engine.close()
 
 
-async def test_row_that_lies_about_its_base_is_not_joined(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"base": base_fingerprint(EngineReady(max_model_len=1, num_pages=1, page_tokens=1, device="", dtype=""))},
+        {"base_id": "b" * 64},
+        {"base_id": None},
+    ],
+    ids=["another dtype", "another base", "no base"],
+)
+async def test_row_that_lies_about_its_base_is_not_joined(tmp_path: Path, claim: dict[str, Any]) -> None:
     async with listening(tmp_path) as side:
         engine = side.engine()
-        engine._base = base_fingerprint(EngineReady(max_model_len=1, num_pages=1, page_tokens=1, device="", dtype=""))
+        engine.peer = replace(engine.peer, row=msgspec.structs.replace(engine.peer.row, **claim))
         engine.follow()
         await until(lambda: engine.trouble is not None)
         assert "a different base" in str(engine.trouble)

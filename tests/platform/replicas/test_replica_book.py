@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from loramux.adapter_store.registry.base_shares import BaseShare
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.certificates import LIFETIME_S, OwnCertificates
 from loramux.platform.replicas.replica_book import FORGOTTEN_S, GONE_S, ReplicaBook
@@ -20,10 +22,11 @@ from loramux.platform.replicas.residency import (
 )
 from loramux.platform.routing.views import digest_prefix
 from tests.platform.ready_adapters import digest_of
-from tests.platform.replicas.lab import own_row
+from tests.platform.replicas.lab import PROMPTS, own_row
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 PEM = OwnCertificates("rep_b", lambda: NOON).pem
+OWN, OTHER = "a" * 64, "b" * 64
 
 
 class Observed:
@@ -33,9 +36,12 @@ class Observed:
         self.clock_s = 100.0
         self.now = NOON
         self.refusals: Counter[str] = Counter()
-        own = own_row("rep_a", ScriptedEngine())
-        self.book = ReplicaBook(own, self.count, lambda: self.clock_s, lambda: self.now)
-        self.row: Mapping[str, Any] = msgspec.structs.asdict(own_row("rep_b", ScriptedEngine(), certificates=PEM))
+        own = own_row("rep_a", ScriptedEngine(base_sha256=OWN))
+        self.shares: tuple[BaseShare, ...] = ()
+        self.book = ReplicaBook(own, BaseDraw(OWN, PROMPTS), self.count, lambda: self.clock_s, lambda: self.now)
+        self.row: Mapping[str, Any] = msgspec.structs.asdict(
+            own_row("rep_b", ScriptedEngine(base_sha256=OWN), certificates=PEM)
+        )
 
     def count(self, reason: str) -> None:
         self.refusals[reason] += 1
@@ -47,7 +53,8 @@ class Observed:
         self.clock_s += after_s
         beat = self.row["beat"] + is_alive
         self.row = {**self.row, "beat": beat, **changes}
-        self.book.note(TableReading(rows=[self.row], summaries={} if summary is None else {"rep_b": summary}))
+        summaries = {} if summary is None else {"rep_b": summary}
+        self.book.note(TableReading(rows=[self.row], summaries=summaries, shares=self.shares))
         return list(self.book.peers)
 
 
@@ -104,6 +111,30 @@ def test_other_servers_are_refused_once_with_a_sentence(
     assert observed.refusals == {reason: 1}
     assert observed.read(**good) == ["rep_b"]
     assert not observed.book.refused
+
+
+@pytest.mark.parametrize(
+    ("shares", "is_accepted"),
+    [
+        pytest.param({}, False, id="no weights"),
+        pytest.param({OWN: 50, OTHER: 50}, True, id="both bases"),
+        pytest.param({OWN: 100, OTHER: 0}, True, id="a weight of 0"),
+        pytest.param({OWN: 50, "c" * 64: 50}, False, id="a third base"),
+        pytest.param({OTHER: 50, "c" * 64: 50}, False, id="other bases"),
+    ],
+)
+def test_servers_of_other_bases_are_accepted_while_requests_are_divided(
+    observed: Observed, shares: Mapping[str, int], is_accepted: bool
+) -> None:
+    observed.shares = tuple(
+        BaseShare(base_id=base_id, weight=weight, prompt_sha256=PROMPTS) for base_id, weight in shares.items()
+    )
+    assert observed.read(base="0" * 64, base_id=OTHER) == (["rep_b"] if is_accepted else [])
+    # A server with the own base in another format is no other version.
+    assert observed.read(base="0" * 64, base_id=OWN) == []
+    observed.shares = ()
+    assert observed.read(base="0" * 64, base_id=OTHER) == []
+    assert observed.refusals == {"base": 1}
 
 
 def test_expired_certificate_is_refused(observed: Observed) -> None:

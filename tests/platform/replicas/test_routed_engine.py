@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 
 from loramux.engine.messages import Add, Finished, SequenceOutput
+from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.engine_link.sequence_stream import SequenceStream
@@ -14,7 +16,7 @@ from loramux.platform.replicas.route import routing_request
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.views import ReplicaView
 from tests.platform.ready_adapters import digest_of
-from tests.platform.replicas.lab import ChosenRouter, add, collect
+from tests.platform.replicas.lab import ChosenRouter, add, collect, until
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +28,7 @@ class LosableEngine(ScriptedEngine):
         super().__init__(max_model_len=max_model_len)
         self.streams: list[SequenceStream] = []
 
-    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+    def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         if not self.is_ready:
             raise EngineUnavailable("the engine is not running")
         self.adds.append(add)
@@ -42,7 +44,7 @@ class LosableEngine(ScriptedEngine):
 class DyingEngine(LosableEngine):
     """An engine that is lost as soon as it gets a sequence."""
 
-    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+    def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         stream = super().submit(add)
         self.lose()
         return stream
@@ -53,7 +55,7 @@ class RefusingEngine(ScriptedEngine):
         super().__init__()
         self._code = code
 
-    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+    def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         self.adds.append(add)
         stream = SequenceStream(add)
         stream.put(
@@ -68,10 +70,13 @@ class RefusingEngine(ScriptedEngine):
         return stream
 
 
-def view(name: str, *holds: int, is_draining: bool = False, num_running: int = 0) -> ReplicaView:
+def view(
+    name: str, *holds: int, is_draining: bool = False, num_running: int = 0, base_id: str | None = None
+) -> ReplicaView:
     return ReplicaView(
         id=name,
         is_local=name == "local",
+        base_id=base_id,
         num_running=num_running,
         num_waiting=0,
         capacity=8,
@@ -91,10 +96,19 @@ class Fleet:
         self.router = ChosenRouter(["peer", "other", "local"])
         self.outcomes: Counter[str] = Counter()
         self.clock_s = 10.0
+        self.num_fallbacks = 0
         self.engine = RoutedEngine(
-            self.local, "local", self.router, lambda outcome: self.outcomes.update([outcome]), lambda: self.clock_s
+            self.local,
+            "local",
+            lambda: self.router,
+            lambda outcome: self.outcomes.update([outcome]),
+            self.note_fallback,
+            lambda: self.clock_s,
         )
         self.report()
+
+    def note_fallback(self) -> None:
+        self.num_fallbacks += 1
 
     def report(self) -> None:
         views = [view(name) for name in ("local", "peer", "other")]
@@ -140,7 +154,7 @@ async def test_sequence_that_may_have_run_ends_with_the_error(fleet: Fleet, why:
 
 async def test_waiting_sequence_of_the_own_dead_engine_runs_elsewhere() -> None:
     local, peer = LosableEngine(), ScriptedEngine()
-    engine = RoutedEngine(local, "local", ChosenRouter(["local"]), lambda outcome: None)
+    engine = RoutedEngine(local, "local", lambda: ChosenRouter(["local"]), lambda outcome: None, lambda: None)
     engine.update([view("local"), view("peer")], {"peer": peer})
     stream = engine.submit(add("one"))
     local.lose()
@@ -229,6 +243,99 @@ async def test_stopped_reader_leaves_nothing_behind(fleet: Fleet) -> None:
     assert fleet.router.in_flight == ["peer"]
     await stream.aclose()  # type: ignore[attr-defined]
     assert fleet.router.in_flight == []
+
+
+class TwoBases:
+    """A server of the base `old`, and two of the base `new`, `large` and `small`."""
+
+    def __init__(self) -> None:
+        self.local, self.large, self.small = LosableEngine(), LosableEngine(), LosableEngine(max_model_len=16)
+        self.num_fallbacks = 0
+        self.routers: list[ChosenRouter] = []
+        self.engine = RoutedEngine(
+            self.local, "local", self.new_router, lambda outcome: None, self.note_fallback, base_id="old"
+        )
+        self.report(view("local", base_id="old"), view("large", base_id="new"), view("small", base_id="new"))
+
+    def new_router(self) -> ChosenRouter:
+        self.routers.append(ChosenRouter())
+        return self.routers[-1]
+
+    def note_fallback(self) -> None:
+        self.num_fallbacks += 1
+
+    def report(self, *views: ReplicaView) -> None:
+        self.engine.update(views, {"large": self.large, "small": self.small})
+
+    def submit(self, *bases: str, max_tokens: int = 4, drawn: str = "new") -> AsyncIterator[object]:
+        order = BaseOrder(drawn=drawn, bases=bases, own="old")
+        return self.engine.submit(add("one", max_tokens), order)
+
+    @property
+    def num_adds(self) -> tuple[int, int, int]:
+        return len(self.local.adds), len(self.large.adds), len(self.small.adds)
+
+
+@pytest.fixture
+def two() -> TwoBases:
+    return TwoBases()
+
+
+def test_sequence_runs_on_the_first_base_that_can_run_it(two: TwoBases) -> None:
+    two.submit("new", "old")
+    assert two.num_adds == (0, 1, 0)
+    two.submit("old", "new", drawn="old")
+    assert two.num_adds == (1, 1, 0)
+    assert two.num_fallbacks == 0
+    # The adapter is not valid for the drawn base.
+    two.submit("old")
+    assert (two.num_adds, two.num_fallbacks) == ((2, 1, 0), 1)
+    # No server of the drawn base takes the sequence: they are draining, or their context is too small.
+    two.report(
+        view("local", base_id="old"), view("large", is_draining=True, base_id="new"), view("small", base_id="new")
+    )
+    two.submit("new", "old", max_tokens=20)
+    assert (two.num_adds, two.num_fallbacks) == ((3, 1, 0), 2)
+    two.report(view("local", base_id="old"))
+    two.submit("new", "old")
+    assert (two.num_adds, two.num_fallbacks) == ((4, 1, 0), 3)
+    assert [sorted(router.in_flight) for router in two.routers] == [["local"] * 4, ["large"]]
+
+
+def test_no_sequence_runs_on_a_base_that_its_adapter_is_not_valid_for(two: TwoBases) -> None:
+    two.report(view("local", base_id="old"))
+    with pytest.raises(EngineUnavailable):
+        two.submit("new")
+    two.large.die()
+    two.report(view("local", base_id="old"), view("large", base_id="new"))
+    with pytest.raises(EngineUnavailable):
+        two.submit("new")
+    assert two.num_adds == (0, 0, 0)
+
+
+async def test_unstarted_sequence_of_a_lost_server_stays_with_its_base(two: TwoBases) -> None:
+    stream = two.submit("new", "old")
+    following = asyncio.ensure_future(anext(aiter(stream)))
+    two.large.lose()
+    await until(lambda: two.num_adds == (0, 1, 1))
+    assert two.num_fallbacks == 0
+    two.small.lose()
+    await until(lambda: two.num_adds == (1, 1, 1))
+    assert two.num_fallbacks == 1
+    two.local.streams[0].put(SequenceOutput(sequence_id="one", token_ids=(7,)))
+    assert await following == SequenceOutput(sequence_id="one", token_ids=(7,))
+
+
+def test_each_base_has_its_own_holders(two: TwoBases) -> None:
+    digest = digest_of("one")
+    prefix = int(digest[:16], 16)
+    two.report(view("local", prefix, base_id="old"), view("large", prefix, base_id="new"))
+    assert [two.engine.holds_elsewhere(digest, base) for base in (None, "old", "new", "third")] == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_draining_replica_holds_nothing_for_new_requests(fleet: Fleet) -> None:

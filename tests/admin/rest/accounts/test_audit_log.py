@@ -55,6 +55,7 @@ ELSEWHERE = {
     # These routes need an engine, an upload or another base. Other test modules check their audit records.
     ("POST", "/admin/v1/bases/{base_id}/revalidate"): "base.revalidate",
     ("DELETE", "/admin/v1/bases/{base_id}"): "base.forget",
+    ("PUT", "/admin/v1/bases/weights"): "base.weight",
     ("POST", f"{_ADAPTER}/versions"): "version.create",
     ("POST", f"{_ADAPTER}/versions/{{number}}/pin"): "version.pin",
     ("POST", f"{_ADAPTER}/versions/{{number}}/unpin"): "version.unpin",

@@ -123,11 +123,60 @@ async def test_only_a_base_without_servers_is_forgotten(operator: httpx.AsyncCli
     assert (entry["target"], entry["changes"]) == (OLD, {"served_name": ["llama", None]})
 
 
+async def test_weights_divide_requests_between_bases(operator: httpx.AsyncClient, services: AdminServices) -> None:
+    for base_id in (OLD, NEW):
+        services.bases.register(base_id, "llama", "f" * 64)
+    weights = [{"base": OLD, "weight": 90}, {"base": NEW, "weight": 10}]
+    answer = (await operator.put("/bases/weights", json={"weights": weights})).json()
+    assert [one["weight"] for one in answer["data"]] == [90, 10]
+    assert (await operator.get(f"/bases/{NEW}")).json()["weight"] == 10
+    (entry,) = (await operator.get("/audit_log?action=base.weight")).json()["data"]
+    assert (entry["actor"], entry["target"], entry["changes"]) == (
+        "operator",
+        "bases",
+        {OLD: [None, 90], NEW: [None, 10]},
+    )
+    answer = (await operator.put("/bases/weights", json={"weights": []})).json()
+    assert [one["weight"] for one in answer["data"]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("weights", "status", "code"),
+    [
+        ([(OLD, 1)], 400, "invalid_weights"),
+        ([(OLD, 1), (OLD, 2)], 400, "invalid_weights"),
+        ([(OLD, 0), (NEW, 0)], 400, "invalid_weights"),
+        ([(OLD, -1), (NEW, 1)], 400, "invalid_weight"),
+        ([(OLD, 1), (NEW, 10**18)], 400, "invalid_weight"),
+        ([(OLD, 1), (NEW, 0.5)], 400, "invalid_type"),
+        ([(OLD, 1), (NEW, True)], 400, "invalid_type"),
+        ([(OLD, 1), ("llama\0", 1)], 400, "invalid_value"),
+        ([(OLD, 1), ("c" * 64, 1)], 404, "base_not_found"),
+        ([(OLD, 1), (NEW, 1)], 409, "bases_differ"),
+    ],
+    ids=["one", "twice", "zeros", "negative", "huge", "fraction", "boolean", "no identifier", "unknown", "tokenizers"],
+)
+async def test_bad_weights_are_refused(
+    admin_side: AdminSide, weights: list[tuple[str, object]], status: int, code: str
+) -> None:
+    services = admin_side.services
+    for base_id, prompts in ((OLD, "e" * 64), (NEW, "f" * 64)):
+        services.bases.register(base_id, "llama", prompts)
+    transport = httpx.ASGITransport(create_admin_app(services))
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    body = {"weights": [{"base": base, "weight": weight} for base, weight in weights]}
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin/admin/v1", headers=headers) as client:
+        refused = await client.put("/bases/weights", json=body)
+        listed = (await client.get("/bases")).json()["data"]
+    assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+    assert {one["weight"] for one in listed} == {None}
+
+
 async def test_viewers_cannot_change_bases(operator: httpx.AsyncClient, services: AdminServices) -> None:
     viewer = services.api_keys.create(None, "viewer", scopes=("platform:read",))
     headers = {"authorization": f"Bearer {viewer.secret}"}
     assert (await operator.get("/bases", headers=headers)).status_code == 200
-    for method, path in (("POST", f"/bases/{NEW}/revalidate"), ("DELETE", f"/bases/{OLD}")):
+    for method, path in (("POST", f"/bases/{NEW}/revalidate"), ("DELETE", f"/bases/{OLD}"), ("PUT", "/bases/weights")):
         assert (await operator.request(method, path, headers=headers)).status_code == 403
 
 
