@@ -95,8 +95,8 @@ class GatewayLab:
         self._database_url, self._model = database_url, model
         self.database = Database(database_url)
         self.database.upgrade()
-        self._base_id = base_sha256(model)
-        Bases(self.database).register(self._base_id, "base")
+        self.base_id = base_sha256(model)
+        Bases(self.database).register(self.base_id, "base")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), *sys.path])
         self._engine = self._start_engine(environment)
@@ -190,7 +190,7 @@ class GatewayLab:
         tenant = Tenants(self.database).create(slug)
         for name, template in LAB_ADAPTERS.items():
             files = None if template is None else {TEMPLATE_FILE: template.encode()}
-            add_ready_adapter(self.database, tenant.id, name, [digest_of(name)], files, base_id=self._base_id)
+            add_ready_adapter(self.database, tenant.id, name, [digest_of(name)], files, base_id=self.base_id)
         QuotaPolicies(self.database).set(tenant.id, TOKENS_PER_MONTH, 10**15)
         return tenant, ApiKeys(self.database).create(tenant.id, "key").secret
 

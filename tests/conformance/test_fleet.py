@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 
 from loramux.platform.quotas.policies import QuotaPolicies
-from tests.conformance.drawn_requests import DrawnRequest, streamed_completion
+from tests.conformance.drawn_requests import DrawnRequest
 from tests.conformance.fleet_lab import FleetLab, Replacement, fleet_lab
-from tests.conformance.gateway_lab import LabGateway, make_lab_base, send, usage_of
+from tests.conformance.fleet_streams import Stream, is_billed_as_received, numbered_stream, send_stream
+from tests.conformance.gateway_lab import LabGateway, make_lab_base
 from tests.postgres import create_database
 
 NUM_KILLS = int(os.environ.get("LORAMUX_FLEET_KILLS", "100"))
@@ -46,52 +44,12 @@ def lab(postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPath
         yield lab
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """A request, and everything that its client received. The status is 0 if the client received nothing."""
-
-    gateway: LabGateway
-    request: DrawnRequest
-    status: int
-    answer: bytes
-
-    @property
-    def request_id(self) -> str | None:
-        found = re.search(rb"x-request-id: (\S+)", self.answer)
-        return None if found is None else found[1].decode()
-
-    @property
-    def is_complete(self) -> bool:
-        return usage_of(self.answer) is not None
-
-    @property
-    def is_ended_by_error(self) -> bool:
-        return b'"code":"engine_unavailable"' in self.answer
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.body["prompt"])
-
-    @property
-    def num_received(self) -> int:
-        return sum(len(ids.split(b",")) for ids in re.findall(rb'"token_ids":\[([0-9,]+)\]', self.answer))
-
-
 def draw(dice: random.Random) -> DrawnRequest:
-    """A stream in which each token is sent at once with its number."""
-    prompt = [dice.randrange(5, 1000) for _ in range(dice.randint(1, 40))]
-    model = dice.choice(("base", "base", "plain", "caller", "quiet"))
-    told = {"logprobs": 1, "return_token_ids": True}
-    return streamed_completion(dice.randint(20, 200), model=model, prompt=prompt, **told)
+    return numbered_stream(dice, dice.choice(("base", "base", "plain", "caller", "quiet")))
 
 
-async def stream(gateway: LabGateway, key: str, dice: random.Random) -> Stream:
-    request = draw(dice)
-    try:
-        status, answer = await send(gateway.port, key, request)
-    except ConnectionError:
-        status, answer = 0, b""
-    return Stream(gateway=gateway, request=request, status=status, answer=answer)
+async def sent(gateway: LabGateway, key: str, dice: random.Random) -> Stream:
+    return await send_stream(gateway, key, draw(dice))
 
 
 def test_replicas_killed_under_load_lose_no_unstarted_request_and_bill_what_was_received(lab: FleetLab) -> None:
@@ -106,7 +64,7 @@ def test_replicas_killed_under_load_lose_no_unstarted_request_and_bill_what_was_
 
     async def kill_under_load(victim: LabGateway) -> None:
         living = [gateway for gateway in lab.gateways if gateway is not victim]
-        load = [asyncio.create_task(stream(lab.gateways[i % 3], key, dice)) for i in range(NUM_STREAMS)]
+        load = [asyncio.create_task(sent(lab.gateways[i % 3], key, dice)) for i in range(NUM_STREAMS)]
         await asyncio.sleep(dice.uniform(0.0, 1.2))
         await asyncio.to_thread(lab.kill, victim)
         replacing = asyncio.create_task(asyncio.to_thread(lab.replace, victim))
@@ -114,7 +72,7 @@ def test_replicas_killed_under_load_lose_no_unstarted_request_and_bill_what_was_
 
         async def call_until_replaced(gateway: LabGateway) -> None:
             while not replacing.done():
-                streams.append(await stream(gateway, key, dice))
+                streams.append(await sent(gateway, key, dice))
 
         await asyncio.gather(*(call_until_replaced(gateway) for gateway in living for _ in range(6)))
         streams += await asyncio.gather(*load)
@@ -161,12 +119,6 @@ def test_replicas_killed_under_load_lose_no_unstarted_request_and_bill_what_was_
     assert late == []
 
 
-def is_billed_as_received(one: Stream, events: dict[str, Any]) -> bool:
-    assert one.request_id is not None
-    event = events.get(one.request_id)
-    return event is not None and (event.prompt_tokens, event.completion_tokens) == (one.num_prompt, one.num_received)
-
-
 def spread(seconds: list[float]) -> str:
     return f"{min(seconds):.1f} to {max(seconds):.1f} s (median {median(seconds):.1f})"
 
@@ -180,7 +132,7 @@ def test_rolling_upgrade_cuts_no_stream(lab: FleetLab) -> None:
 
     async def call_until(ended: asyncio.Event) -> None:
         while not ended.is_set():
-            one = await stream(dice.choice(lab.gateways), key, dice)
+            one = await sent(dice.choice(lab.gateways), key, dice)
             streams.append(one)
             if one.status != 200:
                 # A load balancer would try another server.
