@@ -83,8 +83,8 @@ def register_base(
 ) -> None:
     """Add a base, or update its served name and the hash of its tokenizer and chat templates.
 
-    All existing versions count as validated for the first base that registers, because they were accepted when each
-    database had one base.
+    Versions of earlier releases count as validated for the first base that registers, because they were accepted when
+    each database had one base. They do not name the base that received them.
     """
     lock_bases(database, connection)
     now_us = database.now_us(connection)
@@ -95,7 +95,7 @@ def register_base(
     if is_first:
         columns = adapter_versions.c
         taken_over = select(columns.id, literal(base_id), literal("ready"), literal(now_us)).where(
-            columns.state.in_(_TAKEN_OVER)
+            columns.state.in_(_TAKEN_OVER), columns.base_id.is_(None)
         )
         names = ["version_id", "base_id", "state", "checked_us"]
         connection.execute(insert(version_bases).from_select(names, taken_over))

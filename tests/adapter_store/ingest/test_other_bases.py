@@ -158,6 +158,15 @@ def test_first_base_counts_as_validated_for_existing_versions(
     assert bases.verdict(version.id, OLD) == "ready"
 
 
+def test_base_that_registers_after_all_were_forgotten_validates_every_version(two: TwoBases, make_adapter: Any) -> None:
+    version = two.old.push(make_adapter())
+    for base_id in (OLD, NEW):
+        two.bases.forget(base_id)
+    two.bases.register(NEW, "llama")
+    assert two.verdict(two.new_registry, version) == "pending"
+    assert two.counts() == (0, 0, 1)
+
+
 def test_one_server_at_a_time_validates_a_version(two: TwoBases, make_adapter: Any) -> None:
     version = two.old.push(make_adapter())
     first, second = (BaseClaims(two.database, NEW, lease_s=30) for _ in range(2))
