@@ -15,7 +15,7 @@ from loramux.adapter_store.registry.records import BaseVerdict
 from loramux.migrations.audit import audit
 from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.migrations.schema import adapter_versions, adapters, base_servers, bases, tenants, version_bases
+from loramux.migrations.schema import adapter_versions, adapters, base_servers, bases, replicas, tenants, version_bases
 from loramux.migrations.upserts import upsert
 
 NO_SUCH_BASE = "there is no such base"
@@ -32,8 +32,10 @@ class Base:
     num_rejected: int
     num_pending: int
     servers: Sequence[BaseServer]
-    weight: int | None = None
+    weight: int | None
     """Its share of the requests, or None if requests are not divided between this base and others."""
+    is_shared: bool
+    """Whether a server of the base shares requests with other servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,11 @@ class Bases:
             rows = connection.execute(query).all()
             total = connection.execute(num_ready).scalar_one()
             servers = servers_by_base(connection, self._database.now_us(connection))
-            return [_base(row, _decided(connection, row.id), total, servers.get(row.id, ())) for row in rows]
+            shared = set(connection.execute(select(replicas.c.base_id)).scalars())
+            return [
+                _base(row, _decided(connection, row.id), total, servers.get(row.id, ()), row.id in shared)
+                for row in rows
+            ]
 
 
 def _lock(connection: Connection, base_id: str) -> str:
@@ -205,7 +211,9 @@ def _decided(connection: Connection, base_id: str) -> Mapping[str, int]:
     return {row.state: row.num_versions for row in connection.execute(query)}
 
 
-def _base(row: Row[Any], decided: Mapping[str, int], total: int, servers: Sequence[BaseServer]) -> Base:
+def _base(
+    row: Row[Any], decided: Mapping[str, int], total: int, servers: Sequence[BaseServer], is_shared: bool
+) -> Base:
     num_validated, num_rejected = decided.get("ready", 0), decided.get("rejected", 0)
     return Base(
         id=row.id,
@@ -216,4 +224,5 @@ def _base(row: Row[Any], decided: Mapping[str, int], total: int, servers: Sequen
         num_pending=total - num_validated - num_rejected,
         servers=servers,
         weight=row.weight,
+        is_shared=is_shared,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,6 +89,10 @@ def weight(
     with connected(as_json) as client:
         body = [_weight(client, text, as_json) for text in weights or ()]
         bases = client.put("bases/weights", {"weights": body})
+    for base in bases["data"]:
+        if base["weight"] is not None and not base["is_shared"]:
+            reason = "no server of it shares requests: see 'loramux serve --peer-address'"
+            print(f"loramux: the weight of base {base['id'][:NUM_SHOWN]} has no effect yet: {reason}", file=sys.stderr)
     shares = {base["id"]: base["weight"] for base in bases["data"] if base["weight"] is not None}
     total = sum(shares.values())
     shown = ", ".join(f"{base_id[:NUM_SHOWN]} {100 * share / total:.3g} %" for base_id, share in shares.items())

@@ -32,7 +32,7 @@ MODELS = ("base", "plain", "caller", "quiet")
 NUM_DEVIATIONS = 5
 """Largest deviation from 50 % of the share of pairs of tenant and model, in standard deviations."""
 
-pytestmark = pytest.mark.campaign
+pytestmark = [pytest.mark.campaign, pytest.mark.fleet]
 
 
 @pytest.fixture(scope="module")

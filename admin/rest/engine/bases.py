@@ -36,6 +36,7 @@ class BaseDocument(TypedDict):
 
     `pending` versions have not been validated for the base yet. `is_own` marks the base of the server that answers.
     `weight` is the base's share of the requests, out of the sum of all weights, or null if the base does not take part.
+    `is_shared` is true if a server of the base shares requests with other servers, which weights need.
     """
 
     object: Literal["base"]
@@ -47,6 +48,7 @@ class BaseDocument(TypedDict):
     num_rejected: int
     num_pending: int
     weight: int | None
+    is_shared: bool
     servers: list[BaseServerDocument]
 
 
@@ -145,6 +147,7 @@ def _describe(base: Base, own_id: str | None) -> BaseDocument:
         "num_rejected": base.num_rejected,
         "num_pending": base.num_pending,
         "weight": base.weight,
+        "is_shared": base.is_shared,
         "servers": [_describe_server(server) for server in base.servers],
     }
 

@@ -170,6 +170,7 @@ async def test_weights_move_requests_to_another_base_and_back(
         assert [[answer["status"] for answer in found] for found in answers] == [[200] * len(REQUESTS)] * 3
         assert bills[0] == bills[1] == bills[2]
         assert pair.first.metric("loramux_base_fallbacks_total") == 0
+        assert [base.is_shared for base in bases.list()] == [True, True]
         # Without weights, the servers refuse each other again.
         assert pair.first.metric("loramux_peers", state="refused") == 1
 

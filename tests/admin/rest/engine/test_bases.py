@@ -128,7 +128,7 @@ async def test_weights_divide_requests_between_bases(operator: httpx.AsyncClient
         services.bases.register(base_id, "llama", "f" * 64)
     weights = [{"base": OLD, "weight": 90}, {"base": NEW, "weight": 10}]
     answer = (await operator.put("/bases/weights", json={"weights": weights})).json()
-    assert [one["weight"] for one in answer["data"]] == [90, 10]
+    assert [(one["weight"], one["is_shared"]) for one in answer["data"]] == [(90, False), (10, False)]
     assert (await operator.get(f"/bases/{NEW}")).json()["weight"] == 10
     (entry,) = (await operator.get("/audit_log?action=base.weight")).json()["data"]
     assert (entry["actor"], entry["target"], entry["changes"]) == (
