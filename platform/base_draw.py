@@ -51,8 +51,10 @@ class BaseDraw:
         """Note the bases that have a server which accepts requests."""
         self._live = bases
 
-    def takes_part(self, base: str) -> bool:
-        return base in self._weights
+    @property
+    def bases(self) -> Sequence[str]:
+        """The bases that requests are divided between, or () if they are not."""
+        return tuple(self._weights)
 
     def order(self, tenant_id: str, adapter_id: str | None) -> BaseOrder | None:
         """Return the order for a tenant's requests to an adapter, or to the base if `adapter_id` is None.

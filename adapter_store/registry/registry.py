@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Row, ScalarSelect, Select, delete, insert, select
@@ -209,12 +209,14 @@ class AdapterRegistry:
             return draw(found, f"{newest.adapter_id}:{wanted}:{sticky}")
         return None if any(ref.version_digest != newest.version_digest for ref, _ in found) else newest
 
-    def list_models(self, tenant_id: str) -> list[AdapterRef]:
+    def list_models(self, tenant_id: str, bases: Sequence[str] = ()) -> list[AdapterRef]:
         """List the adapters that a tenant may call, its own first, each with its default version of highest weight.
 
-        Versions that are not valid for the served base are left out.
+        Versions that are valid for none of the `bases`, by default the served base, are left out.
         """
-        parameters = {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS, **self._base}
+        parameters: dict[str, object] = {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS}
+        if self.base_id is not None:
+            parameters["bases"] = bases or (self.base_id,)
         rows = self.database.query(default_models(self.base_id is not None), parameters)
         # Each adapter's rows are sorted by ascending weight, so the version with the largest weight overwrites the
         # others.

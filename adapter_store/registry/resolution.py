@@ -62,12 +62,18 @@ def default_models(has_base: bool) -> Select[*tuple[Any, ...]]:
     """Select the versions to which bare names resolve for the tenant `caller_id`.
 
     The tenant's own adapters come first. Each adapter's versions are sorted by ascending weight. `wanted` is the alias
-    to which a bare name resolves. With `has_base`, only versions that are valid for `base_id` are selected.
+    to which a bare name resolves. With `has_base`, only versions that are valid for one of the `bases` are selected.
     """
     by_name = (tenants.c.id != bindparam("caller_id"), tenants.c.slug, adapters.c.name)
     by_weight = (adapter_alias_targets.c.weight, adapter_versions.c.number)
-    query = _join_alias(_select_in_service(has_base)).where(_may_call()).order_by(*by_name, *by_weight)
-    return query.where(version_bases.c.state == "ready") if has_base else query
+    query = _join_alias(_select_in_service(has_base=False)).where(_may_call()).order_by(*by_name, *by_weight)
+    verdicts = version_bases.c
+    is_valid = exists().where(
+        verdicts.version_id == adapter_versions.c.id,
+        verdicts.base_id.in_(bindparam("bases", expanding=True)),
+        verdicts.state == "ready",
+    )
+    return query.where(is_valid) if has_base else query
 
 
 def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:

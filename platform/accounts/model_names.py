@@ -145,7 +145,7 @@ class ModelResolver:
         require_inference(principal)
         models = [ResolvedModel(self.served_name, None)] if "base" in principal.scopes else []
         if "adapters" in principal.scopes and principal.tenant_id is not None:
-            refs = self._registry.list_models(principal.tenant_id)
+            refs = self._registry.list_models(principal.tenant_id, () if self._draw is None else self._draw.bases)
             models += [
                 ResolvedModel(adapter_label(adapter), adapter)
                 for adapter in refs

@@ -144,7 +144,7 @@ class ReplicaBook:
         return None
 
     def _may_draw(self, row: ReplicaRow) -> bool:
-        return row.base_id is not None and row.base_id != self._own.base_id and self._draw.takes_part(row.base_id)
+        return row.base_id is not None and row.base_id != self._own.base_id and row.base_id in self._draw.bases
 
     def _valid_certificates(self, sighting: _Sighting, row: ReplicaRow) -> tuple[PublishedCertificate, ...]:
         # Parsing is slow, and certificates rarely change.

@@ -61,7 +61,7 @@ def test_requests_are_not_divided(given: list[BaseShare]) -> None:
     draw = BaseDraw("own", PROMPTS)
     draw.note_shares(given)
     assert draw.order("ten_1", None) is None
-    assert not draw.takes_part("other")
+    assert draw.bases == ()
 
 
 def test_a_tenants_requests_for_an_adapter_stay_with_one_base() -> None:

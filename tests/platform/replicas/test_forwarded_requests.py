@@ -189,6 +189,8 @@ async def test_base_that_cannot_serve_a_request_leaves_it_to_the_other(
         assert [add.digest for add in first] == [digest_of("old")]
         assert [add.digest for add in second] == [digest_of("new")]
         assert pair.first.metric("loramux_base_fallbacks_total") == 1
+        listed = (await pair.gateway.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["base", "acme/new", "acme/old"]
         # The drawn base loses its last server.
         await pair.second.presence.close()
         await beat(pair.first)
