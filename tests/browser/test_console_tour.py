@@ -26,6 +26,7 @@ PAGES = {
     "residency": ("/residency", "harbour/pirate@1"),
     "residency on disk": ("/residency?tier=disk", "harbour/pirate@1"),
     "bases": ("/bases", "this server"),
+    "divide requests": ("/bases/weights", "Review changes"),
     "requests": ("/requests", "Live requests"),
     "playground": ("/playground?tenant=harbour", "harbour"),
     "tenants": ("/tenants", "parcels"),
