@@ -34,7 +34,8 @@ class BaseDraw:
     """The weights of the bases, as this server last read them.
 
     Without a weight for its own base, a server runs requests only on its own base. Bases that prepare requests in
-    another way than this server take no part, because servers forward token ids.
+    another way than this server take no part, because servers forward token ids. Thread-safe: `note_shares` and
+    `note_live` replace whole values.
     """
 
     def __init__(self, own: str, prompt_sha256: str | None) -> None:
@@ -63,10 +64,11 @@ class BaseDraw:
         a conversation stays with one version. Bases without a live server come last. None means that requests are not
         divided.
         """
-        if not self._weights:
+        weights, live_bases = self._weights, self._live
+        if not weights:
             return None
-        drawn = drawn_order(self._weights, f"{tenant_id}:{adapter_id or ''}")
-        live = [base for base in drawn if base in self._live]
+        drawn = drawn_order(weights, f"{tenant_id}:{adapter_id or ''}")
+        live = [base for base in drawn if base in live_bases]
         return BaseOrder(drawn=drawn[0], bases=(*live, *(base for base in drawn if base not in live)), own=self.own)
 
 
