@@ -251,7 +251,7 @@ def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: Co
 
 
 def warm_up(executor: Executor, config: EngineConfig, cache: CacheLayout, compiles: bool) -> None:
-    """Run a prompt step, a decode step and, on a GPU, all reachable shapes, so that kernels are loaded before requests.
+    """Load all kernels before the first request: run a prompt step, a decode step and, on a GPU, all reachable shapes.
 
     Writes K, V and any state to page 0, which has no owner yet. Raises ConfigNotUsable if a GPU lacks memory for a
     step.

@@ -19,9 +19,9 @@ from loramux.kernels.tables import AttentionBatch, Segments
 
 
 class SamplingRow(msgspec.Struct, frozen=True, gc=False):
-    """Everything that determines one sampled token: settings, seed, and the number of tokens chosen before it.
+    """Everything besides the logits that determines one token: settings, seed, and the number of tokens chosen before.
 
-    `logit_penalties` belongs to the sequence; None if its settings request neither bias nor penalties.
+    `logit_penalties` is None if the settings request neither bias nor penalties.
     """
 
     params: SamplingParams
@@ -61,8 +61,8 @@ class ScoredRows(msgspec.Struct, frozen=True, gc=False):
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
-    """The host's description of one step. Sequences of the same adapter are adjacent, and so are their rows. Rows of a
-    prompt before its adapter's activation belong to the base.
+    """The host's description of one step. Sequences with the same adapter are adjacent. Rows of a prompt before its
+    adapter's activation belong to the base.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. In group
     `g` of the layers, the K and V of a position `p` that a row sees are stored in block
@@ -158,13 +158,13 @@ def _no_rows() -> Batch:
 
 
 NO_ROWS = _no_rows()
-"""A step without sequences. In a padded shape, every row is padding."""
+"""A step without sequences. Padded to a shape, it consists only of padding rows."""
 
 
 def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     """Concatenate the rows of the scheduled sequences."""
     sequences = [item.sequence for item in scheduled]
-    # Use int32 arrays, because numpy copies their buffers but converts a list element by element.
+    # Use int32 arrays, because numpy uses their buffers directly but converts a list element by element.
     counts = array("i", [item.num_tokens for item in scheduled])
     begins = array("i", [sequence.num_computed for sequence in sequences])
     slots = array("i", [sequence.slot for sequence in sequences])
@@ -195,7 +195,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     blocks, block_starts, state_starts = _listed_blocks(sequences)
     positions, row_slots, row_starts = first_positions, np.asarray(slots), block_starts
     max_q = max(counts)
-    # If every sequence decodes, each row is one sequence, and no gather is needed.
+    # If every sequence has a single row, no gather is needed.
     if max_q > 1:
         of_row = np.repeat(np.arange(len(scheduled)), counts)
         positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]

@@ -27,8 +27,8 @@ MOST_PINNED_SHARE = 0.9
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an engine. `dtype` applies to the weights, the KV cache and the adapters in the pool.
 
-    On a CPU, activations are always float32, and so is the arithmetic if the CPU has no bfloat16 instructions. Raises
-    ConfigNotUsable for settings that contradict each other or are out of range.
+    On a CPU, activations are always float32. Products with bfloat16 weights are computed in float32 unless the CPU has
+    bfloat16 instructions. Raises ConfigNotUsable for settings that contradict each other or are out of range.
     """
 
     model_dir: str
@@ -90,7 +90,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_device(requested: str) -> str:
-    """Resolve `auto` to `cuda` if this installation can use one of the machine's GPUs, otherwise to `cpu`.
+    """Resolve `auto` to `cuda` if this installation can use the machine's first GPU, otherwise to `cpu`.
 
     Raises DeviceNotUsable if `cuda` was requested but cannot be used.
     """

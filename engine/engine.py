@@ -1,4 +1,7 @@
-"""The engine loop: add, schedule, submit, commit, emit. The loop is synchronous; slow work runs elsewhere."""
+"""The engine loop: add, schedule, submit, commit, emit.
+
+The loop is synchronous. Loading adapters and compiling grammars take place in other threads and processes.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """The parts of an engine. They share one page pool. `protect` sets how much host memory each share keeps."""
+    """The parts of an engine, which share one page pool. `protect` reserves host memory for the adapters of a share."""
 
     pages: PagePool
     adapters: AdapterPool
@@ -204,7 +207,7 @@ class Engine:
         self._calls.pin(owner, pin)
 
     def step(self) -> bool:
-        """Run one step. Returns False if no sequence could run, for example because adapters are still loading."""
+        """Run one step. Returns False if nothing could run, for example because adapters are still loading."""
         started_s = self._clock()
         self._timers.fire()
         self._end_overdue()
@@ -346,7 +349,7 @@ class Engine:
                 self._end(sequence, reason)
 
     def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
-        """Add the step's prompt log-probabilities to `outputs`. Return the sequences with a NaN among them."""
+        """Add the step's prompt log-probabilities to `outputs`. Return the sequences with a NaN instead."""
         broken: set[Sequence] = set()
         for sequence, scored in zip(step.scoring, step.result.prompt_logprobs(), strict=True):
             if sequence.state is SequenceState.FINISHED or not scored:
@@ -441,7 +444,11 @@ class Engine:
             self._end(sequence, "error", "overloaded", "too many tokens are already waiting")
 
     def _strike(self, digests: set[str]) -> None:
-        """Evict adapters whose rows were not finite, and purge their cached prefixes."""
+        """Record a strike against each adapter whose rows were not finite.
+
+        The adapter's cached prefixes are purged, and the adapter is evicted once it is idle. Its running sequences are
+        marked as tainted.
+        """
         if not digests:
             return
         for digest in sorted(digests):

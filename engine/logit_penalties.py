@@ -85,7 +85,7 @@ class LogitPenalties:
 
 
 def logit_penalties(params: SamplingParams, tokens: list[int], num_prompt: int) -> LogitPenalties | None:
-    """Return a sequence's bias and penalties, or None if its settings request none. None costs nothing per step."""
+    """Return a sequence's bias and penalties, or None if its settings request neither."""
     return LogitPenalties(params, tokens, num_prompt) if params.logit_bias or params.has_penalties else None
 
 

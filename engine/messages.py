@@ -1,7 +1,7 @@
 """Messages between a gateway and an engine, one record type per message.
 
-The gateway sends Add. The engine answers with StepOutput messages, which contain the new token ids of all the gateway's
-sequences, and finally with Finished. The engine sees adapter digests, never tenants.
+The gateway sends Add. The engine answers with StepOutput messages, which contain new token ids of one or more of the
+gateway's sequences, and finally with Finished. The engine sees adapter digests, never tenants.
 """
 
 from __future__ import annotations
@@ -378,7 +378,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     device: str
     dtype: str
     quantization: str | None = None
-    """The format of the base's weights and, if they are rounded, of activations. None if all are floats."""
+    """The format of the base's weights, followed by the format of activations if `EngineConfig.activations` is set.
+    None if the weights are floats."""
     protocol: int = PROTOCOL
     model_sha256: str = ""
     """SHA-256 of the files that must be identical on gateway and engine: see `model_files.py`."""

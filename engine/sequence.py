@@ -71,7 +71,7 @@ class Sequence:
     num_room: int = 0
     """Capacity of `tables`, in tokens."""
     state_pages: array[int] = field(default_factory=block_list)
-    """The pages of a hybrid decoder's state after position `num_computed`. Their number does not depend on the
+    """The pages of a hybrid decoder's state after the first `num_computed` tokens. Their number does not depend on the
     sequence's length. The first step ignores their contents."""
     next_offer: int = 0
     """Value of `num_computed` at which a page can be added to the prefix cache or freed: see `KvPages.offer`."""
@@ -87,7 +87,7 @@ class Sequence:
     num_cached: int = 0
     """Number of prompt tokens found in the prefix cache when the sequence first ran."""
     num_reached: int = 0
-    """Highest `num_computed` so far. Tokens before this position are recomputed when they run again."""
+    """Highest `num_computed` so far. Tokens before this position that run again count as recomputed."""
     num_adapter_pages: int = 0
     """The adapter's page count, set when the sequence first runs and kept after the adapter is evicted."""
     num_wanted: int = 0
@@ -192,5 +192,7 @@ class Sequence:
 
     @property
     def has_reached_limit(self) -> bool:
-        """True if the last token is in flight or committed, so that no further step can include the sequence."""
+        """True if the last token within the limit is in flight or committed, so that no further step can include the
+        sequence.
+        """
         return self.num_tokens >= self.num_reserved

@@ -43,10 +43,7 @@ class LoraKernels(Protocol):
         ...
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, on planes of its own.
-
-        On a CPU, tables rewritten in place require a new `Segments` object.
-        """
+        """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, on planes of its own."""
         ...
 
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ AFFINE_ROWS = 2
 """Gain and shift: the module's output is `y + gain * y + shift`, where `y` includes the product of A and B."""
 
 NO_AFFINE = -1
-"""Offset of the affine if the adapter has no affines."""
+"""Value of each module's affine offset if the adapter has no affines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class CodeKind(Enum):
 def code_kind(codebook: npt.NDArray[np.float32]) -> CodeKind | None:
     """The kind of a codebook, or None if kernels support no such codebook.
 
-    Unsupported are 8-bit codebooks other than integers and E4M3, and 4-bit codebooks with a non-finite value.
+    8-bit codebooks other than integers and E4M3 are not supported, nor are 4-bit codebooks with a non-finite value.
     """
     if any(np.array_equal(codebook, integers) for integers in (INT8, UINT8, INT4, UINT4)):
         return CodeKind.INTEGERS

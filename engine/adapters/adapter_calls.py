@@ -13,7 +13,7 @@ from loramux.engine.pages.eviction import AFTER_ALL
 from loramux.engine.pages.prefix_cache import PrefixCache
 
 FIRST_CALL_POSITION = AFTER_ALL // 2
-"""Queue position of the first waiting call. Calls follow all sequences, in order of arrival."""
+"""First of the queue positions of adapters that only calls and lost pins need. All sequences have lower positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class PendingUnload:
 
 
 class AdapterCalls:
-    """Answers calls, and keeps waiting calls and granted pins.
+    """Answers calls, and keeps track of waiting calls and granted pins.
 
     An adapter with a pending unload drains: its sequences run until they end or until the unload's deadline, new
     sequences are refused, and later loads and pins wait until the adapter is unloaded. Every unload therefore completes
@@ -129,7 +129,7 @@ class AdapterCalls:
         return [digest for digest, pending in self._unloads.items() if any(one.due <= now for one in pending)]
 
     def add_wanted(self, wanted: dict[str, int]) -> None:
-        """Extend `wanted` with the adapters that calls need, each with the queue position of its first call."""
+        """Extend `wanted` with the adapters that lost pins and waiting calls need, in this order, after all sequences."""
         digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
         for place, digest in enumerate(digests):
             if not self.is_draining(digest):

@@ -11,7 +11,7 @@ from loramux.adapter_store.tiers.staged_adapter import StagedAdapter
 from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 COPY_COST = 0.5
-"""Estimated cost of copying one adapter page, relative to recomputing one KV page. Eviction policies use it."""
+"""Estimated cost of copying one adapter page, relative to recomputing one KV page."""
 
 
 class AdapterPhase(Enum):
@@ -46,7 +46,8 @@ class AdapterLoad:
     vocab_size: int | None = None
     """Vocabulary size of the adapter, or None if it has the base's vocabulary. Known once the adapter is STAGED."""
     num_users: int = 0
-    """Number of running sequences, plus one if the adapter is pinned. An adapter with users cannot be evicted."""
+    """Number of running sequences that use the adapter, plus one if the adapter is pinned. An adapter with users cannot
+    be evicted."""
     evict_when_idle: bool = False
     """If true, the adapter is evicted as soon as it has no users."""
     is_pinned: bool = False

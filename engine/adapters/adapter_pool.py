@@ -122,7 +122,7 @@ class AdapterPool:
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
-        """True if this adapter has the fewest users and a sequence before `position` needs a slot for its adapter."""
+        """True if this adapter has the fewest users, no slot is free, and a sequence before `position` needs a slot."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
@@ -215,7 +215,7 @@ class AdapterPool:
         return sum(load.num_pages for load, _ in self._idle_and_wanted(before=position))
 
     def last_after(self, position: int) -> Evictable | None:
-        """Return the idle adapter that will be needed last, or None if it is needed at `position` or earlier."""
+        """Return the idle adapter that will be needed last, or None if none is first needed after `position`."""
         last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
         return last[0] if last is not None and last[1] > position else None
 
@@ -328,7 +328,9 @@ class AdapterPool:
         self.release(digest)
 
     def num_pages_beside(self, digest: str | None, num_pages: int) -> int:
-        """Number of pages unavailable to a sequence: its adapter's `num_pages` plus the pages of pinned adapters."""
+        """Number of pages unavailable to a sequence: the pages of pinned adapters, plus `num_pages` of its own adapter
+        unless it is pinned.
+        """
         load = None if digest is None else self._loads.get(digest)
         if load is not None and load.is_pinned:
             return self.num_pinned_pages

@@ -8,7 +8,7 @@ MAX_STRIKES = 3
 """An adapter is refused after this many steps with non-finite rows within MEMORY_S."""
 
 MEMORY_S = 3600.0
-"""Lifetime of a strike, in seconds. Rare strikes, such as one in a day, never quarantine an adapter."""
+"""Lifetime of a strike, in seconds. Rare strikes, such as one per day, never quarantine an adapter."""
 
 
 class AdapterStrikes:

@@ -1,4 +1,4 @@
-"""Each share's floor in host memory, set by requests: memory that other shares' adapters cannot take."""
+"""A share's floor: host memory that is guaranteed to its adapters, as much as its requests ask for."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class SlotTables:
         self._host = replace(tables(page_table, shape), outer=outer, trained_rows=trained_rows)
         self._factors = np.array(outer_factors, np.float32)
         self.device = self._host
-        # Pairs of a staged table and the device table.
+        # Pairs of a staged table and its device table.
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         if accelerator.device.type != "cpu":
             self.device = _on(accelerator.device, self._host)
@@ -120,7 +120,9 @@ class SlotTables:
         return changed
 
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
-        """For each row, the slot of the adapter that changes its embedding or logits, or -1. None if no row has one.
+        """For each row, the slot of the adapter that changes its embedding or logits, or -1.
+
+        None if no row has such an adapter.
 
         `slots` int32 `[num_tokens]`, -1 for the base. `sample_rows` int32 `[num_samples]`.
         """

@@ -32,9 +32,7 @@ class Stager(Protocol):
         """File descriptor for an idle engine to poll, or -1. When it is readable, call `attend`."""
 
     def attend(self) -> None:
-        """Receive pending messages and run the callbacks of `look`. The engine calls this between steps while a
-        callback is pending.
-        """
+        """Receive pending messages, and run the callbacks passed to `look` that are due. Called between steps."""
 
     def look(self, then: Callable[[], None]) -> None:
         """Refresh `contents`. `attend` calls `then` once the refresh has finished or failed."""

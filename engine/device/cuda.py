@@ -15,7 +15,7 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""Bytes that an upload queues before it waits until they are copied. A step's metadata waits behind few more bytes."""
+"""Bytes that an upload queues before it waits for their copies, so that a step's metadata waits behind few bytes."""
 
 
 class CudaFence:
@@ -131,6 +131,6 @@ def loaded_runtimes() -> list[ctypes.CDLL]:
 
 
 def clear_last_error(runtimes: Iterable[ctypes.CDLL]) -> None:
-    """Clear a handled error, which the runtime would otherwise report again from the next unrelated call."""
+    """Clear a handled error, which the runtime would otherwise report again from an unrelated later call."""
     for runtime in runtimes:
         runtime.cudaGetLastError()

@@ -15,8 +15,8 @@ def device_fault(error: BaseException) -> str | None:
     """Describe a device failure in one line. Returns None if the device did not cause the error.
 
     CUDA errors arrive as `torch.AcceleratorError`, as `torch.OutOfMemoryError`, or as a plain RuntimeError that names
-    CUDA, from libraries such as cuBLAS and from Triton when it loads or launches a kernel. Triton's own errors, and
-    those of the compilers that it calls, mean that a kernel cannot be compiled for this device.
+    CUDA, from libraries such as cuBLAS and from Triton when it loads or launches a kernel. Errors from Triton itself,
+    and from the compilers that Triton calls, mean that a kernel cannot be compiled for this device.
     """
     is_fault = (
         isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError)

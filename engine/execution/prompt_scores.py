@@ -12,7 +12,7 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.messages import PromptLogprob
 
 SCORED_AT_ONCE = 64
-"""Maximum number of rows with logits in memory: 64 float32 rows of 150,000 tokens take 38 MB."""
+"""Maximum number of scored rows whose logits are in memory at once: 64 float32 rows of 150,000 tokens take 38 MB."""
 
 LogitsOf = Callable[[int, int], torch.Tensor]
 """Returns the logits of the scored rows `[begin, end)`, as `[end - begin, vocab_size]`."""

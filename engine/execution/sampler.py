@@ -64,8 +64,8 @@ def sample(
 ) -> list[SampledToken]:
     """Sample one token per row of `logits`, float32 `[num_rows, vocab_size]`, with the settings in `samples`.
 
-    As in vLLM, the bias is applied first, then penalties, the mask, temperature, and truncation by top_k, top_p and
-    min_p. Log-probabilities are the model's before any of these changes, as in the OpenAI API.
+    As in vLLM, the bias is applied before the penalties. The mask, the temperature, and truncation by top_k, top_p and
+    min_p follow. Log-probabilities are the model's before any of these changes, as in the OpenAI API.
     """
     if not samples:
         return []
@@ -172,7 +172,7 @@ def _draw_cut(
 
 
 def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """For each row of `weights`, the index at which its running sum exceeds the fraction `uniform` of its total."""
+    """For each row of `weights`, the first index at which its running sum exceeds `uniform` times its total."""
     cumulative = weights.cumsum(dim=1)
     index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
     # Rounding can select an index past the last token with a positive weight.

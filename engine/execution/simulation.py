@@ -157,7 +157,7 @@ class SimulatedExecutor:
         cu_q, seq_lens, starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.block_starts.tolist()
         state_starts, first_slots = batch.state_starts.tolist(), kv_slots[0]
         is_plain, is_hybrid = self._windows == [None], self._num_state_pages > 0
-        # A row that was not finite has no token. Its sequence ends without using this row's result.
+        # A row whose logits were not finite has no token. Its sequence ends without using this step's result.
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
         for sequence, (begin, end, seq_len) in enumerate(zip(cu_q, cu_q[1:], seq_lens, strict=False)):
@@ -224,7 +224,7 @@ def simulated_adapters(
 
 
 class SimulatedPages:
-    """Copier and tables of an adapter pool. Records which adapter is in each slot.
+    """The copier and the table writer of an adapter pool. Records which adapter is in each slot.
 
     A copy finishes at the next `poll`. A copy requested while `is_holding` is set finishes at the first `poll` after
     `let_go`.

@@ -27,8 +27,8 @@ class _Held:
 class DeviceTokenMarks:
     """Marks as in `TokenMarks`, over the whole vocabulary: int32 `[num_slots, num_columns]`.
 
-    A step has more columns than usual if one of its adapters has tokens of its own. The marks are widened when such a
-    step first occurs.
+    A step has more columns than usual if one of its adapters adds tokens to the vocabulary. The marks are widened when
+    such a step first occurs.
 
     The host builds the marks of a sequence that has none. Each step then marks the tokens that it chooses, which may
     not have reached the host when it submits the next step. Marks are kept as long as every step includes the sequence.
@@ -76,7 +76,9 @@ class DeviceTokenMarks:
         return self._marks[slots, :num_columns]
 
     def mark(self, penalties: Sequence[LogitPenalties], slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Mark the tokens just chosen, `[num_rows]`. A negative id means no token, and its sequence ends."""
+        """Mark the tokens just chosen, `[num_rows]`. A negative id means that no token was chosen and that the sequence
+        will end.
+        """
         assert self._marks is not None
         places = slots, token_ids.long().clamp(min=0)
         self._marks[places] = self._marks[places] + 2

@@ -31,8 +31,8 @@ class Grammar:
         self._vocab_size = vocab_size
         self._matcher: LLMatcher | None = None
         self.failure: str | None = None
-        """Reason why no token can follow, or None: for example, the grammar does not compile, exceeds a limit, or
-        allows no token of the vocabulary."""
+        """Reason why no token can follow, for example because the grammar does not compile, exceeds a limit, or allows
+        no token of the vocabulary. None if the grammar has not failed."""
 
     @property
     def is_ready(self) -> bool:

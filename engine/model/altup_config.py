@@ -16,7 +16,7 @@ PROJECTIONS, UNEMBED_PROJECTIONS = "model.altup_projections", "model.altup_unemb
 
 @dataclass(frozen=True, slots=True)
 class AltUpConfig:
-    """The settings of `AltUp`: a token has `num_streams` residuals, and each layer computes the residual `active`.
+    """The settings of `AltUp`: a token has `num_streams` residuals, and each layer computes the one at index `active`.
 
     The learned residual of each layer has rank `laurel_rank`. `sparsities` contains, for each layer, the approximate
     share of the gate's features that become 0. With `scales_output`, a tensor scales the input of `LayerInput`.

@@ -42,7 +42,7 @@ class AttentionConfig:
     has_value_norm: bool
     """True if V is normed without a weight."""
     query_scaling: QueryScaling | None
-    """How q is scaled in layers without rotation."""
+    """How q is scaled in layers without rotation, or None if it is not."""
     fused_qkv: bool
     """True if q, k and v are one linear. Adapters see the same linear."""
     qkv_bias: bool
@@ -56,7 +56,7 @@ class AttentionConfig:
     scale: float
     """Factor applied to the products of q and k."""
     soft_cap: float | None
-    """The limit that scores approach, or None for no limit."""
+    """The magnitude that attention scores approach but never exceed, or None for no limit."""
     has_sinks: bool
     """True if each head's softmax has an additional score without a value."""
 

@@ -42,7 +42,7 @@ class Family:
     """True if `layer_types` may differ from `layer_kinds`."""
     rotated_layers: RotatedLayers = all_rotated
     assumed: Mapping[str, Any] = field(default_factory=dict)
-    """The defaults in transformers that differ from other architectures' defaults."""
+    """Values of missing fields, as in transformers, if they differ from the usual defaults."""
     reads: tuple[str, ...] = ()
     """The fields of `config_fields.DECISIVE` that the architecture supports."""
     norms: NormNames = PRE_NORMS
@@ -107,4 +107,4 @@ class Family:
     """True if a tensor scales each layer's output."""
     has_head_bias: bool = False
     draft_tensors: tuple[str, ...] = ()
-    """Prefixes of the names of tensors that predict further tokens. The decoder does not read them."""
+    """Name prefixes of the tensors that only serve to predict further tokens. The decoder does not read them."""

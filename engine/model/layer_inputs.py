@@ -25,7 +25,7 @@ from loramux.kernels.tables import ModuleGroup
 
 
 class LayerInputs:
-    """Computes additional inputs of layers from a second embedding of each token and a projection of its main one."""
+    """Computes the additional inputs of all layers: a second embedding of each token plus a projection of its first."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         shapes = input_shapes(config)
@@ -51,7 +51,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInput:
-    """Gates one layer's own input embedding with the layer's output, and projects it to the residual."""
+    """Gates one layer's own input embedding with the layer's output, and projects the product to the residual."""
 
     gate: Linear
     gate_group: ModuleGroup

@@ -131,7 +131,7 @@ def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup,
             modules=tuple(range(first_expert, first_expert + len(gate_up))),
             in_features=hidden_size,
             out_features=tuple(linear.out_features for linear in gate_up),
-            # Gate and up as one linear and, if the file has separate tensors, gate and up.
+            # The offsets of gate and up as one linear and, if the file stores them separately, of gate and of up.
             out_offsets=(0, 0, size)[: len(gate_up)],
             expert_stride=stride,
         ),

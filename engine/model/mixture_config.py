@@ -50,8 +50,8 @@ class ExpertNames:
     `stacked_router` and `stack` are the names of the router and of the stacked experts in transformers 5, and in
     adapters that were trained with it. Without `takes_adapters`, adapters cannot target the experts.
 
-    `choice_bias` is the bias that a router adds to its scores when it chooses experts. With `choice_bias_in_row`, it is
-    stored as a matrix of one row.
+    `choice_bias` names the bias that a router adds to its scores when it chooses experts. With `choice_bias_in_row`,
+    the bias is stored as a matrix of one row.
 
     With a `router_scale`, the router reads the normed residual, scaled by this tensor. `expert_scales` is a tensor with
     a factor for the weight of each expert.

@@ -110,12 +110,12 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     draft_tensors: tuple[str, ...]
-    """Prefixes of the names of tensors that are not read: they predict further tokens, or they are K and V projections
-    and norms of layers that read another layer's K and V."""
+    """Name prefixes of tensors that are not read: tensors that only serve to predict further tokens, and K and V
+    projections and norms of layers that read another layer's K and V."""
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """The linears in the layers, which adapters can target, with PEFT's names, in the pool's fixed order.
+        """The linears in the layers, which adapters can target, with PEFT's names, in the order of the adapter tables.
 
         A name occurs several times if the size of the linear differs between layers. The linears of experts are in
         `experts` instead.
@@ -194,7 +194,7 @@ class ModelConfig:
 
     @property
     def input_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the `modules` that apply a layer's own input embedding: its gate and its projection."""
+        """Indices of the `modules` that apply a layer's own input embedding: the gate and the projection."""
         return self._groups(Group.INPUT_GATE, Group.INPUT_PROJECTION)
 
     def _groups(self, *groups: Group) -> tuple[tuple[int, ...], ...]:
@@ -375,6 +375,6 @@ def _layer_input_size(raw: Mapping[str, Any], family: Family) -> int:
 
 
 def _parse_eos(value: Any, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end an answer. Some files also name tokens that the model does not have, or -1."""
+    """The tokens that end an answer, without -1 and tokens that the model lacks, which some files also name."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     return tuple(token for token in map(int, listed) if 0 <= token < vocab_size)

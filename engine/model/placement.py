@@ -109,7 +109,9 @@ class Placement:
         return self.backend.make_experts(num_experts, (self._placed(one, self.dtype) for one in weights()), bias)
 
     def fused_weight(self, prefix: str, shapes: Sequence[LinearShape]) -> ExpertWeight:
-        """The weights of linears that share an input, concatenated: as codes if `concatenate` can, or as floats."""
+        """The concatenated weights of linears that share an input: as codes if `concatenate` supports them, otherwise
+        as floats.
+        """
         stored = self._stored(prefix, shapes)
         codes = [part for part in stored if isinstance(part, QuantizedWeight)]
         fused = concatenate(codes) if len(codes) == len(stored) else None

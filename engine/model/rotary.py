@@ -13,12 +13,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
     """Angle by which each pair of channels rotates per position, float32 `[num_pairs]`.
 
     `linear` divides every frequency by the factor. `proportional` does the same, and sets the frequencies of channels
-    that are not rotated to 0. `dynamic` raises theta for contexts beyond the original one. `llama3` divides only
-    frequencies with a wavelength beyond the original context, with a smooth transition (Llama 3.1's published scaling),
-    and `yarn` divides only frequencies that make few turns within the original context (Peng et al., 2023). `longrope`
-    divides each frequency by its own factor (Ding et al., 2024), taken from one list for contexts up to the original
-    length and from another for longer contexts. `max_len`, the longest context served, determines the theta or the list
-    that all sequences use. A growing sequence cannot switch, because the K of its early positions is already cached.
+    that are not rotated to 0. `dynamic` raises theta for contexts longer than the original context. `llama3` divides
+    only low frequencies, with a smooth transition (Llama 3.1's published scaling), and `yarn` divides only frequencies
+    that make few turns within the original context (Peng et al., 2023). `longrope` divides each frequency by its own
+    factor (Ding et al., 2024), taken from one list for contexts up to the original length and from another for longer
+    contexts. `max_len`, the longest context served, determines the theta or the list that all sequences use. A growing
+    sequence cannot switch, because the K of its early positions is already cached.
     """
     if rope.kind == "none":
         # Without rotation, one pair of channels with an angle of 0 is enough.
@@ -79,7 +79,7 @@ def rotary_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[torch.
 
 
 def query_scales(rope: RopeConfig, max_len: int) -> torch.Tensor | None:
-    """Factor of q at each position from `query_growth`, float32 `[max_len, 1, 1]`, or None if it is 1 everywhere."""
+    """The factor that `query_growth` applies to q at each position, float32 `[max_len, 1, 1]`. None if it is always 1."""
     if rope.query_growth == 0 or max_len <= rope.original_max_len:
         return None
     spans = (torch.arange(max_len).float() / rope.original_max_len).floor()
@@ -87,7 +87,7 @@ def query_scales(rope: RopeConfig, max_len: int) -> torch.Tensor | None:
 
 
 def growing_scales(scaling: QueryScaling, max_len: int) -> torch.Tensor | None:
-    """Factor of q at each position from `scaling`, float32 `[max_len, 1, 1]`, or None if it is 1 everywhere."""
+    """The factor that `scaling` applies to q at each position, float32 `[max_len, 1, 1]`. None if it is always 1."""
     if max_len < scaling.span:
         return None
     spans = ((torch.arange(max_len).float() + 1) / scaling.span).floor()

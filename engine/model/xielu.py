@@ -1,4 +1,4 @@
-"""The activation xIELU (Huang and Schlag, 2024), whose shape each layer learns."""
+"""The activation xIELU (Huang and Schlag, 2024), whose parameters each layer learns."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class WaitedFor(Protocol):
         ...
 
     def last_after(self, position: int) -> Evictable | None:
-        """Return the idle item that will be needed last, or None if it is needed at `position` or earlier."""
+        """Return the idle item that will be needed last, or None if none is first needed after `position`."""
         ...
 
 

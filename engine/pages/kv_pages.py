@@ -243,7 +243,7 @@ class KvPages:
             table.cached.append(self._cache.insert(key, block // page_step, digest))
 
     def _free_unseen(self, table: PageTable, group: CacheGroup, num_known: int) -> None:
-        """Free the pages that no later token sees, except for those that the first token after the longest shareable
+        """Free the pages that no later token sees, except the pages that the first token after the longest shareable
         prefix sees.
         """
         first = table.first_block // group.num_blocks

@@ -19,14 +19,17 @@ class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuantizeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Numbers of weight elements quantised and in total. A `total` of 0 means that the quality is being measured."""
+    """The number of weight elements quantised so far, and of all weight elements to quantise.
+
+    A `total` of 0 means that the quality is being measured.
+    """
 
     done: int
     total: int
 
 
 class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`divergence` is the mean KL divergence to the float model, in nats, or None if it was not measured."""
+    """`divergence` is the mean KL divergence from the float model, in nats, or None if it was not measured."""
 
     directory: str
     divergence: float | None

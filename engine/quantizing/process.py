@@ -1,8 +1,8 @@
 """Quantises a model in a separate process: `python -m loramux.engine.quantizing.process`.
 
 The process reads a QuantizeJob as JSON from standard input, and writes lines of JSON: QuantizeProgress, and at the end
-QuantizeResult or QuantizeRefused. It may need torch, which a gateway never imports, and a lot of memory, which is freed
-when it exits.
+QuantizeResult or QuantizeRefused. A separate process is used because quantising may need torch, which a gateway never
+imports, and a lot of memory, which is freed when the process exits.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class _Job:
 
 
 def quantized_directory(root: Path, model_dir: Path, method: str) -> Path:
-    """Where the quantised weights of this model are kept below `root`."""
+    """The directory below `root` for the quantised weights of this model."""
     identity = f"{VERSION} {method} {BaseWeights(model_dir).fingerprint}"
     return root / hashlib.sha256(identity.encode()).hexdigest()[:32]
 
@@ -77,10 +77,10 @@ def quantized_names(config: ModelConfig) -> list[str]:
 
 
 def quantize(model_dir: Path, destination: Path, method: str, progress: Callable[[int, int], None]) -> None:
-    """Write the directory `destination` in the format of compressed-tensors. It appears once it is complete.
+    """Write the directory `destination` in the format of compressed-tensors. It appears only once it is complete.
 
-    `method` is one of `CHOICES`. `progress` is called with the numbers of weight elements quantised and in total.
-    Raises ModelNotSupported or ConfigNotUsable.
+    `method` is one of `CHOICES`. `progress` is called with the number of weight elements quantised so far, and with the
+    number to quantise in total. Raises ModelNotSupported or ConfigNotUsable.
     """
     config = ModelConfig.load(model_dir)
     if config.quantization is not None:

@@ -36,11 +36,11 @@ _turn_of = itemgetter(0)
 class FairQueue:
     """Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), with weights.
 
-    A share's counter adds up the prices of its input and output tokens. The share with the lowest counter goes first.
-    Ties go to the share with the fewest running sequences. When a share becomes active, its counter is raised to the
-    lowest counter of the active shares or, if there are none, to the counter of the share that was active last. When a
-    share starts to wait again, except after a preemption, its counter is raised to the lowest counter of the waiting
-    shares. No share can therefore save up credit while idle.
+    A share's counter adds up the prices of its input and output tokens, divided by the share's weight. The share with
+    the lowest counter goes first. Ties go to the share with the fewest running sequences. When a share becomes active,
+    its counter is raised to the lowest counter of the active shares or, if there are none, to the counter of the share
+    that was active last. When a share starts to wait again, except after a preemption, its counter is raised to the
+    lowest counter of the waiting shares. No share can therefore save up credit while idle.
 
     Within a share, sequences are ordered by priority, then by arrival, so a sequence of low priority can wait forever.
     Priorities do not affect other shares.
@@ -137,7 +137,7 @@ class FairQueue:
         self._rest(share)
 
     def served(self, sequence: Sequence) -> float:
-        """Counter of the share of a running or waiting sequence."""
+        """The counter of a running or waiting sequence's share."""
         return self._active[sequence.add.share_key].served
 
     def set_resident(self, digest: str, is_resident: bool) -> None:

@@ -52,16 +52,18 @@ EXIT_DEVICE_FAILED = 4
 """Exit status if the device fails while serving. The reason is the last line on standard error."""
 
 LOADING_POLL_MS = 50
-"""Longest wait for an event while adapters are loading, in milliseconds. The stager usually wakes the loop sooner."""
+"""Longest wait for an event while no sequence can run, for example because adapters are loading, in milliseconds. The
+stager usually wakes the loop sooner.
+"""
 
 IDLE_POLL_MS = 250
 """Longest wait of an idle loop, in milliseconds. It is short enough to keep `StepRecord` fresh for the supervisor."""
 
 HEARTBEAT_S = 1.0
-"""Heartbeat interval, in seconds: the time until the engine notices that a gateway without pending output is gone."""
+"""Heartbeat interval, in seconds: the longest time until the engine notices that a gateway without output is gone."""
 
 END_GRACE_S = 1.0
-"""Longest time for the loop to stop after the supervisor is gone, in seconds. A hung step must not block the device."""
+"""Time for the loop to stop after the supervisor is gone, in seconds. A hung step must not keep the device occupied."""
 
 
 class EngineServer:
@@ -271,8 +273,8 @@ def _end_for_device(error: Exception, what: str, code: int) -> None:
 
 
 def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> bool:
-    """Serve until the supervisor is gone. Returns False if a grammar is still compiling, which forbids finalizing
-    Python.
+    """Serve until the supervisor is gone. Returns False if a grammar is still compiling: Python must then not be
+    finalized.
     """
     import zmq
 

@@ -26,7 +26,7 @@ class LoopProgress:
 class StepRecord:
     """The record of one engine's loop, which the supervisor can read at any time.
 
-    Only the loop writes it: two counters in each iteration, and the ids when other sequences run than before.
+    Only the loop writes it: two counters in each iteration, and the ids whenever the running sequences change.
 
     The record is in shared memory because a step can hang or crash the process before it can send a message. A record
     written before the step survives.

@@ -59,7 +59,7 @@ class TokenRules:
 
 
 def token_rules(params: SamplingParams, tokens: list[int], num_prompt: int, vocab_size: int) -> TokenRules | None:
-    """Return a sequence's rules, or None if its settings contain none. None costs nothing per step."""
+    """Return a sequence's rules, or None if its settings contain none."""
     if not params.allowed_token_ids and not params.bad_words and params.thinking is None:
         return None
     return TokenRules(params, tokens, num_prompt, vocab_size)

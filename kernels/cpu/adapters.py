@@ -15,7 +15,7 @@ from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
-"""Maximum number of rows per segment. Their activations stay in the L2 cache while an adapter is applied."""
+"""Maximum number of rows per segment. The rows' activations stay in the L2 cache while an adapter is applied."""
 
 NOWHERE = (0, 0)
 """Address and row stride of rows that no kernel accesses."""

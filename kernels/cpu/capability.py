@@ -1,4 +1,4 @@
-"""The instructions that the kernels use on this CPU. This is checked without importing numba or torch."""
+"""Finds out which instructions the kernels use on this CPU, without importing numba or torch."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ from loramux.kernels.routing import Routing
 def make_coded_experts(
     num_experts: int, weights: Iterable[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None, x_bits: int = 16
 ) -> CodedExperts | None:
-    """Lay out one weight for each expert, or return None if this CPU cannot multiply by the codes of all of them.
+    """Lay out one weight for each expert, or return None if this CPU cannot multiply by the codes of all weights.
 
-    The panels of all weights must have the same layout and the same limit for `x`.
+    None is also returned if the weights' panels differ in layout or in the limit for `x`.
     """
     first: CodePanels | None = None
     panels = np.empty((0, 0), np.uint8)

@@ -176,7 +176,10 @@ def expand_share(
     slots: Any,
     shifts: Any,
 ) -> None:
-    """Run the tasks that begin in `[low, high)` of `expand_work`. `low_rank.low_rank` describes the other arguments."""
+    """Run the tasks that begin at a cost in `[low, high)`, out of the total `expand_work`.
+
+    `low_rank.low_rank` describes the other arguments.
+    """
     flat_pool = pool.reshape(-1)
     sums = np.empty(MAX_CHUNK, np.float32)
     # Run each visit only once the next visit is known, so that it can prefetch the next visit's data.

@@ -21,7 +21,7 @@ from loramux.kernels.cpu.vectors import PANEL, floats_at
 from loramux.kernels.routing import Routing
 
 ROWS_TO_SPREAD = 8
-"""Mean number of rows of an expert above which threads share the panels of each expert, so that their work is equal.
+"""Mean number of rows per expert above which threads share the panels of each expert, so that their work is equal.
 With fewer rows, reading weights takes most of the time. Each thread then reads whole experts in order."""
 
 

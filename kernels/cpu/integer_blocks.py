@@ -5,13 +5,13 @@ represent. Sums of integers are exact, so every x86 CPU and every number of rows
 a block is scaled and added to `y`, in float32.
 
 Two adjacent inputs of a row are one 32-bit word, which is broadcast to all outputs. One instruction multiplies both
-inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, else `vpmaddwd` with an addition (Intel,
-"Intrinsics Guide"). Codes of 8 bits are the integers themselves. Codes of 4 bits select from a table of 16 integers
-that stays in a register.
+inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, otherwise `vpmaddwd` followed by an addition
+(Intel, "Intrinsics Guide"). Codes of 8 bits are the integers themselves. Codes of 4 bits select from a table of 16
+integers that stays in a register.
 
-With `x` in 8 bits, a word holds four adjacent inputs, and `vpdpbusd` of either VNNI multiplies them by unsigned bytes.
-The weight's bytes are therefore its integers plus 128, and each sum starts at -128 times the sum of the row's `x` in
-the block.
+With `x` in 8 bits, a word holds four adjacent inputs. `vpdpbusd`, which AVX512_VNNI and AVX_VNNI both have, multiplies
+them by unsigned bytes. The weight's bytes are therefore its integers plus 128, and each sum starts at -128 times the
+sum of the row's `x` in the block.
 """
 
 from __future__ import annotations

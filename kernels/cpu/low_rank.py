@@ -19,7 +19,7 @@ SERIAL_WORK = 400_000
 """With fewer multiplications, waking other threads costs more than it saves."""
 
 MAX_EXCESS = 1 / 32
-"""A thread may exceed its share by this fraction. Beyond it, a barrier between shrink and expand is faster."""
+"""Fraction by which a thread's work may exceed an equal share. Beyond this, a barrier after the shrink is faster."""
 
 
 @helper

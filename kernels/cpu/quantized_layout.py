@@ -4,8 +4,8 @@ A panel stores, for one group after the other, everything that a product reads:
 
 - the float32 scales of the 32 outputs;
 - their int16 zero points, if the weight has any;
-- the codes of each pair of inputs: 64 bytes `[output, input of the pair]` of 8 bits, or 32 bytes of 4 bits, whose low
-  halves belong to outputs `[0, 16)` and whose high halves belong to outputs `[16, 32)`.
+- the codes of each pair of inputs. Codes of 8 bits take 64 bytes, `[output, input of the pair]`. Codes of 4 bits take
+  32 bytes, whose lower bits belong to outputs `[0, 16)` and whose upper bits belong to outputs `[16, 32)`.
 
 A product therefore reads a panel sequentially, and the weight is kept only once.
 """
@@ -59,8 +59,9 @@ class CodePanels:
 def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     """Lay out a weight, or return None if its products cannot be computed in integers.
 
-    This is the case for 8-bit codebooks that are not integers, like FP8, for zero points that are very large or belong
-    to a codebook that is not integers, and for several groups whose size is not a multiple of 16 inputs.
+    This is the case for 8-bit codebooks with values other than integers, such as FP8, for zero points that are very
+    large or belong to a codebook with values other than integers, and for weights with several groups whose size is not
+    a multiple of 16 inputs.
     """
     found = _integers_of(weight.codebook)
     if found is None:
@@ -73,7 +74,7 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
         # Move the integers from [0, 255] to int8.
         integers = integers - 128
         zeros = np.full_like(weight.scales, -128, np.int32) if zeros is None else zeros - 128
-    # If the result has a block, all zero points fit into int16.
+    # If a block size is found below, all zero points fit into int16.
     largest = int(np.abs(integers).max()) + (0 if zeros is None else int(np.abs(zeros).max()))
     num_groups = weight.scales.shape[1]
     # A single group is padded with inputs of 0.

@@ -144,7 +144,10 @@ def shrink_share(
     slots: Any,
     shifts: Any,
 ) -> None:
-    """Run the tasks that begin in `[low, high)` of `shrink_work`. `low_rank.low_rank` describes the other arguments."""
+    """Run the tasks that begin at a cost in `[low, high)`, out of the total `shrink_work`.
+
+    `low_rank.low_rank` describes the other arguments.
+    """
     flat_pool = pool.reshape(-1)
     # Run each visit only once the next visit is known, so that it can prefetch the next visit's data.
     zero: Any = np.int64(0)

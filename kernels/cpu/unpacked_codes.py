@@ -1,9 +1,9 @@
 """Products of many rows with 4-bit codes: the codes of part of a panel are unpacked once for all rows.
 
 `integer_blocks.add_codes` unpacks codes again for every `MAX_ROWS` rows, and reads and writes `y` for every block of
-inputs. Here, the unpacked integers stay in the first-level cache while all rows are multiplied, and the outputs of a
-tile of rows stay in registers until the part ends. The operations on each output and their order are the same, so the
-results are bitwise equal.
+inputs. Here, the unpacked integers stay in the L1 cache while all rows are multiplied, and the outputs of a tile of
+rows stay in registers until the part ends. The operations on each output and their order are the same, so the results
+are bitwise equal.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TILE_ROWS = 6 if WIDTH == 16 else 3
 """Maximum number of rows per tile. With AVX-512, their sums and outputs fit in the registers."""
 
 UNPACK_ROWS = 2 * MAX_ROWS
-"""Codes are unpacked once for more rows than this. Every tile then has `TILE_ROWS` rows or one row less."""
+"""With more rows than this, codes are unpacked only once. Every tile then has `TILE_ROWS` rows or one row fewer."""
 
 UNPACKED_BYTES = 16384
-"""Maximum size of the unpacked integers, in bytes: half of a first-level cache of 32 KiB."""
+"""Maximum size of the unpacked integers, in bytes: half of an L1 cache of 32 KiB."""
 
 _REGISTER_BYTES = 4 * WIDTH
 _BYTE, _LONG = ir.IntType(8), ir.IntType(64)
@@ -66,7 +66,7 @@ def _buffer(typing_context: Any) -> Any:
 def _unpack(
     typing_context: Any, panels: Any, codes: Any, table: Any, x_type: Any, num_pairs: Any, integers: Any
 ) -> Any:
-    """Write the integers of a block to the address `integers`, in the registers that products with `x_type` take."""
+    """Write the integers of a block to the address `integers`, in the form that products with `x_type` load."""
     is_bytes = x_type.dtype == types.int8
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
