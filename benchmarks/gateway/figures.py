@@ -39,10 +39,10 @@ class Figures:
     requests_per_s: float
     tokens_per_s: float
     p50_ms: float
-    """Latency of a whole answer, or the time to the first token of a streamed one."""
+    """Latency of a whole answer, or the time to the first token of a streamed answer."""
     p99_ms: float
     p50_gap_ms: float | None
-    """Time between two reads of one stream."""
+    """Time between two consecutive reads of one stream."""
     p99_gap_ms: float | None
     tokens_per_event: float | None
     cores: float

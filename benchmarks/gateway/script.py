@@ -15,8 +15,8 @@ NUM_DIFFERENT = 64
 class Script:
     """The tokens of an answer, in order. `texts[i]` is the text of `token_ids[i]`.
 
-    A request's `seed` is the length of a step in microseconds. Each running answer gains one token per step. With 0,
-    the whole answer is ready at once.
+    A request's `seed` is the length of a step in microseconds. Each running answer gains one token per step. With a
+    `seed` of 0, the whole answer is ready at once.
     """
 
     token_ids: Sequence[int]

@@ -1,6 +1,6 @@
 """An OpenAI-compatible server without a model: `python -m benchmarks.gateway.scripted_server PORT TEXTS`.
 
-It is LiteLLM's back end. Called directly, it shows what the clients and a server that does nothing else can reach.
+It is LiteLLM's back end. Called directly, it shows the highest rates that the clients can measure.
 """
 
 from __future__ import annotations
