@@ -129,7 +129,7 @@ class AdapterCalls:
         return [digest for digest, pending in self._unloads.items() if any(one.due <= now for one in pending)]
 
     def add_wanted(self, wanted: dict[str, int]) -> None:
-        """Extend `wanted` with the adapters that lost pins and waiting calls need, in this order, after all sequences."""
+        """Add adapters that lost pins and waiting calls need to `wanted`, at positions after all sequences."""
         digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
         for place, digest in enumerate(digests):
             if not self.is_draining(digest):

@@ -79,7 +79,7 @@ def rotary_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[torch.
 
 
 def query_scales(rope: RopeConfig, max_len: int) -> torch.Tensor | None:
-    """The factor that `query_growth` applies to q at each position, float32 `[max_len, 1, 1]`. None if it is always 1."""
+    """The factors by which `query_growth` scales q at each position, float32 `[max_len, 1, 1]`. None if all are 1."""
     if rope.query_growth == 0 or max_len <= rope.original_max_len:
         return None
     spans = (torch.arange(max_len).float() / rope.original_max_len).floor()
@@ -87,7 +87,7 @@ def query_scales(rope: RopeConfig, max_len: int) -> torch.Tensor | None:
 
 
 def growing_scales(scaling: QueryScaling, max_len: int) -> torch.Tensor | None:
-    """The factor that `scaling` applies to q at each position, float32 `[max_len, 1, 1]`. None if it is always 1."""
+    """The factors by which `scaling` scales q at each position, float32 `[max_len, 1, 1]`. None if all are 1."""
     if max_len < scaling.span:
         return None
     spans = ((torch.arange(max_len).float() + 1) / scaling.span).floor()

@@ -157,7 +157,7 @@ def silu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int,
 
 @kernel
 def gelu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int, size: int) -> None:
-    """`out[t] = gelu(x[t, :size]) * x[t, size:]`, with gelu in its tanh form. `out` is contiguous `[num_rows, size]`."""
+    """`out[t] = gelu(x[t, :size]) * x[t, size:]` with the tanh form of gelu; `out` is contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
             _gelu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)

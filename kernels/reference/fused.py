@@ -47,6 +47,6 @@ def clamped_silu_and_mul(gate_up: torch.Tensor, alpha: float, limit: float) -> t
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gelu(gate) * up` `[T, n]`, gelu in its tanh form; float32 `gate_up` `[T, 2 * n]` contains gate, then up."""
+    """`gelu(gate) * up` `[T, n]` with the tanh form of gelu; float32 `gate_up` `[T, 2 * n]` contains gate, then up."""
     gate, up = gate_up.chunk(2, -1)
     return functional.gelu(gate, approximate="tanh") * up

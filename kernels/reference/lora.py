@@ -21,9 +21,7 @@ class ReferenceLora:
         self._pool = pool
 
     def adapter_matrix(self, call: LoraCall, slot: int, i: int, part: int, expert: int = 0) -> torch.Tensor:
-        """Read A `[rank, in_features]`, B transposed `[rank, out_features]` or the affine `[2, out_features]`.
-
-        Returns float32.
+        """Read A `[rank, in_features]`, B transposed `[rank, out_features]` or affine `[2, out_features]`, in float32.
 
         Element `e` of the stream is `pool[page_table[slot, e // E], layer, e % E]`; row `r` starts at `off[slot, layer,
         module, part] + r * padded_len`. An embedding's A is returned as stored, `[in_features, rank]`.

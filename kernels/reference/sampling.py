@@ -43,7 +43,7 @@ def reference_sample_tokens(
 ) -> None:
     """Write each row's token to `out_tokens`, or -1 if any of the row's logits is not finite.
 
-    At temperature 0 the token is the first index of the largest logit. Otherwise it is the first index at which the
+    At temperature 0, the token is the first index of the largest logit. Otherwise, it is the first index at which the
     running sum of `kept_weights` exceeds `uniform` times their sum. The tensors are as for `sample_tokens`. Sums are
     float64.
     """

@@ -9,7 +9,7 @@ from loramux.kernels.tables import LoraCall, PoolViews
 
 
 def trained_rows(pool: PoolViews, call: LoraCall, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids int64 `[num_rows]`, ascending, and the rows `[num_rows, row_len]` of the group's one module.
+    """The ids int64 `[num_rows]`, ascending, and the rows `[num_rows, row_len]` of the group's only module.
 
     `pool` contains flat pages, and `call.tables` is `AdapterTables.trained_rows`. Element `e` of the stream is
     `pool[page_table[slot, e // E], 0, e % E]`; the ids are int32 in the same pages, read as units of four bytes.
