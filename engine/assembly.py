@@ -64,14 +64,14 @@ from loramux.kernels.tables import PoolViews
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPARE_BYTES = 512 << 20
-"""Bytes of shared memory in addition to the host tier's, for loads in flight and fragmentation. Linux allocates them
-only when they are first written.
+"""Bytes of shared memory in addition to the host tier, for loads in flight and fragmentation. Linux allocates them only
+when they are first written.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssembledEngine:
-    """An engine and the objects that its process must close or announce."""
+    """An engine, and the parts of it that its process uses directly."""
 
     engine: Engine
     adapters: AdapterPool

@@ -119,7 +119,7 @@ class OuterSlots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """Inputs of a forward pass, on its device. The axes may be padded. The outputs of padding rows are arbitrary.
+    """Inputs of a forward pass, on the device. The axes may be padded. The outputs of padding rows are arbitrary.
 
     `tokens`, `positions`, `slots` and `sample_rows` int32; `slots` is the adapter slot of each row, or -1. `attention`
     has an entry for each of `CacheLayout.groups`. If `segments` is empty, no adapters are applied. `embedding_segments`

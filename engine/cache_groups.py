@@ -10,7 +10,7 @@ BLOCK_TOKENS = 16
 """Number of tokens in a block. Attention reads the K and V of a block through one entry of a sequence's table."""
 
 MAX_BLOCKS = 16
-"""Maximum number of blocks in a page. Cached prefixes consist of whole pages, so fewer of them fit larger pages."""
+"""Maximum number of blocks in a page. Cached prefixes consist of whole pages, so large pages waste more of a prefix."""
 
 UNLIMITED = 1 << 62
 """A number of tokens larger than any other limit."""

@@ -1,6 +1,6 @@
 """The engine loop: add, schedule, submit, commit, emit.
 
-The loop is synchronous. Loading adapters and compiling grammars take place in other threads and processes.
+The loop is synchronous. Adapters are loaded and grammars are compiled on other threads or in other processes.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ class Engine:
                 self._end(sequence, reason)
 
     def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
-        """Add the step's prompt log-probabilities to `outputs`. Return the sequences with a NaN instead."""
+        """Add the step's prompt log-probabilities to `outputs`, except if they contain NaN. Return those sequences."""
         broken: set[Sequence] = set()
         for sequence, scored in zip(step.scoring, step.result.prompt_logprobs(), strict=True):
             if sequence.state is SequenceState.FINISHED or not scored:

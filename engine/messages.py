@@ -306,7 +306,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 class GraphMemory(msgspec.Struct, frozen=True, kw_only=True):
     num_graphs: int = 0
     num_bytes: int = 0
-    """Device memory taken by the captures, measured as the drop in free memory."""
+    """Device memory taken by the captures, in bytes, measured as the drop in free memory."""
 
 
 class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ class PageTable:
     first_block: int = 0
     """Index of `blocks[0]` among all blocks of the sequence. Windowed layers have freed the pages before it."""
     cached: list[CachedPage | None] = field(default_factory=list)
-    """Prefix-cache entries of the first pages. None where another cached page has the same content."""
+    """Prefix-cache entries of the first pages. An entry is None if another cached page has the same content."""
 
     @property
     def end_block(self) -> int:

@@ -26,7 +26,7 @@ class PinLimits:
 
 @dataclass(frozen=True, slots=True)
 class WaitingCall:
-    """A load or pin call whose adapter is not resident yet."""
+    """A load or pin call that has not been answered yet."""
 
     owner: bytes
     call: Load | Pin

@@ -38,7 +38,7 @@ class Demand:
 
 
 class AdapterPool:
-    """Adapters by digest. A resident adapter has a slot and pages.
+    """All requested adapters, by digest. A resident adapter has a slot and pages.
 
     `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` record their
     locations. Idle adapters stay until their pages or slot are needed. `policy` decides which idle adapter is evicted
@@ -129,7 +129,7 @@ class AdapterPool:
         return load is min(resident, key=lambda one: one.num_users, default=None)
 
     def can_spare(self, num_pages: int, position: int) -> bool:
-        """True if a sequence at `position` can get pages and still leave enough for a staged adapter ahead of it."""
+        """True if a sequence at `position` can get `num_pages` and leave enough for a staged adapter ahead of it."""
         return self.reclaimer.can_make_room(num_pages + self.num_pages_wanted(position), position)
 
     def num_pages_lost_by_using(self, load: AdapterLoad | None, position: int) -> int:

@@ -1,4 +1,4 @@
-"""A share's floor: host memory that is guaranteed to its adapters, as much as its requests ask for."""
+"""Guarantees each share's adapters an amount of host memory: the share's floor, which its requests specify."""
 
 from __future__ import annotations
 

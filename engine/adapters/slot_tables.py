@@ -66,7 +66,7 @@ class SlotTables:
         self._has_module = np.zeros((num_slots, len(target.all_modules)), np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
         self._num_rows = np.zeros((num_slots, len(target.outer_modules)), np.int32)
-        # If the target has no embedding, no adapter has tokens of its own.
+        # If the target has no embedding, no adapter can have its own vocabulary.
         self._base_vocab_size = target.vocab_size or 0
         self._vocab_sizes = np.full(num_slots, self._base_vocab_size, np.int32)
 

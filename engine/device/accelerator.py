@@ -67,7 +67,7 @@ class Accelerator(Protocol):
         ...
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record the work that `step` submits, without running it. Calling the result submits all the recorded work.
+        """Record the work that `step` submits, without running it. The returned function submits the recorded work.
 
         Tensors that `step` reads must keep their addresses. Tensors that it allocates may be overwritten when another
         recorded step runs.

@@ -74,7 +74,7 @@ def stack_experts(num_experts: int, weights: Iterator[torch.Tensor], bias: torch
 
 
 class MakeQuantizedExperts(Protocol):
-    """Like `MakeExperts` for quantised weights. Returns None if the device cannot multiply by all of their codes."""
+    """Like `MakeExperts` for quantised weights. Returns None if the device cannot multiply by all weights' codes."""
 
     def __call__(
         self, num_experts: int, weights: Iterator[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None
@@ -99,14 +99,14 @@ class SampleTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The device-specific parts of one engine. `activation_dtype` None means the dtype of the weights.
+    """The device-specific parts of one engine. If `activation_dtype` is None, activations have the weights' dtype.
 
     Quantised weights are dequantised if `make_quantized_linear` or `make_quantized_experts` is None or returns None.
 
     `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
     its steps are padded, captured as graphs, and submitted before the host has the previous step's tokens. If
-    `compiles` is set, its kernels are compiled for each shape. `compile_ahead` compiles them in parallel before the
-    first launch.
+    `compiles` is set, the device's kernels are compiled for each shape. `compile_ahead` compiles them in parallel
+    before the first launch.
     """
 
     accelerator: Accelerator

@@ -10,7 +10,7 @@ from loramux.engine.device.backend import Backend
 
 
 class CodeCount:
-    """Counts linears whose weights a backend keeps as codes. One linear of all experts in a layer counts once."""
+    """Counts linears whose weights a backend keeps as codes. A linear of a layer's experts counts once in total."""
 
     def __init__(self) -> None:
         self.num_kept = 0

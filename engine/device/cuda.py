@@ -15,7 +15,7 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""Bytes that an upload queues before it waits for their copies, so that a step's metadata waits behind few bytes."""
+"""Bytes that an upload queues before it waits for their copies. A step's metadata has to wait for queued bytes."""
 
 
 class CudaFence:

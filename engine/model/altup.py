@@ -42,7 +42,7 @@ class AltUp:
 
 
 class AltUpLayer:
-    """The streams of one layer, and its learned residual (laurel)."""
+    """Predicts and corrects the streams of one layer, and computes its learned residual (laurel)."""
 
     def __init__(self, config: AltUpConfig, hidden_size: int, place: Placement, prefix: str) -> None:
         shapes = dict(config.layer_shapes(hidden_size))

@@ -25,7 +25,7 @@ from loramux.kernels.tables import ModuleGroup
 
 
 class LayerInputs:
-    """Computes the additional inputs of all layers: a second embedding of each token plus a projection of its first."""
+    """Computes each layer's additional input from a second embedding of the token and a projection of the first."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         shapes = input_shapes(config)

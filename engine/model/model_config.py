@@ -68,7 +68,7 @@ class ModelConfig:
     """Format of the stored weights, or None if they are floats."""
     attention: AttentionConfig
     delta: DeltaConfig | None
-    """The layers with a gated delta rule instead of attention."""
+    """The layers with a gated delta rule instead of attention, or None if all layers have attention."""
     feed_forward: FeedForward
     intermediate_size: int
     """Largest number of inner features of a feed-forward without experts."""
@@ -78,7 +78,7 @@ class ModelConfig:
     activation: str
     clamped_gate: ClampedGate | None
     mixture: MixtureConfig | None
-    """The layers with experts instead of a feed-forward."""
+    """The layers with experts, or None if no layer has experts."""
     parallel_blocks: bool
     """True if attention and feed-forward read the same normed residual."""
     norms: NormNames
@@ -92,11 +92,11 @@ class ModelConfig:
     final_norm: str
     """Name of the norm after the last layer."""
     layer_input_size: int
-    """Size of an embedding that enters each layer, or 0 if there is none."""
+    """Size of the embedding that enters each layer, or 0 if there is none."""
     layer_input_vocab_size: int
     """Number of tokens with an embedding that enters each layer."""
     altup: AltUpConfig | None
-    """The layers' parallel residuals."""
+    """The layers' parallel residuals, or None if each token has one residual."""
     has_layer_scalars: bool
     """True if a number multiplies each layer's output."""
     embedding_scale: float

@@ -12,7 +12,7 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.kernels.layout import MAX_EXTRA_TOKENS
 
 FORBIDDEN = -1e30
-"""Logit of forbidden tokens. Their probability is 0, but the logit is finite: a non-finite row ends its sequence."""
+"""Logit of forbidden tokens. Their probability is 0, but the logit is finite, because a non-finite one is an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,7 +38,7 @@ class FileSpanExporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
             for span in spans:
-                # One write per line, or lines from two processes could interleave.
+                # Use one write per line. Otherwise, lines from two processes could interleave.
                 os.write(self._file, span.to_json(indent=None).encode() + b"\n")
         except OSError:
             return SpanExportResult.FAILURE

@@ -29,6 +29,6 @@ def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int
 
 @helper
 def place(pool: Any, layer: int, pages: Any, e: int) -> int:
-    """Index into the flat pool `[P, L, E]` of element `e` of the stream stored in `pages`."""
+    """Index into the flattened pool `[P, L, E]` of element `e` of the stream stored in `pages`."""
     page_elements = np.int64(pool.shape[2])
     return (np.int64(pages[e // page_elements]) * pool.shape[1] + layer) * page_elements + e % page_elements

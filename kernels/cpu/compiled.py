@@ -5,8 +5,8 @@ because they would trigger a compilation in the middle of a step. `python -m lor
 everything in advance, in about 65 s, and later processes load the result from `__pycache__`. If neither that folder nor
 the home directory is writable, set `NUMBA_CACHE_DIR`.
 
-numba applies its fast-math flags to the code of intrinsics too, unless that code sets its own. A function that depends
-on the order of its operations, like `exponentials`, must therefore be called from an `exact` function.
+numba applies its fast-math flags to the code of intrinsics too, unless that code sets its own flags. A function that
+depends on the order of its operations, such as `exponentials`, must therefore be called from an `exact` function.
 `emit_multiply_add` keeps its order everywhere.
 """
 

@@ -234,7 +234,7 @@ def emit_starts(builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros
 
 
 def emit_loads(builder: Any, place: Any, lanes: Any, element_bytes: int) -> list[Any]:
-    """Consecutive registers of values for all outputs."""
+    """Load consecutive values for all outputs into registers."""
     places = [builder.gep(place, [_LONG(element_bytes * lanes.count * part)]) for part in range(REGISTERS)]
     return [builder.load(builder.bitcast(each, lanes.as_pointer()), align=1) for each in places]
 

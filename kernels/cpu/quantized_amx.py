@@ -184,7 +184,7 @@ def _add_outputs(
 
 @intrinsic
 def _split(typing_context: Any, x: Any, size: Any, upper: Any, lower: Any) -> Any:
-    """Split int16 values into signed upper and unsigned lower bytes. Arguments are addresses and a multiple of 16."""
+    """Split `size` int16 values into signed upper and unsigned lower bytes. `size` is a multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, size, *halves = args

@@ -121,7 +121,7 @@ def round_blocks(
     The largest input of a block becomes `limit`.
 
     `factors[t, b]` is a pair: the float32 factor that turns the integers back into inputs, and the int32 sum of the
-    integers. Arguments are addresses and steps in bytes, but `limit` is a float32.
+    integers. `x`, `rounded` and `factors` are addresses, with steps in bytes. `limit` is a float32.
     """
     if num_rows * num_blocks * block < SERIAL_ROUNDING:
         for t in range(num_rows):

@@ -1,4 +1,4 @@
-"""One thread pool for torch and numba. Both use torch's libgomp.
+"""A single thread pool for torch and numba, which both use torch's libgomp.
 
 Start a process that runs these kernels with `OMP_WAIT_POLICY=passive` and `GOMP_SPINCOUNT=10000`: idle threads then
 spin for about 0.2 ms before they sleep. Without the spin count, they sleep immediately, and waking them adds 0.1 ms to

@@ -91,7 +91,7 @@ def _store_row(
     j: int, planes_address: int, row_stride: int, y_address: int, y_stride: int, ids: Any, vocab_size: int,
     module: int, page_table: Any, off: Any, num_rows: Any, rows: Any, starts: Any, slots: Any,
 ) -> None:  # fmt: skip
-    """Store the logits of listed row `j`."""
+    """Store the logits that the trained rows produce for token row `rows[j]`."""
     planes, logits, flat_ids = floats_at(planes_address), floats_at(y_address), ids.reshape(-1)
     slot, t = slots[np.searchsorted(starts, j, side="right") - 1], np.int64(rows[j])
     pages = page_table[slot]

@@ -1,8 +1,8 @@
 """Sixteen float32 lanes as a numba value. Kernels use it to control vectorisation and the use of registers.
 
-LLVM's own vectoriser gives up on most loops of these kernels (accumulators that outlive an inner loop, bfloat16 widened
-from integers, stores that might overlap loads). Arrays of float32, and of bfloat16 bits as uint16, load as float32
-lanes.
+LLVM's own vectoriser gives up on most loops of these kernels, because of accumulators that outlive an inner loop,
+bfloat16 widened from integers, or stores that might overlap loads. Arrays of float32, and of bfloat16 bits as uint16,
+load as float32 lanes.
 """
 
 from __future__ import annotations

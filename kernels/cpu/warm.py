@@ -79,7 +79,7 @@ def warm(dtype: torch.dtype) -> None:
             linear = make_quantized_linear(weight, None, x_bits)
             if linear is not None:
                 linear(x)
-                # A batch of many rows uses AMX.
+                # A batch of many rows uses AMX, if the CPU has it.
                 linear(torch.zeros(64, width))
             experts = make_coded_experts(4, [weight] * 4, None, x_bits)
             if experts is not None:
