@@ -304,8 +304,9 @@ def _plan(
     layouts = [row_layout(out_features, page_elements) for out_features in group.out_features]
     num_warps = 4
     if not is_decode_shaped(num_tokens, num_segments):
-        has_few_values = rows <= TILE_ROWS and max_rank <= 16
-        widest, block_r, num_warps = (128, 16, 2) if has_few_values else (128, 32, 4)
+        widest, block_r = 128, 16 if max_rank <= 16 else 32
+        if rows <= TILE_ROWS and max_rank <= 16:
+            num_warps = 2
     elif num_segments * group.total_out >= 512 * TARGET_PROGRAMS // 2:
         widest, block_r, num_warps = (512, 8, 2) if rows == 1 else (256, 16, 4)
     elif rows == 1 and max_rank <= 16:

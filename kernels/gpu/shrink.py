@@ -25,7 +25,7 @@ from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 MAX_SPLITS = 16
 """Maximum number of planes: more planes would cost the expand more time than they save in the shrink."""
 
-MAX_LARGE_SPLITS = 2
+MAX_LARGE_SPLITS = 4
 """Maximum number of planes if segments are large: the expand rereads its rows' planes for each block of columns."""
 
 ROW_COLUMNS = 256
@@ -282,8 +282,7 @@ def _plan(
     row_k = min(ROW_COLUMNS, layout.chunk_len)
     num_blocks = -(-group.in_features // row_k)
     programs = num_splits * len(group.modules)
-    has_few_values = rows <= TILE_ROWS and max_rank <= 16
-    block_r = 16 if has_few_values or is_decode_shaped(num_tokens, num_segments) else 32
+    block_r = 16 if max_rank <= 16 or is_decode_shaped(num_tokens, num_segments) else 32
     if rows == 1 and programs * num_segments > TARGET_PROGRAMS:
         # Fewer registers leave room for more programs.
         block_r = 8
@@ -305,7 +304,7 @@ def _plan(
 def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int) -> int:
     """Number of planes for a batch: enough to fill the GPU, but at most one per column block and 16 in total.
 
-    The number depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. The maximum is 2
+    The number depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. The maximum is 4
     instead of 16 if segments are large. An embedding needs one plane, because `lora_gather` only copies values.
     """
     if group.is_embedding:
