@@ -112,7 +112,7 @@ class BlobStore(ABC):
         return None
 
     def presign_parts(self, key: str, size: int, expires_s: int) -> PresignedParts | None:
-        """Return requests that let a client put a large blob in parts.
+        """Return presigned requests that let a client upload a large blob in parts.
 
         The result is None if the blob is small or the client must upload through the server.
         """

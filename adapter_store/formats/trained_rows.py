@@ -53,7 +53,9 @@ class TrainedRows:
 
 
 def max_row_counts(trained: Mapping[str, TrainedRows], target: PackTarget, vocab_size: int | None = None) -> RowCounts:
-    """Return the largest number of rows replaced in each outer module; equal rows of a tied base are stored once.
+    """Return an upper bound on the number of rows that an adapter replaces in each outer module.
+
+    If the base ties its embeddings and the adapter's rows for both modules are equal, they are stored once.
 
     `vocab_size` is the adapter's number of tokens, or None if it has the base's vocabulary.
     """

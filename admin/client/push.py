@@ -32,7 +32,10 @@ Progress = Callable[[str, int], None]
 
 
 class PushRefused(Exception):
-    """The directory is not an adapter, or the server rejected it. `code` and `param` say why."""
+    """The directory is not a valid adapter, the server rejected the adapter, or its version was not ready in time.
+
+    `code` and `param` say why.
+    """
 
     def __init__(self, message: str, code: str | None, param: str | None) -> None:
         super().__init__(message)

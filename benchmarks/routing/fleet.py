@@ -18,7 +18,7 @@ MakePolicy = Callable[[Callable[[], float], Random], Policy]
 
 
 class Gateway:
-    """A policy, and the reports that this gateway has read. It runs in the same server as the replica `local_id`."""
+    """A policy, and the reports that this gateway has read. The replica `local_id` runs in the same server."""
 
     def __init__(self, policy: Policy, local_id: str, capacity: int, pool_adapters: int) -> None:
         self.policy = policy

@@ -12,8 +12,8 @@ Every new adapter is read from the disk or from the blob store, verified, and co
 adapters evict another adapter. The result is the time between consecutive tokens of a resident stream. `loads` over
 `quiet` and `storm` over `warm` show the cost of loading. `storm` over `quiet` also includes the storm's own requests.
 
-Windows are two seconds long, at a rate of 200 adapters in 10 s. The speed of a shared machine can drift by a third
-within ten seconds, so longer windows could not resolve a difference of 10 %.
+Each kind of traffic runs for two seconds at a time, and adapters arrive at a rate of 200 in 10 s. The speed of a shared
+machine can drift by a third within ten seconds, so longer turns could not resolve a difference of 10 %.
 """
 
 from __future__ import annotations

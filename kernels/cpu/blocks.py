@@ -69,7 +69,7 @@ def emit_rows(
 ) -> None:
     """Use `emit(x_rows, y_rows)` to generate code for all numbers of rows in `[least, most]`; `num_rows` selects it.
 
-    Rows are addresses, `x_step` and `y_step` bytes apart.
+    Rows are passed as addresses. Rows of `x` are `x_step` bytes apart, and rows of `y` are `y_step` bytes apart.
     """
     done = builder.append_basic_block("done")
     switch = builder.switch(num_rows, done)

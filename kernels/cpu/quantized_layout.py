@@ -59,9 +59,9 @@ class CodePanels:
 def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     """Lay out a weight, or return None if its products cannot be computed in integers.
 
-    This is the case for 8-bit codebooks with values other than integers, such as FP8, for zero points that are very
-    large or belong to a codebook with values other than integers, and for weights with several groups whose size is not
-    a multiple of 16 inputs.
+    Integer products are impossible for an 8-bit codebook with values that are not integers (such as FP8), for zero
+    points that are very large or used with such values, and for several groups whose size is not a multiple of 16
+    inputs.
     """
     found = _integers_of(weight.codebook)
     if found is None:

@@ -209,7 +209,7 @@ def _multiply_codes(
         for part in tl.static_range(STEPS):
             k = at * STEPS + part * STEP
             group = output * NUM_GROUPS + k // GROUP
-            # The last block of an odd number of groups has no second half.
+            # If the number of groups is odd, the last block has no second half.
             is_group = is_column & (k < IN)
             if HAS_ZEROS:
                 zero = tl.load(zeros_ptr + group, mask=is_group, other=0).to(tl.float32)[:, None]

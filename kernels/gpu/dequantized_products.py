@@ -87,7 +87,7 @@ def _dequantize_codes(
     for part in tl.static_range(STEPS):
         k = (tl.program_id(1) * STEPS + part) * STEP
         group = output * NUM_GROUPS + k // GROUP
-        # The last block of an odd number of groups has no second half.
+        # If the number of groups is odd, the last block has no second half.
         is_group = is_column & (k < IN)
         if HAS_ZEROS:
             zero = tl.load(zeros_ptr + group, mask=is_group, other=0).to(tl.float32)[:, None]

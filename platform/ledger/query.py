@@ -15,7 +15,8 @@ MAX_LOCAL_DAYS = 800
 LAST_LOCAL_US = 221_845_392_000_000_000
 """1 January 9000, in microseconds since 1970. Python's calendar ends with the year 9999."""
 MAX_SINGLE_US = 31 * DAY_US
-"""Longest range, in microseconds, of a report by end user, or by minute for groups without sums per minute."""
+"""Longest range, in microseconds, of a report that is grouped by end user, or that is divided into minutes although its
+grouping has no sums per minute."""
 MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
 """The same limit for reports over all tenants: 24 hours, plus one hour so that a day can be rounded out to whole hours.
 """

@@ -18,7 +18,7 @@ class RendezvousOrder:
     Each replica draws a pseudo-random weight for each key, and a key's homes are the replicas with the highest weights.
     The order depends only on the key and the replicas' ids, so all gateways agree on it without communicating. If a
     replica leaves, the relative order of the other replicas stays the same, so only its own keys move. A new replica
-    takes over an equal share of keys from each existing replica.
+    takes over about an equal share of keys from each existing replica.
     """
 
     def __init__(self, replica_ids: Iterable[str] = ()) -> None:

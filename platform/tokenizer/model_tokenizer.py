@@ -52,8 +52,8 @@ class ModelTokenizer:
     def with_tokens(self, tokens: Sequence[AddedToken]) -> ModelTokenizer:
         """Return a tokenizer that also knows an adapter's own tokens.
 
-        The model is shared, so this takes a few milliseconds and little memory. Raises AdapterRejected if the tokens do
-        not extend this tokenizer.
+        The model is shared, so this takes a few milliseconds and little memory. Raises AdapterRejected if the tokens
+        cannot be added to this tokenizer.
         """
         return ModelTokenizer(extended_tokenizer(self._tokenizer, tokens), self._chat_template, self)
 

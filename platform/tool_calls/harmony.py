@@ -1,7 +1,7 @@
 """gpt-oss's harmony format: an answer is a sequence of messages, and each message has a channel.
 
-A message is `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>`. Its
-header ends with `<|message|>`. Only special tokens separate messages and headers: ordinary tokens that spell such a
+One message: `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>`.
+Its header ends with `<|message|>`. Only special tokens separate messages and headers: ordinary tokens that spell such a
 marker are text. See https://cookbook.openai.com/articles/openai-harmony.
 """
 
