@@ -98,7 +98,7 @@ class InvalidName(Refused):
 
 
 class InvalidAlias(Refused):
-    """An alias cannot name the given versions, or cannot be removed."""
+    """An alias cannot point to the given versions, or cannot be removed."""
 
 
 class InvalidGrant(Refused):
@@ -122,11 +122,11 @@ class BaseInUse(StoreError):
 
 
 class InvalidBaseWeights(Refused):
-    """The weights do not divide requests between bases."""
+    """The given weights cannot be used to divide requests between bases."""
 
 
 class BasesDiffer(StoreError):
-    """Requests cannot be divided between these bases, because one server would prepare them differently."""
+    """Requests cannot be divided between bases with different tokenizers, chat templates or served names."""
 
 
 class TenantNotFound(StoreError):

@@ -126,7 +126,7 @@ class BlobStore(ABC):
         raise BlobNotFound("no such upload")
 
     def abort_parts(self, key: str, upload_id: str) -> None:  # noqa: B027 (nothing to do without parts)
-        """Drop an upload and its parts if the upload exists."""
+        """Abort an upload and delete its parts. Does nothing if there is no such upload."""
 
 
 def check_key(key: str) -> str:

@@ -40,7 +40,7 @@ class AttemptFailed(Exception):
     """One attempt failed.
 
     `is_outage` is set if the failure counts against the store as a whole, `can_retry` if another attempt may succeed,
-    and `is_damage` if the received bytes are not the blob's.
+    and `is_damage` if the received bytes differ from the stored ones.
     """
 
     def __init__(self, reason: str, *, can_retry: bool = True, is_outage: bool = True, is_damage: bool = False) -> None:

@@ -54,7 +54,7 @@ def connect(limits: S3Limits) -> S3Client:
             retries={"mode": "standard", "total_max_attempts": 1},
             max_pool_connections=_MAX_CONNECTIONS,
             signature_version="s3v4",
-            # Stores other than Amazon S3 rarely have a host name per bucket, and few support the newer Amazon
+            # Stores other than Amazon S3 rarely support a host name per bucket, and few support the newer Amazon
             # checksums: Ceph 16 ignores every x-amz-checksum-* header, and other stores refuse the trailers that carry
             # the checksums.
             s3={"addressing_style": "path" if has_endpoint else "auto"},

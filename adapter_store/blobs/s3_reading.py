@@ -101,7 +101,7 @@ class MemorySink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A blob's properties from the first response, and the number of leading bytes received with it."""
+    """A blob's properties from the first response, and the number of leading bytes in that response."""
 
     size: int
     etag: str

@@ -19,7 +19,7 @@ from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson,
 MAX_ADDED_TOKENS = 256
 MAX_TOKEN_CHARS = 256
 MAX_VOCAB_SIZE = 1 << 24
-"""Exclusive upper bound of `vocab_size`, larger than any base's vocabulary."""
+"""Exclusive upper bound on `vocab_size`, larger than any base's vocabulary."""
 
 FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
@@ -45,7 +45,7 @@ class AddedVocabulary:
     tokens: tuple[AddedToken, ...]
 
     def report(self) -> dict[str, Any]:
-        """Return the facts to store with the version."""
+        """Return the vocabulary's size and token IDs as JSON values, to store with the version."""
         return {"vocab_size": self.vocab_size, "tokens": {token.content: token.id for token in self.tokens}}
 
 
@@ -73,7 +73,7 @@ def parse_added_vocabulary(text: bytes) -> AddedVocabulary:
 
 
 def parse_tokens(listed: Sequence[Any], vocab_size: int) -> tuple[AddedToken, ...]:
-    """Check a list of tokens with ids below `vocab_size`. Raises AdapterRejected."""
+    """Parse a list of tokens, whose ids must be below `vocab_size`. Raises AdapterRejected."""
     if len(listed) > MAX_ADDED_TOKENS:
         _refuse(f"an adapter can add at most {MAX_ADDED_TOKENS} tokens", "tokens")
     tokens: list[AddedToken] = []

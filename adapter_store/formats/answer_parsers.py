@@ -28,7 +28,7 @@ PARSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class AnswerParsers:
-    """The name of each parser, AUTO or OFF. None means that no choice was made."""
+    """For each setting, a name in PARSERS, AUTO or OFF. None means that no choice was made."""
 
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None

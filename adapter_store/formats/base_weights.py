@@ -35,8 +35,8 @@ class WeightRows(Protocol):
 class BaseWeights:
     """The safetensors files of a model directory, mapped into memory at the first use.
 
-    Weights in `quantized_dir` replace weights with the same name. The directories are the operator's own, so their
-    files are trusted. A missing or unreadable file raises AdapterUnavailable.
+    Weights in `quantized_dir` replace the weights of the same names in `model_dir`. The directories are the operator's
+    own, so their files are trusted. A missing or unreadable file raises AdapterUnavailable.
     """
 
     def __init__(self, model_dir: Path, quantized_dir: Path | None = None) -> None:

@@ -1,10 +1,11 @@
 """An adapter's canonical file, whose SHA-256 is the adapter's identity.
 
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
-key, `config`: JSON with sorted keys that contains each module's scale, with alpha, rsLoRA and patterns already applied,
-the rows that replace rows of the embedding or the head, the adapter's number of tokens if it differs from the base's,
-and the tokens that activate the adapter, if there are any. Equal adapters yield equal bytes, regardless of the order
-and names of the tensors in the uploaded files.
+key, `config`, whose value is JSON with sorted keys. The JSON contains each module's scale, to which alpha, rsLoRA and
+patterns have already been applied. If the adapter replaces rows of the embedding or the head, the JSON also says which
+rows, and which tensors contain the new ones. It contains the adapter's vocabulary size if that differs from the base's,
+and the tokens that activate an activated LoRA. Equal adapters yield equal bytes, regardless of the order and names of
+the tensors in the uploaded files.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def write_canonical(
     """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
     `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same. `scales`
-    and `trained` map modules to their scales and to their replaced rows. `vocab_size` is the adapter's number of
-    tokens, or None if it has the base's vocabulary.
+    and `trained` map modules to their scales and to their replaced rows. `vocab_size` is the adapter's vocabulary size,
+    or None if it has the base's vocabulary.
     """
     facts: dict[str, object] = {"peft_type": "LORA", "scales": dict(scales)}
     if invocation_tokens:

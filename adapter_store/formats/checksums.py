@@ -1,4 +1,4 @@
-"""Verifies payloads in memory, with SHA-256 at the first read and a faster checksum, lane sums, at later reads.
+"""Verifies payloads: by SHA-256 at the first read, and by a faster checksum (lane sums) at later reads.
 
 Computing a SHA-256 is slower than reading a file. When a process first reads a file, it therefore verifies the SHA-256
 and records the lane sums. Later reads compare only the lane sums, as long as the file states the same SHA-256.

@@ -40,7 +40,7 @@ class FurtherFiles:
         return {name: hashlib.sha256(content).hexdigest() for name, content in self.contents.items()}
 
     def report(self) -> dict[str, Any]:
-        """Return the facts to store with the version."""
+        """Return JSON values that describe the files, to store with the version."""
         facts: dict[str, Any] = {}
         if TEMPLATE_FILE in self.contents:
             facts["chat_template"] = {

@@ -10,7 +10,7 @@ INVOCATION_KEY = "alora_invocation_tokens"
 
 MAX_INVOCATION_TOKENS = 256
 MAX_TOKEN_ID = sys.maxunicode
-"""Exclusive upper bound of token IDs: prompts are searched as text, with one character per token."""
+"""Exclusive upper bound on token IDs: prompts are searched as text, with one character per token."""
 
 
 def check_invocation_tokens(token_ids: Sequence[int]) -> None:

@@ -22,12 +22,12 @@ class ModulePlace:
     """One module of the base: its name `key`, its layer, and its index in `PackTarget.all_modules`.
 
     For an outer module (the embedding or the head), `layer` is None and the index refers to the target's outer modules.
-    `kind` is a name that the same module has in all layers and for all experts.
+    `kind` is the module's name without its layer and its expert.
 
     If the file stacks the tensors of `num_experts` experts, `key` is the name of the stack, and the module belongs to
-    `expert`. As in PEFT, A has all ranks of expert 0, then all ranks of expert 1; B has rank 0 of all experts, then
-    rank 1. With `alternates`, the rows of B alternate between the gate and the up projection; a packed file has all
-    rows of the gate first.
+    `expert`. As in PEFT, the rows of A are all ranks of expert 0, then all ranks of expert 1, and so on. The columns of
+    B are rank 0 of every expert, then rank 1 of every expert, and so on. With `alternates`, the rows of B alternate
+    between the gate and the up projection; a packed file has all rows of the gate first.
     """
 
     key: str

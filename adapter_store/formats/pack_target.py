@@ -44,12 +44,12 @@ _MAX_ENTRY_BYTES = 256
 class PackTarget:
     """The engine for which adapters are validated and packed: its modules, page geometry and dtype.
 
-    `modules` use PEFT's names within a layer, and some layers may lack a module; `dtype` is float32 or bfloat16.
-    `experts` describes the linears of the base's experts, which `all_modules` lists after `modules`. `outer_modules`
-    are the modules outside the layers, by full name; with `tied_embeddings`, the base's head uses the weight of its
-    embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size` GPUs share each
-    linear, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own pages, with its
-    share of the K and V heads, and each adapter is packed for that rank only.
+    `modules` have the names that PEFT uses within a layer, and some layers may lack a module. `dtype` is float32 or
+    bfloat16. `experts` describes the linears of the base's experts, which `all_modules` lists after `modules`.
+    `outer_modules` are the modules outside the layers, by full name; with `tied_embeddings`, the base's head uses the
+    weight of its embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size`
+    GPUs share each linear, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own
+    pages, with its share of the K and V heads, and each adapter is packed for that rank only.
     """
 
     modules: tuple[LinearShape, ...]
@@ -99,8 +99,8 @@ class PackTarget:
     def max_tensors_bytes(self) -> int:
         """Size of the largest valid safetensors file, in bytes: every module at its maximum rank, in float32.
 
-        The size includes the whole weight of each outer module, with tokens beyond the base's vocabulary. Experts have
-        a lower maximum rank.
+        The size includes the whole weight of each outer module, with up to MAX_EXTRA_TOKENS tokens beyond the base's
+        vocabulary. Experts have a lower maximum rank.
         """
         elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
         for num_rows, row_len in map(trained_rows_of, self.outer_modules):
@@ -136,14 +136,15 @@ class PackTarget:
         try:
             without_rows = self.layout(self.equal_ranks(MAX_RANK), outer_ranks, has_affines=True).num_pages
         except ValueError:
-            # Offsets cannot address the largest adapter. Validation refuses adapters with more than MAX_ELEMENTS.
+            # Offsets cannot address the largest adapter. Validation refuses adapters with more than MAX_ELEMENTS
+            # elements.
             without_rows = -(-MAX_ELEMENTS // self.geometry.adapter_elements)
         page_elements = self.geometry.flat.adapter_elements
         shapes = [trained_rows_of(self.shard(module).shape(module)) for module in self.outer_modules]
         rows = sum(
             (count + MAX_EXTRA_TOKENS) * row_layout(row_len, page_elements).padded_len for count, row_len in shapes
         )
-        # Alignment can add up to a page.
+        # Alignment can add up to one page.
         return without_rows + (-(-min(rows, MAX_ELEMENTS) // page_elements) + 1 if rows else 0)
 
     @property
@@ -192,7 +193,7 @@ class PackTarget:
     def tokens(self, module: LinearShape, vocab_size: int | None = None) -> range:
         """Return the tokens whose rows of an outer module belong to `tp_rank`.
 
-        Tokens beyond the base's vocabulary belong to the last rank. `vocab_size` is an adapter's number of tokens, or
+        Tokens beyond the base's vocabulary belong to the last rank. `vocab_size` is an adapter's vocabulary size, or
         None if it has the base's vocabulary.
         """
         shard = self.shard(module)

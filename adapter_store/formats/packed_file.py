@@ -125,8 +125,8 @@ def read_open_packed(
 ) -> PackedAdapter:
     """Read a packed adapter from an open file. Raises the same errors as `read_packed`.
 
-    The payload is read in order, directly into its final memory, and `check` processes each chunk as it is read.
-    Payload bytes that arrived with the header are read again.
+    The payload is read in order, directly into the memory from `allocate`, and `check` processes each chunk as it is
+    read. Payload bytes that arrived with the header are read again.
     """
     header, payload_begin = _read_header(descriptor)
     try:
@@ -169,8 +169,8 @@ def _laid_out(
 ) -> tuple[PackTarget, AdapterLayout]:
     """Return the target and the layout that a header's JSON describes.
 
-    The result is cached: layouts are costly, and most adapters share a few. Raises KeyError, TypeError, ValueError or
-    DecodeError if the target or the layout is invalid.
+    The result is cached, because a layout takes long to compute and most adapters share a few layouts. Raises KeyError,
+    TypeError, ValueError or DecodeError if the target or the layout is invalid.
     """
     found = PackTarget.from_document(json.loads(target))
     inner, outer = (np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks))
@@ -200,7 +200,7 @@ def _read_header(descriptor: int) -> tuple[_Header, int]:
 def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
     """Return the CRC-32 of each module's elements, by name. Modules that the adapter does not change are left out.
 
-    A module's trained rows have their own checksum; rows that several modules share belong to the first.
+    A module's trained rows have their own checksum. Rows that several modules share are listed under the first module.
     """
     pages = payload.view(target.storage_dtype)
     checksums: dict[str, int] = {}

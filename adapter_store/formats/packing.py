@@ -167,7 +167,8 @@ def _write(
         else:
             affine = _affine(file, place, base)
             if target.tp_rank and shape.out_features == place.shape.out_features:
-                # Every GPU has part of the inputs, and the outputs are added, so only one GPU may add the shift.
+                # Each GPU multiplies its part of the inputs, and the results are added up, so only one GPU may add the
+                # shift.
                 affine[1] = 0
             rows = _rows(to_pool_dtype(affine, target.dtype).T, shard.outputs).T
         part = part_layout(shape, index, rank, geometry.adapter_elements)
@@ -177,7 +178,7 @@ def _write(
 
 
 def _affine(file: CanonicalAdapter, place: ModulePlace, base: BaseWeights | None) -> npt.NDArray[np.float32]:
-    """Return a module's gain and shift, float32 `[2, out_features]`; zeros if the adapter has neither for it."""
+    """Return a module's gain and shift, float32 `[2, out_features]`. Without DoRA and `lora_bias`, both are zero."""
     scale = file.scales[place.key]
     if place.magnitude_name in file.header.tensors:
         assert base is not None, "packing a DoRA adapter needs the base's weights"

@@ -1,4 +1,4 @@
-"""The rows of the base's embedding and head that differ after PEFT has loaded an adapter, and how they are packed."""
+"""Finds and packs the rows of the base's embedding and head that an adapter replaces."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _check_vocabulary(file: CanonicalAdapter, vocab_size: int, target: PackTarge
 
 
 def _fits(rows: TrainedRows, file: CanonicalAdapter, module: LinearShape) -> bool:
-    """Return whether the replaced rows fit the base's weight."""
+    """Return whether the replaced rows have the shapes and token ids that the base's weight requires."""
     num_rows, row_len = trained_rows_of(module)
     num_rows = num_rows if file.vocab_size is None else file.vocab_size
     wanted = {rows.whole: (num_rows, row_len), rows.delta: (len(rows.ids), row_len)}

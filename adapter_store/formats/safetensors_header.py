@@ -25,7 +25,7 @@ _ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One matrix in the file, at bytes `[begin, end)` of the data. Magnitudes and biases are vectors."""
+    """One tensor in the file, at bytes `[begin, end)` of the data: a matrix, or a vector of magnitudes or biases."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEAD
     """
     if file_size <= LENGTH_BYTES:
         raise AdapterRejected("truncated_file", f"a file of {file_size} bytes holds no tensors", TENSORS_FILE)
-    # The first eight bytes are a length, so a valid file can look like a pickle; the ninth byte decides.
+    # The first eight bytes are a length, so a valid file can begin like a pickle. The ninth byte tells them apart.
     if start[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         raise _foreign_file(start)
     (length,) = struct.unpack_from("<Q", start)

@@ -83,5 +83,5 @@ def _finite(text: str) -> float:
 def _integer(text: str) -> int | float:
     if len(text) > _MAX_DIGITS:
         raise InvalidJson("a number is too large")
-    # Integers have no minus zero: return a float, as other readers such as the safetensors library do.
+    # Python's integers have no negative zero, so return a float, as other readers such as the safetensors library do.
     return -0.0 if text == "-0" else int(text)

@@ -9,7 +9,7 @@ _TEXT = (
     ("model.text_model.", "model."),
 )
 _OTHER_PARTS = (
-    # The layers for multi-token prediction, on which the model's ordinary output does not depend.
+    # Layers for multi-token prediction. The model's ordinary output does not depend on them.
     "mtp.",
     *(
         level + part
@@ -51,8 +51,8 @@ def text_name(stored: str) -> str | None:
 def text_module(name: str) -> str:
     """Return the module's name, or the end of its name, in a text-only model.
 
-    `model.language_model.layers.0.mlp.up_proj` of transformers 5, `language_model.model.layers.0.mlp.up_proj` of
-    earlier versions and `language_model.lm_head` lose the part that names the text decoder, and so does
+    Removes the part that names the text decoder, for example from `model.language_model.layers.0.mlp.up_proj`
+    (transformers 5), `language_model.model.layers.0.mlp.up_proj` and `language_model.lm_head` (earlier versions), and
     `model.text_model.layers.0.mlp.up_proj`.
     """
     for part in ("language_model.", "text_model."):

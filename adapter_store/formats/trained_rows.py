@@ -13,7 +13,10 @@ from loramux.kernels.layout import NO_ROWS, RowCounts
 WEIGHT_SUFFIX = ".weight"
 """Suffix of a module's own trained weight `[vocab_size, hidden_size]`, or of a copy of the base's weight."""
 BASE_SUFFIXES = (WEIGHT_SUFFIX, ".base_layer.weight", ".token_adapter.base_layer.weight")
-"""Suffixes of a copy of the base's weight in a PEFT file. Loading the adapter overwrites the base's weight with it."""
+"""Suffixes of a copy of the base's weight in a PEFT file.
+
+PEFT overwrites the base's weight with the copy when it loads the adapter.
+"""
 UNUSED_SUFFIXES = (".original_module.weight", ".modules_to_save.weight")
 """Suffixes of other copies that PEFT saves for a module in `modules_to_save` but does not use with the adapter."""
 DELTA_SUFFIX = ".token_adapter.trainable_tokens_delta"
@@ -57,7 +60,7 @@ def max_row_counts(trained: Mapping[str, TrainedRows], target: PackTarget, vocab
 
     If the base ties its embeddings and the adapter's rows for both modules are equal, they are stored once.
 
-    `vocab_size` is the adapter's number of tokens, or None if it has the base's vocabulary.
+    `vocab_size` is the adapter's vocabulary size, or None if it has the base's vocabulary.
     """
     if not trained:
         return NO_ROWS

@@ -1,4 +1,4 @@
-"""Converts a LoRA adapter of llama.cpp, as `convert_lora_to_gguf.py` writes it, to PEFT's two files.
+"""Converts a llama.cpp LoRA adapter, as written by `convert_lora_to_gguf.py`, to PEFT's two files.
 
 llama.cpp's names and layouts differ from PEFT's in three ways: modules have other names; the A of the embedding is
 transposed; and the architecture `llama` rotates pairs of neighbouring channels where transformers rotates the two
@@ -83,8 +83,8 @@ def convert_gguf(
 ) -> str:
     """Write the adapter's `adapter_config.json` and `adapter_model.safetensors` into `directory`.
 
-    Returns the architecture. `head_dim` is the base's; it is needed to convert q and k of the architecture `llama`.
-    Raises ConversionRefused. The shapes are not compared with a base; validation does that.
+    Returns the architecture. `head_dim` is the base's head dimension, which is needed to convert q and k of the
+    architecture `llama`. Raises ConversionRefused. The shapes are not compared with a base; validation does that.
     """
     with GgufFile(path) as file:
         architecture = _architecture(file.metadata)
@@ -115,7 +115,7 @@ def convert_gguf(
 
 
 def _targets(file: GgufFile, pair: _Pair, architecture: str, head_dim: int | None) -> tuple[_Target, _Target]:
-    """Return A and B of a module, in PEFT's shapes."""
+    """Return the targets for a module's A and B, with PEFT's shapes."""
     a, b = file.tensors[pair.a].shape, file.tensors[pair.b].shape
     if pair.is_embedding:
         a = (a[1], a[0])
@@ -149,7 +149,7 @@ def _architecture(metadata: Mapping[str, Any]) -> str:
 
 
 def _alpha(metadata: Mapping[str, Any]) -> float | None:
-    """Return the alpha of all modules, or None if every scale is 1."""
+    """Return the alpha that all modules share, or None if every scale is 1."""
     alpha = metadata.get("adapter.lora.alpha", 0.0)
     if type(alpha) is not float or not math.isfinite(alpha) or alpha < 0:
         raise ConversionRefused("alpha_out_of_range", "alpha must be a number, at least 0", "adapter.lora.alpha")
@@ -157,7 +157,7 @@ def _alpha(metadata: Mapping[str, Any]) -> float | None:
 
 
 def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata for the configuration: the invocation tokens and the base's name."""
+    """Return the configuration entries that come from the metadata: the invocation tokens and the base's name."""
     facts: dict[str, Any] = {}
     tokens = metadata.get("adapter.alora.invocation_tokens")
     if tokens is not None:

@@ -2,7 +2,8 @@
 
 The format, little-endian: `GGUF`, the version, the number of tensors, the number of metadata entries; each entry's key,
 type and value; each tensor's name, dimensions (the fastest first), type and offset; padding; the tensors' data. The
-`gguf` package maps the file and trusts its counts and lengths, so it is not used here; tests compare the results.
+`gguf` package maps the file and trusts its counts and lengths, so it is not used here. Tests compare its results with
+this reader's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from loramux.adapter_store.errors import ConversionRefused, printable
 from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
 
 MAX_HEADER_BYTES = 4 << 20
-"""Longest part of a file before its data, in bytes. An adapter with 1,000 modules needs about 150,000 bytes."""
+"""Largest header, up to the tensors' data, in bytes. An adapter with 1,000 modules needs about 150,000 bytes."""
 
 MAX_TENSORS = 1 << 15
 MAX_ENTRIES = 1 << 12
@@ -149,7 +150,7 @@ class _Header:
         return metadata, self._placed(declared, self._data_start(metadata))
 
     def _declared(self, num_tensors: int) -> Iterator[GgufTensor]:
-        """Yield the tensors, with `begin` relative to the data."""
+        """Yield the tensors, with `begin` relative to the start of the data."""
         for _ in range(num_tensors):
             name = self._string()
             num_dimensions = self._count("I", _MAX_DIMENSIONS, "dimensions", name)

@@ -37,7 +37,7 @@ class BaseClaims:
         self.server_id = new_id("srv")
 
     def claim_version(self, version_id: str) -> AdapterVersion | None:
-        """Claim a version, or return None if it has a verdict, is claimed by another server, or is not ready."""
+        """Claim a version, or return None if it has a verdict for the base, is already claimed, or is not ready."""
         with self._database.write() as connection:
             query = select_versions().where(adapter_versions.c.id == version_id, adapter_versions.c.state == "ready")
             row = connection.execute(query).first()
@@ -58,7 +58,7 @@ class BaseClaims:
             return None if claimed.first() is None else version_of(row)
 
     def renew(self, version_id: str) -> None:
-        """Extend the claim by another lease. Raises ClaimLost."""
+        """Extend the claim to one lease from now. Raises ClaimLost."""
         with self._database.write() as connection:
             expires_us = self._database.now_us(connection) + self._lease_us
             renewed = update(version_bases).where(self._is_own(version_id)).values(claim_expires_us=expires_us)
@@ -100,7 +100,7 @@ class BaseClaims:
 
 
 class BaseTurns(TenantTurns):
-    """The order of ready versions without a verdict for a base."""
+    """The order in which ready versions without a verdict for a base are validated."""
 
     def __init__(self, database: Database, base_id: str) -> None:
         super().__init__()

@@ -57,9 +57,9 @@ class BaseValidation:
         return self._turns.next(but)
 
     def process(self, version_id: str) -> BaseVerdict:
-        """Validate a version for the base. A version that another server has claimed or that is out of service stays
-        `pending`.
+        """Validate a version for the base, and return its verdict.
 
+        The verdict stays `pending` if another server has claimed the version, or if the version is out of service.
         Raises StoreError if a store or the validation process fails. The version is then retried later.
         """
         version = self._claims.claim_version(version_id)
@@ -79,7 +79,7 @@ class BaseValidation:
         return self._bases.verdict(version_id, self._base_id)
 
     def progress(self) -> Base:
-        """The base with its numbers of versions. Raises BaseNotFound if it is not registered."""
+        """Return the base, with the numbers of its versions. Raises BaseNotFound if it is not registered."""
         return self._bases.get(self._base_id)
 
     def _decide(self, version: AdapterVersion) -> None:
@@ -112,7 +112,7 @@ class BaseValidation:
         valid = self._validation.validate(scratch)
         assert version.digest is not None
         if valid.accepted.digest != version.digest:
-            # Engines load the canonical file, which is not what this base's checks have accepted.
+            # Engines load the stored canonical file, but the checks for this base have accepted a different one.
             raise AdapterRejected(
                 "base_mismatch", "for this base, the same files make a different adapter: upload it under another name"
             )

@@ -21,7 +21,7 @@ from loramux.adapter_store.validation.validator import Accepted, ValidationJob, 
 
 @dataclass(frozen=True, slots=True)
 class ValidFiles:
-    """Files that passed, and the canonical and packed files made from them."""
+    """Files that passed validation, and the canonical and packed files made from them."""
 
     job: ValidationJob
     accepted: Accepted
@@ -30,8 +30,10 @@ class ValidFiles:
 
 @dataclass(frozen=True, slots=True)
 class FileValidation:
-    """`check_template` decides whether a chat template can be served, and `check_vocabulary` whether added tokens
-    extend the base's tokenizer.
+    """Validates adapters for `target`.
+
+    `check_template` decides whether a chat template can be served, and `check_vocabulary` decides whether the adapter's
+    tokens can be added to the base's tokenizer.
     """
 
     target: PackTarget
@@ -40,7 +42,7 @@ class FileValidation:
     check_vocabulary: VocabularyCheck
 
     def validate(self, directory: Path) -> ValidFiles:
-        """Validate the files in `directory`, which have the names of uploaded files.
+        """Validate the files in `directory`, which must have the names that the files of an upload have.
 
         Raises AdapterRejected, or StoreError if the validation process fails.
         """

@@ -54,7 +54,7 @@ class Ingest:
     Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
     operator can create versions from a bucket or a hub. `is_presigning` lets clients put their files into the blob
     store directly, if the store supports that. `check_template` decides whether an uploaded chat template can be
-    served, and `check_vocabulary` decides whether added tokens extend the base's tokenizer.
+    served, and `check_vocabulary` decides whether the adapter's tokens can be added to the base's tokenizer.
     """
 
     def __init__(
@@ -90,7 +90,10 @@ class Ingest:
             at_failpoint,
         )
         self.for_base: BaseValidation | None = None
-        """Validates versions of other bases for this server's base, if the registry has one."""
+        """Validates, for this server's base, versions that were accepted for other bases.
+
+        None if the registry has no base.
+        """
         if registry.base_id is not None:
             self.for_base = BaseValidation(registry.database, blobs, validation, scratch_dir, registry.base_id, lease_s)
         self._janitor = Janitor(self._upload_rows, blobs)
@@ -131,7 +134,7 @@ class Ingest:
     def presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
         """Return signed requests that let the client put files into the blob store.
 
-        The client sends files without a signed request to the server.
+        Files for which there is no signed request must be sent to the server.
 
         If signing fails, the upload is deleted, because the client never receives the upload's identifier.
         """

@@ -21,7 +21,7 @@ class Janitor:
         self._blobs = blobs
 
     def clear_up(self) -> None:
-        """Delete the files of expired uploads and decided versions, and the leftovers of crashed puts.
+        """Delete the files of expired uploads and of versions with a verdict, and the leftovers of crashed puts.
 
         Files that arrive during this run, or after their upload has expired, are left to the next run.
         """

@@ -89,5 +89,5 @@ class AdapterSources:
 
 
 def is_allowable(url: str) -> bool:
-    """Return whether a URL is a valid element of `AdapterSources.allowed`. It allows everything below its location."""
+    """Return whether a URL is a valid element of `AdapterSources.allowed`. Such a URL allows every source below it."""
     return any(form.fullmatch(url) is not None for form in (_BUCKET, _ALLOWED_HUB))

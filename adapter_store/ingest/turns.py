@@ -27,12 +27,12 @@ class TenantTurns(ABC):
     """One server's order: among tenants with waiting versions, the one with the fewest validations in progress is next.
 
     Ties go to a tenant that this server has never served, then to the one that it served longest ago, then to the
-    tenant that has waited longest. A tenant's oldest version therefore waits for one validation in progress and one
-    version of each other tenant, no matter how many versions the other tenants have.
+    tenant that has waited longest. A tenant's oldest version therefore waits for at most one validation in progress and
+    one version of each other tenant, no matter how many versions the other tenants have.
     """
 
     def __init__(self) -> None:
-        # The number of each tenant's last turn. Contains only tenants with waiting versions.
+        # The number of each tenant's last turn, for tenants with waiting versions only.
         self._last_turns: dict[str, int] = {}
         self._num_turns = 0
 

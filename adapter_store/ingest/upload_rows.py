@@ -29,9 +29,9 @@ from loramux.migrations.paging import Page, keyset_rows
 from loramux.migrations.schema import adapter_versions, uploads
 
 LEASE_US = 30_000_000
-"""Lifetime of a claim, in microseconds. A server that does not renew its claim in this time is dead or hanging."""
+"""Lifetime of a claim, in microseconds. A server that does not renew its claim in this time is presumed dead."""
 OTHER_BASE_WAIT_US = 600_000_000
-"""How long only servers of the same base as the server that received a version may validate it, in microseconds."""
+"""How long only servers of the receiving server's base may validate a new version, in microseconds."""
 _MAX_NAMES = 500
 """Maximum number of identifiers in one query."""
 
@@ -126,10 +126,10 @@ class UploadRows:
     def add_version(self, adapter_id: str, upload_id: str) -> AddedVersion:
         """Create a new pending version from an upload.
 
-        If the upload is already used, or a version that was not rejected has identical files, the existing version is
-        returned in any state. A version that was taken out of service therefore cannot return under a new number. The
-        upload's bytes were checked against the quota when the upload was opened. Raises AdapterNotFound,
-        UploadNotFound, UploadRefused for an expired upload, or LimitReached.
+        If the upload is already used, or another version has identical files and was not rejected, that version is
+        returned instead, even if it is out of service. A version that was taken out of service therefore cannot return
+        under a new number. The upload's bytes were checked against the quota when the upload was opened. Raises
+        AdapterNotFound, UploadNotFound, UploadRefused for an expired upload, or LimitReached.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -249,8 +249,8 @@ def is_free(
 def is_for_base(base_id: str | None, now_us: int) -> ColumnElement[bool]:
     """Match pending versions that a server of this base may claim.
 
-    A version that another base's server received is left to that base's servers for a while, because it may fit only
-    their base.
+    For the first OTHER_BASE_WAIT_US after its creation, a version is left to servers of the receiving server's base,
+    because it may fit only that base.
     """
     columns = adapter_versions.c
     is_overdue = not_(columns.created_us.between(now_us - OTHER_BASE_WAIT_US, now_us))
@@ -263,7 +263,7 @@ def files_sha256(files: Collection[UploadFile]) -> str | None:
     if not checksums:
         return None
     named = [checksums[name] for name in UPLOAD_FILES]
-    # Only optional files are tagged with their names, so that checksums from before their introduction stay valid.
+    # Only optional files are tagged with their names, so that checksums from before optional files existed stay valid.
     named += [f"{name} {checksums[name]}" for name in FURTHER_FILES if name in checksums]
     return hashlib.sha256("".join(named).encode()).hexdigest()
 

@@ -144,7 +144,7 @@ class VersionProcessor:
                 raise AdapterRejected("checksum_mismatch", "the SHA-256 does not match", file.name)
 
     def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> dict[str, Any]:
-        """Copy the files of a source, and return the facts for the report."""
+        """Copy the files of a source, and return the source's facts for the report."""
         found = []
         tensors_bytes = self._validation.target.max_tensors_bytes
         max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: tensors_bytes, **MAX_FURTHER_BYTES}
@@ -167,7 +167,7 @@ class VersionProcessor:
 
         Once the canonical file exists, all blobs that cannot be rebuilt are stored.
         """
-        # Stop here if this server's claim has expired.
+        # Stop here if another server has taken over the version.
         self._claims.renew(version.id)
         if version.digest is not None:
             # An earlier attempt may have reached this point when the source contained different files.

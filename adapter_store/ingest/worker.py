@@ -26,8 +26,9 @@ class IngestWorker:
     removes abandoned uploads.
 
     Every `poll_s` seconds, it looks for versions that other gateways created or a dead gateway left behind, and retries
-    versions that failed because a store or the database was down. `note_progress` receives the numbers of this base's
-    versions by verdict after each verdict, and every `progress_s` seconds, because other servers change them, too.
+    versions that failed because a store or the database was down. `note_progress` receives this server's base with the
+    numbers of its versions by verdict. It is called after each group of verdicts, and about every `progress_s` seconds,
+    because other servers change these numbers, too.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class IngestWorker:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop after the current version, waiting up to `timeout_s`. To cut it short, close the validator first."""
+        """Stop after the current version, waiting up to `timeout_s`.
+
+        To interrupt the validation of that version, close the validator first.
+        """
         self._is_stopping.set()
         self._ingest.has_pending.set()
         self._thread.join(timeout_s)

@@ -19,7 +19,10 @@ from loramux.adapter_store.validation.peft_config import MAX_NAMES
 from loramux.kernels.layout import MAX_EXPERT_RANK, MAX_RANK
 
 MAX_ADAPTERS = 16
-"""Maximum number of adapters in one merge. Their A or B matrices of one module are in memory at the same time."""
+"""Maximum number of adapters in one merge.
+
+All their A matrices, or all their B matrices, of one module are in memory at the same time.
+"""
 
 MAX_WEIGHT = 1000.0
 
@@ -50,7 +53,7 @@ def merge_adapters(
     """Write the merged adapter's two files into `directory`. Raises MergeRefused.
 
     The tensors equal the result of PEFT's `add_weighted_adapter` in float32, apart from the random choices of the DARE
-    methods, and without the zero padding: with `cat`, the rank of a module is the sum of its ranks in the adapters that
+    methods and PEFT's zero padding: with `cat`, the rank of a module is the sum of its ranks in the adapters that
     change it. The scale of every module is 1. With `use_rslora`, PEFT scales the merged adapter once more, but this
     function does not.
     """
@@ -117,7 +120,7 @@ def _merged_module(key: str, members: Sequence[_Member], method: MergeMethod) ->
 
 
 def _maker(members: Sequence[_Member], name: str, is_a: bool, settings: MergeSettings) -> Callable[[], Matrix]:
-    """Return a function that reads a tensor of all members and combines them."""
+    """Return a function that reads one tensor from each member and combines these tensors."""
     if settings.method is MergeMethod.CAT:
         return lambda: _concatenated(members, name, is_a)
 

@@ -1,4 +1,4 @@
-"""The methods of combining one matrix of several adapters, with the same results as PEFT in float32.
+"""Methods that combine one matrix from each of several adapters, with the same results as PEFT in float32.
 
 - `linear`: the weighted sum.
 - `ties` (arXiv:2306.01708): each matrix keeps its largest values; where the signs differ, the majority's values are

@@ -55,8 +55,9 @@ class PlainModule:
 
 
 class PlainLora:
-    """An open directory with a plain LoRA adapter. Raises MergeRefused, with `name` as `param`, if the directory has no
-    plain LoRA adapter.
+    """An open directory with a plain LoRA adapter.
+
+    Raises MergeRefused, with `name` as `param`, if the directory contains no plain LoRA adapter.
     """
 
     def __init__(self, directory: Path, name: str) -> None:

@@ -118,12 +118,11 @@ class AdapterAliases:
         return targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
-        """Delete an alias and its history except for the last entry.
+        """Delete an alias and all of its history except the last entry.
 
-        From that entry, a new alias with this name continues the revision numbers.
-
-        Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default alias, or AliasChanged if the alias is no
-        longer at `expected_revision`.
+        A new alias with this name continues the revision numbers from that entry. Raises AdapterNotFound,
+        AliasNotFound, InvalidAlias for the default alias, or AliasChanged if the alias is no longer at
+        `expected_revision`.
         """
         if name == DEFAULT_ALIAS:
             raise InvalidAlias("default_alias", "the default alias can be moved, not removed", "name")

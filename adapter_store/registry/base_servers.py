@@ -1,4 +1,4 @@
-"""The running servers of each base, as they report themselves to the database."""
+"""The servers of each base, which report to the database while they run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from loramux.migrations.upserts import upsert
 SILENT_S = 60.0
 """A server that has not reported for this many seconds is `silent`, and no longer counts as serving its base."""
 GONE_S = 600.0
-"""A server that has not reported for this many seconds is no longer listed. A later server deletes its row."""
+"""A server that has not reported for this many seconds is no longer listed.
+
+Its row is deleted when another server first reports.
+"""
 
 _MAX_ADDRESS_CHARS = 300
 _TAKEN_OVER = ("ready", "archived", "quarantined")
@@ -67,7 +70,7 @@ class OwnServer:
             connection.execute(delete(base_servers).where(columns.seen_us < _gone_us(now_us)))
 
     def leave(self) -> None:
-        """Delete the row, because the server stops."""
+        """Delete the row, because the server is stopping."""
         with self._database.write() as connection:
             connection.execute(delete(base_servers).where(base_servers.c.id == self._id))
 
@@ -84,7 +87,7 @@ def register_base(
     """Add a base, or update its served name and the hash of its tokenizer and chat templates.
 
     Versions of earlier releases count as validated for the first base that registers, because they were accepted when
-    each database had one base. They do not name the base that received them.
+    each database had one base. Their rows do not name the base whose server received them.
     """
     lock_bases(database, connection)
     now_us = database.now_us(connection)

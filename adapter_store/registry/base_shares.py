@@ -26,7 +26,7 @@ class BaseShare:
 
 
 def read_shares(connection: Connection) -> Sequence[BaseShare]:
-    """Return the weights of all bases that have one."""
+    """Return all bases that have a weight."""
     columns = bases.c
     query = select(columns.id, columns.weight, columns.prompt_sha256).where(columns.weight.is_not(None))
     return [

@@ -23,7 +23,7 @@ NO_SUCH_BASE = "there is no such base"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A base that a server has served, with the numbers of ready versions by verdict."""
+    """A base that a server has served, with the numbers of ready versions by their verdict for this base."""
 
     id: str
     served_name: str
@@ -33,7 +33,7 @@ class Base:
     num_pending: int
     servers: Sequence[BaseServer]
     weight: int | None
-    """Its share of the requests, or None if requests are not divided between this base and others."""
+    """Its relative share of the requests, or None if requests are not divided between this base and others."""
     is_shared: bool
     """Whether a server of the base shares requests with other servers."""
 
@@ -60,7 +60,7 @@ class Bases:
         self._database = database
 
     def register(self, base_id: str, served_name: str, prompt_sha256: str | None = None) -> None:
-        """Record a base before a server of it starts to validate versions.
+        """Record a base before one of its servers starts to validate versions.
 
         `prompt_sha256` is equal for bases with the same tokenizer and chat templates.
         """

@@ -210,9 +210,10 @@ class AdapterRegistry:
         return None if any(ref.version_digest != newest.version_digest for ref, _ in found) else newest
 
     def list_models(self, tenant_id: str, bases: Sequence[str] = ()) -> list[AdapterRef]:
-        """List the adapters that a tenant may call, its own first, each with its default version of highest weight.
+        """List the adapters that a tenant may call, its own first.
 
-        Versions that are valid for none of the `bases`, by default the served base, are left out.
+        Each adapter comes with the version that has the largest weight in its default alias. Versions that are valid
+        for none of the `bases`, by default the served base, are left out.
         """
         parameters: dict[str, object] = {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS}
         if self.base_id is not None:
@@ -227,7 +228,7 @@ class AdapterRegistry:
         return "ready" if self.base_id is None else Bases(self.database).verdict(version_id, self.base_id)
 
     def bases_of(self, version_id: str) -> frozenset[str]:
-        """The bases that a version is valid for."""
+        """Return the bases that a version is valid for."""
         return frozenset(row.base_id for row in self.database.query(VALID_BASES, {"version_id": version_id}))
 
     @property

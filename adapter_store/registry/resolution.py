@@ -36,9 +36,12 @@ Suffix = Literal["alias", "number", "digest"]
 def versions_named(suffix: Suffix, has_caller: bool, has_base: bool) -> Select[*tuple[Any, ...]]:
     """Select an AdapterRef's columns and a weight for every version in service that matches a name, newest first.
 
-    Its bound parameters are `tenant` and `adapter`; for an alias or a number, `wanted`; for a digest, the range
-    `[wanted, end)`; with `has_caller`, `caller_id`, the tenant that must own the adapter or have been granted it; with
-    `has_base`, `base_id`, the base whose verdict is selected. Without it, every version counts as valid.
+    The bound parameters are:
+
+    - `tenant` and `adapter`;
+    - `wanted`, an alias or a version number, or `wanted` and `end`, a half-open range of digests;
+    - `caller_id`, with `has_caller`: the tenant that must own the adapter or have been granted it;
+    - `base_id`, with `has_base`: the base whose verdict is selected. Without `has_base`, every version counts as valid.
     """
     # The statement is cached because building it takes longer than running it on SQLite.
     query = _select_in_service(has_base).where(

@@ -68,7 +68,7 @@ class VersionStates:
         return adapter
 
     def unserved_digests(self, adapter_id: str, number: int | None = None) -> list[str]:
-        """Return the digests of an adapter's versions that no version in service has.
+        """Return the digests of an adapter's versions, except digests that a version in service has.
 
         With `number`, only that version is considered.
         """

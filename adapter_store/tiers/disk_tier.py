@@ -88,7 +88,10 @@ class DiskTier:
             self._evict(self._max_bytes)
 
     def hold(self, digest: str) -> HeldFile | None:
-        """Open an adapter's file and protect it from eviction until closed, or return None if there is no such file."""
+        """Open an adapter's file and protect it from eviction until it is closed.
+
+        Returns None if there is no such file.
+        """
         path = self._path(digest)
         opened = _open_shared(path)
         now_ns = time.time_ns()

@@ -18,7 +18,10 @@ ALIGNMENT = 4096
 
 
 def shared_memory(num_bytes: int) -> int:
-    """Create shared memory and return its descriptor. Pages are committed when written or registered with a GPU."""
+    """Create shared memory and return its descriptor.
+
+    Pages are committed when they are written or registered with a GPU.
+    """
     descriptor = os.memfd_create("adapters")
     os.truncate(descriptor, max(num_bytes, 1))
     return descriptor
@@ -56,7 +59,7 @@ class HostSlab:
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
         self._memory = memory
         self._lock = threading.Lock()
-        # Free ranges `[begin, end)` in order. No two are adjacent.
+        # Free ranges `[begin, end)` in ascending order. No two are adjacent.
         self._free = [(0, memory.size // ALIGNMENT * ALIGNMENT)]
         # An array can be freed at any moment, even while this thread holds the lock, so freed pieces are queued.
         self._returned: deque[tuple[int, int]] = deque()

@@ -61,7 +61,7 @@ class HostTier:
     def reserve(self, num_bytes: int) -> None:
         """Reserve room for adapters that are being loaded, in place of the previous reservation.
 
-        The adapters' memory is in use before they are added.
+        Their memory is in use during the load, before `add` counts it.
         """
         self._reserved_bytes = num_bytes
         self._evict()

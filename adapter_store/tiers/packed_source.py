@@ -82,7 +82,8 @@ class PackedSource:
 
     The packed file of an adapter that depends on the base's weights, such as DoRA, has a key with the fingerprint of
     these weights. Its header contains the fingerprint too, and a file for another base is never used. Earlier releases
-    stored such files under the key without a fingerprint: they are used if they fit this base, or else deleted.
+    stored such files under a key without the fingerprint. Files with such a key are used if they fit this base, and
+    deleted otherwise.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class PackedSource:
         packed file, it still stores that file on disk.
         """
         if not _DIGEST.fullmatch(digest):
-            raise AdapterUnavailable("the requested adapter is not a digest")
+            raise AdapterUnavailable("the requested digest is malformed")
         _check_wanted(digest, cancellation)
         try:
             packed = self._from_disk(digest)
@@ -242,7 +243,7 @@ class PackedSource:
                 self._blobs.delete(key)
                 return None
             except AdapterCorrupt:
-                # Either the blob store's checks or this class's found wrong bytes.
+                # Either the blob store's checks or the checks of this class found wrong bytes.
                 self._set_aside(file)
                 self._blobs.delete(key)
                 return None
@@ -257,7 +258,7 @@ class PackedSource:
         try:
             return self._base.fingerprint
         except AdapterUnavailable:
-            # Packing an adapter that depends on the weights reports the reason.
+            # If an adapter depends on the weights, packing it reports the reason.
             return None
 
     def _hold(self, digest: str) -> HeldFile | None:

@@ -49,7 +49,7 @@ MAX_ASKED = 32
 """Maximum number of requests in flight to the staging process. Each may have a descriptor in transit."""
 
 MAX_TRIES = 2
-"""Number of staging processes that can die while loading an adapter before the load fails."""
+"""A load fails once this many staging processes have died while loading the adapter."""
 
 RESTART_S = 1.0
 """Shortest time between two starts of the staging process, in seconds."""
@@ -167,7 +167,7 @@ class StagingClient:
         if packed is not None:
             self._results[digest] = StagedAdapter(packed, self._host.release, stages)
         elif not _DIGEST.fullmatch(digest):
-            self._results[digest] = NotStaged(digest, "the requested adapter is not a digest", stages)
+            self._results[digest] = NotStaged(digest, "the requested digest is malformed", stages)
         else:
             self._requests[digest] = _Request(digest, next(self._numbers), stages)
             self._waiting.append(digest)

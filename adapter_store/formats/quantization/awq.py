@@ -29,7 +29,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat:
-    """`qweight` int32 `[in, out / 8]`, `qzeros` `[groups, out / 8]` and `scales` `[groups, out]`."""
+    """Reads `qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]` and `scales` `[groups, out]`."""
 
     group: int | None
     has_zeros: bool

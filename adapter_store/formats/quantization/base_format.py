@@ -1,4 +1,4 @@
-"""Chooses a checkpoint's format by its `quantization_config`, and finds the quantised weights among its tensors."""
+"""Reads a checkpoint's format from its `quantization_config`, and finds the quantised weights among its tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ READABLE = tuple(sorted(_PARSERS))
 """The supported values of `quant_method`."""
 
 _CACHE_SCALES = (".k_scale", ".v_scale")
-"""Scales of keys and values, which are ignored because loramux does not quantise keys and values."""
+"""Suffixes of the scales of keys and values.
+
+The scales are ignored, because loramux does not quantise keys and values.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Checkpoint:
     plain: Mapping[str, MappedTensor]
 
     def with_coded(self, other: Checkpoint) -> Checkpoint:
-        """Return this checkpoint, with quantised weights from another checkpoint."""
+        """Return this checkpoint with the quantised weights of `other`, which replace weights of the same names."""
         plain = {name: tensor for name, tensor in self.plain.items() if name not in other.coded}
         return Checkpoint({**self.coded, **other.coded}, plain)
 

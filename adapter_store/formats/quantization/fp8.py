@@ -67,7 +67,7 @@ def fp8_weight(parts: Parts, scales: npt.NDArray[np.float32]) -> QuantizedWeight
 def parse_fp8(config: Mapping[str, Any]) -> Fp8Format:
     fmt = config.get("fmt", "e4m3")
     if fmt != "e4m3":
-        raise BaseNotSupported(f"quantization_config.fmt is {fmt!r:.60}; only e4m3 can be read")
+        raise BaseNotSupported(f"quantization_config.fmt is {fmt!r:.60}; only e4m3 is supported")
     return Fp8Format(block_size(config, "weight_block_size"))
 
 

@@ -24,8 +24,9 @@ from loramux.adapter_store.formats.quantization.weight_format import (
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat:
-    """`qweight` int32 `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]` and `scales` `[groups, out]`.
+    """Reads the tensors of GPTQ weights.
 
+    `qweight` is int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]` and `scales` `[groups, out]`.
     `g_idx` int32 `[in]` contains the group of each input. With act-order, the inputs of a group can be
     anywhere in the row. The first version of the format stores each zero point minus 1.
     """

@@ -25,7 +25,7 @@ def grouped_scales(
         wanted = (-(-out_features // block[0]), -(-in_features // block[1]))
         if scales.shape != wanted:
             raise parts.wrong(suffix, f"has shape {list(scales.shape)}; blocks of {list(block)} need {list(wanted)}")
-        # Groups must divide the inputs, so a partial block at the end of a row makes them smaller than a block.
+        # Groups must have equal sizes. If a row ends with a partial block, they are therefore smaller than a block.
         group = math.gcd(block[1], in_features)
         inputs = np.arange(0, in_features, group) // block[1]
         return np.ascontiguousarray(scales.repeat(block[0], axis=0)[:out_features, inputs])
@@ -37,7 +37,10 @@ def grouped_scales(
 
 
 def check_group(parts: Parts, suffix: str, num_groups: int, in_features: int, group: int | None) -> None:
-    """Raise BaseNotSupported unless the inputs form `num_groups` groups of `group` inputs, or one group if None."""
+    """Raise BaseNotSupported unless the inputs form `num_groups` groups of `group` inputs.
+
+    If `group` is None, all inputs must form one group.
+    """
     wanted = 1 if group is None else in_features / group
     if num_groups != wanted:
         size = "all" if group is None else group

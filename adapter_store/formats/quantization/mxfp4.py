@@ -1,4 +1,4 @@
-"""mxfp4 as in gpt-oss: one tensor of blocks and one of scales for the weights of all experts."""
+"""mxfp4 as in gpt-oss, where one tensor of blocks and one tensor of scales contain the weights of all experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mxfp4Experts:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Format:
-    """`blocks` uint8 `[num_experts, out, in / 32, 16]` and `scales` uint8 `[num_experts, out, in / 32]`."""
+    """Reads `blocks` uint8 `[num_experts, out, in / 32, 16]` and `scales` uint8 `[num_experts, out, in / 32]`."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
 
