@@ -19,7 +19,7 @@ class Cancellation:
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """Call every listener on this thread. A second call does nothing."""
+        """Set the flag and call every listener, on this thread. A second call does nothing."""
         with self._lock:
             self._is_cancelled = True
             listeners, self._listeners = self._listeners, []

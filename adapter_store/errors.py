@@ -47,6 +47,7 @@ class AdapterRejected(Refused):
       `source_not_allowed`, `invalid_source`, `file_too_large`, `size_mismatch`, `checksum_mismatch`,
       `identical_version`, `insufficient_quota`;
     - weights that match a quarantined version: `quarantined`;
+    - stored files that cannot be validated for another base: `original_not_kept`, `stored_files_damaged`;
     - validation itself: `validation_timeout`, `validation_killed`, `validation_failed`.
     """
 
@@ -114,7 +115,7 @@ class AdapterInUse(StoreError):
 
 
 class BaseNotFound(StoreError):
-    """No server on this database has served the base."""
+    """There is no such base."""
 
 
 class BaseInUse(StoreError):

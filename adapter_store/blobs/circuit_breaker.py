@@ -43,7 +43,10 @@ class CircuitBreaker:
             return "half_open" if self._has_trial or self._clock() >= self._next_trial else "open"
 
     def enter(self) -> float | None:
-        """Return the seconds to wait, or None if the caller may proceed. A caller that proceeds must report back."""
+        """Return the seconds to wait, or None if the caller may proceed.
+
+        A caller that proceeds must then call `succeeded` or `failed`.
+        """
         with self._lock:
             if self._open_s == 0:
                 return None

@@ -154,4 +154,4 @@ def upload_key(upload_id: str, name: str) -> str:
 
 
 UPLOADS = "uploads/"
-"""Key prefix for uploaded files that are not yet part of a version."""
+"""Key prefix of uploaded files, which are deleted once their version has a verdict."""

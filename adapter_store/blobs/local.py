@@ -113,7 +113,7 @@ class LocalBlobStore(BlobStore):
         try:
             yield
         except FileNotFoundError:
-            # If the blob exists, the missing file is the caller's destination.
+            # If the blob exists, the caller's destination is in a missing directory.
             if self.exists(key):
                 raise
             raise BlobNotFound(f"no blob {key}") from None

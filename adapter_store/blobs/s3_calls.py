@@ -73,7 +73,9 @@ class S3Calls:
         self._chance = chance
 
     def run(self, what: str, attempt: Callable[[], T], deadline: Deadline | None = None) -> T:
-        """Make attempts until one succeeds. An attempt sends requests with `ask` and may raise AttemptFailed itself.
+        """Make attempts until one succeeds or no retry is left.
+
+        An attempt sends requests with `ask` and may raise AttemptFailed itself.
 
         Raises BlobNotFound, PreconditionFailed, RangeRefused, BlobStoreUnavailable, or any other error that `attempt`
         raises.
@@ -104,7 +106,7 @@ class S3Calls:
         raise AssertionError("unreachable")
 
     def send(self, what: str, request: Callable[[], T], deadline: Deadline | None = None) -> T:
-        """Make attempts, each a single request, until one succeeds. Raises the same errors as `run`."""
+        """Make attempts that each send one request. Raises the same errors as `run`."""
         return self.run(what, lambda: self.ask(request), deadline)
 
     def ask(self, request: Callable[[], T]) -> T:

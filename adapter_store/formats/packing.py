@@ -53,7 +53,7 @@ class PackedAdapter:
 
 
 def needs_base(canonical: Path | bytes) -> bool:
-    """Return whether packing needs the base's weights: for DoRA, or for a complete embedding or head."""
+    """Return whether packing needs the base's weights, as it does for DoRA and for a whole embedding or head."""
     with CanonicalAdapter(canonical) as file:
         return _needs_base(file)
 

@@ -24,7 +24,10 @@ BLOCK_ELEMENTS = 1 << 20
 
 
 class TensorFile:
-    """An open safetensors file whose header has passed all checks. Raises AdapterRejected if a check fails."""
+    """An open safetensors file whose header has passed all checks.
+
+    The constructor raises AdapterRejected if a check fails.
+    """
 
     def __init__(self, source: Path | bytes, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
         self._file = _open(source)

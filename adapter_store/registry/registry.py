@@ -54,8 +54,8 @@ class StockLimits(Protocol):
 class AdapterRegistry:
     """Adapters and versions in SQL. `Ingest` creates new versions.
 
-    Adapters cannot have any of the `reserved_names`, such as the served base model's name. `base_id` is the base that
-    resolved versions must be valid for. If it is None, every version counts as valid.
+    Adapters cannot have any of the `reserved_names`, such as the served base model's name. `base_id` is the base whose
+    verdict is looked up for each resolved version. If it is None, every version counts as valid.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ _CODED = (".weight_packed", ".weight")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The quantisation of one kind of weight. If `group` is None, there is one scale per output or per tensor."""
+    """The quantisation of one kind of weight. If `group` and `block` are None, scales are per output or per tensor."""
 
     group: int | None
     block: tuple[int, int] | None

@@ -21,7 +21,7 @@ _SCALES = (".weight_scale_inv", ".weight_scale")
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """Weights in float8_e4m3fn with scales for the tensor, for channels, or for blocks `[outputs, inputs]`.
+    """Weights in float8_e4m3fn with one scale per tensor, per output, or per block `[outputs, inputs]`.
 
     Stored scales of activations are ignored, because loramux does not use them.
     """
