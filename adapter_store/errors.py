@@ -59,7 +59,7 @@ class AdapterRejected(Refused):
 
 
 class MergeRefused(Refused):
-    """Adapters cannot be merged; `param` is the adapter, the module or the setting at fault.
+    """Adapters cannot be merged. `param` is the adapter, the module or the setting at fault.
 
     The codes: `invalid_sources`, `invalid_model_name`, `invalid_weight`, `invalid_density`, `merge_unsupported`,
     `merge_across_tenants`, `shape_mismatch`, `wrong_dimensions`, `rank_mismatch`, `rank_out_of_range`,
@@ -68,7 +68,7 @@ class MergeRefused(Refused):
 
 
 class ConversionRefused(Refused):
-    """A file of another format cannot be converted to an adapter; `param` is the metadata key or tensor at fault.
+    """A file of another format cannot be converted to an adapter. `param` is the metadata key or tensor at fault.
 
     The codes: `not_a_file`, `not_gguf`, `unsupported_gguf`, `truncated_file`, `header_too_large`, `invalid_header`,
     `duplicate_key`, `invalid_offsets`, `unsupported_dtype`, `tensor_not_2d`, `not_an_adapter`,
@@ -175,7 +175,7 @@ class ClaimLost(StoreError):
 
 
 class SourceUnavailable(StoreError):
-    """The bucket or hub with a version's files cannot be read at the moment; a retry may succeed."""
+    """The bucket or hub with a version's files cannot be read at the moment. A retry may succeed."""
 
 
 class OriginalNotKept(StoreError):

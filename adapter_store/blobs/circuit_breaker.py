@@ -13,7 +13,7 @@ BreakerState = Literal["closed", "open", "half_open"]
 class CircuitBreaker:
     """A breaker that is closed while calls succeed. Thread-safe.
 
-    After `max_failures` failures in a row it opens, so that calls fail immediately. After `first_open_s` the breaker is
+    After `max_failures` failures in a row it opens, and calls fail immediately. After `first_open_s` the breaker is
     half-open and lets one caller try. A success closes it. A failure opens it for twice as long as before, up to
     `max_open_s`.
     """

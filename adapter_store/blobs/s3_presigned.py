@@ -1,4 +1,4 @@
-"""Signed requests, so that clients can put blobs into the bucket themselves."""
+"""Signed requests that let clients put blobs into the bucket themselves."""
 
 from __future__ import annotations
 

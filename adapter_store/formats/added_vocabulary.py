@@ -50,7 +50,7 @@ class AddedVocabulary:
 
 
 def encode_added_vocabulary(vocabulary: AddedVocabulary) -> bytes:
-    """Return the contents of an `added_vocabulary.json`; equal vocabularies have equal contents."""
+    """Return the contents of an `added_vocabulary.json`. Equal vocabularies have equal contents."""
     return json.dumps(asdict(vocabulary), ensure_ascii=False, sort_keys=True, indent=1).encode() + b"\n"
 
 

@@ -60,7 +60,7 @@ def _squares_of_rows(
 def _squares_of_columns(
     place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: WeightRows
 ) -> npt.NDArray[np.float64]:
-    """Return the squared norms of an embedding's columns, one per output; the base stores one row per token."""
+    """Return the squared norms of an embedding's columns, one per output. The base stores one row per token."""
     num_tokens, block = place.shape.in_features, max(1, _BLOCK_ELEMENTS // place.shape.out_features)
     squares = np.zeros(place.shape.out_features)
     for begin in range(0, num_tokens, block):

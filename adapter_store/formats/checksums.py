@@ -37,7 +37,7 @@ class LaneSums:
         self._parts: list[bytes] = []
 
     def update(self, chunk: npt.NDArray[np.uint8]) -> None:
-        """Add the next chunk, uint8 `[num_bytes]`; every chunk except the last is `CHUNK_BYTES` long."""
+        """Add the next chunk, uint8 `[num_bytes]`. Every chunk except the last must be `CHUNK_BYTES` long."""
         num_rows = chunk.nbytes // (8 * NUM_LANES)
         end = num_rows * 8 * NUM_LANES
         sums = np.add.reduce(chunk[:end].view("<u8").reshape(num_rows, NUM_LANES), axis=0, dtype=np.uint64)

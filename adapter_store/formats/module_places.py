@@ -27,7 +27,7 @@ class ModulePlace:
     If the file stacks the tensors of `num_experts` experts, `key` is the name of the stack, and the module belongs to
     `expert`. As in PEFT, the rows of A are all ranks of expert 0, then all ranks of expert 1, and so on. The columns of
     B are rank 0 of every expert, then rank 1 of every expert, and so on. With `alternates`, the rows of B alternate
-    between the gate and the up projection; a packed file has all rows of the gate first.
+    between the gate and the up projection. In a packed file, all rows of the gate come first.
     """
 
     key: str

@@ -46,7 +46,7 @@ class PackTarget:
 
     `modules` have the names that PEFT uses within a layer, and some layers may lack a module. `dtype` is float32 or
     bfloat16. `experts` describes the linears of the base's experts, which `all_modules` lists after `modules`.
-    `outer_modules` are the modules outside the layers, by full name; with `tied_embeddings`, the base's head uses the
+    `outer_modules` are the modules outside the layers, by full name. With `tied_embeddings`, the base's head uses the
     weight of its embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size`
     GPUs share each linear, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own
     pages, with its share of the K and V heads, and each adapter is packed for that rank only.
@@ -86,7 +86,7 @@ class PackTarget:
 
     @property
     def storage_dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of packed elements; bfloat16 is stored as its bits."""
+        """The numpy dtype of packed elements. bfloat16 is stored as its bits."""
         return np.dtype("<f4") if self.dtype == "float32" else np.dtype("<u2")
 
     @property
@@ -174,7 +174,7 @@ class PackTarget:
     ) -> AdapterLayout:
         """Return the layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
 
-        `outer_ranks` is int32 `[num_outer_modules]`; if it is None, all outer modules have rank 0. `rows` counts the
+        `outer_ranks` is int32 `[num_outer_modules]`. If it is None, all outer modules have rank 0. `rows` counts the
         trained rows of the tensor-parallel rank `tp_rank`.
         """
         if outer_ranks is None:
@@ -214,7 +214,7 @@ class PackTarget:
             "tp_size": self.tp_size,
             "tp_rank": self.tp_rank,
         }
-        # Default values are omitted, so that older packed files stay valid.
+        # False is omitted, so that packed files written before this field existed stay valid.
         if self.has_fixed_vocabulary:
             document["has_fixed_vocabulary"] = True
         return document if self.experts is None else {**document, "experts": _experts_document(self.experts)}

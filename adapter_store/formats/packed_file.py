@@ -33,7 +33,7 @@ from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.kernels.layout import AdapterLayout, RowCounts, part_layout
 
 HostMemory = Callable[[int], npt.NDArray[np.uint8]]
-"""Allocates uint8 `[num_bytes]` of host memory; a GPU engine provides memory that the GPU can copy from directly."""
+"""Allocates uint8 `[num_bytes]` of host memory. A GPU engine provides memory that the GPU can copy from directly."""
 
 _MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
 _PREFIX = struct.Struct("<8sI32s")

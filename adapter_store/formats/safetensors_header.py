@@ -1,7 +1,10 @@
 """A strict parser for safetensors headers, which runs before any other code reads the file.
 
-The format: eight bytes with the header's length, little-endian; the header, JSON that gives each tensor's dtype,
-shape and half-open byte range `[begin, end)` in the data; then the data, without gaps.
+A file consists of:
+
+- eight bytes with the header's length, little-endian;
+- the header, JSON that gives each tensor's dtype, shape and half-open byte range `[begin, end)` in the data;
+- the data, without gaps.
 """
 
 from __future__ import annotations

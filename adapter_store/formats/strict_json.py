@@ -1,6 +1,7 @@
-"""A strict JSON parser: no duplicate keys, no NaN, no numbers beyond a double's range, no unpaired surrogates.
+"""A strict JSON parser.
 
-Error messages never quote the text.
+It refuses repeated keys (unless the caller allows them), NaN, infinity, floats beyond a double's range, integers of
+more than 4,300 digits, and unpaired surrogates. Error messages never quote the text.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _MAX_DIGITS = 4300
 
 
 class InvalidJson(ValueError):
-    """The text is not acceptable JSON; the message says why."""
+    """The text is not acceptable JSON. The message says why."""
 
 
 class DuplicateKey(InvalidJson):

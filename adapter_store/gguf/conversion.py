@@ -1,8 +1,13 @@
 """Converts a llama.cpp LoRA adapter, as written by `convert_lora_to_gguf.py`, to PEFT's two files.
 
-llama.cpp's names and layouts differ from PEFT's in three ways: modules have other names; the A of the embedding is
-transposed; and the architecture `llama` rotates pairs of neighbouring channels where transformers rotates the two
-halves of a head, so the rows of q and k are permuted. The scale is `alpha / rank`, or 1 if alpha is 0.
+llama.cpp's names and layouts differ from PEFT's in three ways:
+
+- Modules have other names.
+- The A of the embedding is transposed.
+- The architecture `llama` rotates pairs of neighbouring channels where transformers rotates the two halves of a head,
+  so the rows of q and k are permuted.
+
+The scale is `alpha / rank`, or 1 if alpha is 0.
 """
 
 from __future__ import annotations
@@ -84,7 +89,8 @@ def convert_gguf(
     """Write the adapter's `adapter_config.json` and `adapter_model.safetensors` into `directory`.
 
     Returns the architecture. `head_dim` is the base's head dimension, which is needed to convert q and k of the
-    architecture `llama`. Raises ConversionRefused. The shapes are not compared with a base; validation does that.
+    architecture `llama`. Raises ConversionRefused. The shapes are not compared with a base, because validation does
+    that.
     """
     with GgufFile(path) as file:
         architecture = _architecture(file.metadata)

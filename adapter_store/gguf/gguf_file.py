@@ -1,9 +1,14 @@
 """A strict reader of adapters in GGUF files, with bounded time and memory for any header.
 
-The format, little-endian: `GGUF`, the version, the number of tensors, the number of metadata entries; each entry's key,
-type and value; each tensor's name, dimensions (the fastest first), type and offset; padding; the tensors' data. The
-`gguf` package maps the file and trusts its counts and lengths, so it is not used here. Tests compare its results with
-this reader's.
+A file is little-endian and consists of:
+
+- `GGUF`, the version, the number of tensors and the number of metadata entries;
+- each entry's key, type and value;
+- each tensor's name, dimensions (the fastest first), type and offset;
+- padding and the tensors' data.
+
+The `gguf` package maps the file and trusts its counts and lengths, so it is not used here. Tests compare its results
+with this reader's.
 """
 
 from __future__ import annotations

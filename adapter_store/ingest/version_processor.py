@@ -190,7 +190,7 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.REJECTED)
 
     def _is_stored(self, version: AdapterVersion) -> bool:
-        """Return whether all blobs that cannot be rebuilt exist, so that the uploaded files are no longer needed."""
+        """Return whether all blobs that cannot be rebuilt exist. If so, the uploaded files are no longer needed."""
         if version.digest is None:
             return False
         keys = (config_key(version.id), header_key(version.id), canonical_key(version.digest))

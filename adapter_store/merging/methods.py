@@ -1,8 +1,10 @@
-"""Methods that combine one matrix from each of several adapters, with the same results as PEFT in float32.
+"""Methods that combine one matrix from each of several adapters.
+
+In float32, the results are PEFT's, apart from the random choices of the DARE methods.
 
 - `linear`: the weighted sum.
-- `ties` (arXiv:2306.01708): each matrix keeps its largest values; where the signs differ, the majority's values are
-  averaged.
+- `ties` (arXiv:2306.01708): each matrix keeps its values of largest magnitude. Where their signs differ, only the
+  values with the majority's sign are averaged.
 - `dare_linear` and `dare_ties` (arXiv:2311.03099): each matrix keeps random values, rescaled to preserve its expected
   value.
 
@@ -53,7 +55,7 @@ class SignRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MergeSettings:
-    """`density` is the share of values that each matrix keeps; with a random method, `seed` determines which.
+    """`density` is the share of values that each matrix keeps. With a random method, `seed` determines which values.
 
     Raises MergeRefused for a density outside (0, 1].
     """

@@ -56,7 +56,7 @@ class AdapterVersion:
     pinned_us: int | None
     """When the version was pinned in the page pool, or None if it is not pinned."""
     version_digest: str | None
-    """The digest of the weights and the optional files; equal to `digest` if there are no such files."""
+    """The digest of the weights and the optional files. Without optional files, it equals `digest`."""
     invocation_tokens: Sequence[int] | None
     """The tokens that activate the adapter, or None if it is always active."""
 
@@ -143,8 +143,8 @@ class AdapterRef:
     """The digest of the weights, which identifies the adapter to the engine."""
     max_rank: int
     version_digest: str
-    """The digest of the weights and the optional files; equal to `digest` if there are no such files."""
+    """The digest of the weights and the optional files. Without optional files, it equals `digest`."""
     invocation_tokens: tuple[int, ...] = ()
-    """The tokens that activate the adapter; empty if it is always active."""
+    """The tokens that activate the adapter. Empty if it is always active."""
     base_verdict: BaseVerdict = "ready"
     """Whether the version is valid for the base that this server serves."""

@@ -57,7 +57,7 @@ class DiskTier:
     files and the few in `set_aside` do not count toward the bound.
 
     A reader holds a shared `flock` on its file. An eviction tries to take an exclusive lock and skips files that are
-    being read; a reader waits only while a file is being removed. Changes, but not reads, also need the directory's
+    being read. A reader waits only while a file is being removed. Changes, but not reads, also need the directory's
     lock. A process that hangs while holding that lock delays each addition by up to 5 s. The files' access times record
     the order of use, which therefore survives restarts. Only this class sets these times. The kernel releases a
     process's locks when the process dies. The unfinished files of a dead process are removed at the next start, or when

@@ -15,7 +15,7 @@ def grouped_scales(
 ) -> npt.NDArray[np.float32]:
     """Return the scales of a weight `[out, in]`, spread over `[out, groups]`.
 
-    With `block`, a scale belongs to a rectangle of outputs and inputs; rectangles at the edges may be smaller.
+    With `block`, each scale belongs to a rectangle of outputs and inputs. Rectangles at the edges may be smaller.
     """
     scales = parts.scales(suffix)
     out_features, in_features = shape
