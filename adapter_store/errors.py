@@ -95,7 +95,7 @@ class LimitReached(StoreError):
 
 
 class InvalidName(Refused):
-    """An adapter's or alias's name is malformed or reserved."""
+    """The name of an adapter or alias is malformed or reserved."""
 
 
 class InvalidAlias(Refused):
@@ -163,7 +163,7 @@ class NothingToRollBack(StoreError):
 
 
 class GrantNotFound(StoreError):
-    """The tenant was not granted the adapter."""
+    """The adapter was not granted to the tenant."""
 
 
 class UploadNotFound(StoreError):
@@ -217,7 +217,7 @@ class PartsMissing(StoreError):
 class BlobStoreUnavailable(StoreError):
     """The blob store is unreachable or not working. The message says which store and why.
 
-    `retry_after_s` is set while the circuit breaker is open: the seconds until the store is tried again.
+    While the circuit breaker is open, `retry_after_s` is the number of seconds until the store is tried again.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
@@ -228,7 +228,8 @@ class BlobStoreUnavailable(StoreError):
 class BlobDamaged(AdapterCorrupt, BlobStoreUnavailable):
     """Every read of the blob returned bytes that do not match its stored checksum.
 
-    A caller that can rebuild the file catches AdapterCorrupt. Other callers catch BlobStoreUnavailable and retry later.
+    A caller that can rebuild the file catches this error as an AdapterCorrupt. Other callers catch it as a
+    BlobStoreUnavailable, and retry later.
     """
 
 

@@ -76,7 +76,10 @@ class PackTarget:
 
     @property
     def all_modules(self) -> tuple[LinearShape, ...]:
-        """The modules of a layer, in the order of rank tables, scale tables and pages: `modules`, then the experts'."""
+        """The modules of a layer: `modules`, then the experts' linears.
+
+        Rank tables, scale tables and pages list modules in this order.
+        """
         return _all_modules(self)
 
     @property
@@ -131,7 +134,7 @@ class PackTarget:
 
     @property
     def max_pages(self) -> int:
-        """Number of pages that suffices for any adapter: every module at its maximum rank, and all rows trained."""
+        """Upper bound on an adapter's pages, with every module at its maximum rank and all rows trained."""
         outer_ranks = np.full(len(self.outer_modules), MAX_RANK, np.int32)
         try:
             without_rows = self.layout(self.equal_ranks(MAX_RANK), outer_ranks, has_affines=True).num_pages

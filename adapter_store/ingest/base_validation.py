@@ -1,4 +1,4 @@
-"""Validates versions for this server's base that were accepted for another base."""
+"""Validates, for this server's base, versions that were accepted for another base."""
 
 from __future__ import annotations
 

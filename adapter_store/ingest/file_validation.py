@@ -42,7 +42,7 @@ class FileValidation:
     check_vocabulary: VocabularyCheck
 
     def validate(self, directory: Path) -> ValidFiles:
-        """Validate the files in `directory`, which must have the names that the files of an upload have.
+        """Validate the files in `directory`, which must be named like the files of an upload.
 
         Raises AdapterRejected, or StoreError if the validation process fails.
         """

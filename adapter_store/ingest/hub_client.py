@@ -1,6 +1,7 @@
 """The three calls of the Hugging Face hub's API that read an adapter's files, bounded in time and memory.
 
-huggingface_hub makes the same calls, but without a limit on the time or the size of a response. Tests compare the two.
+huggingface_hub makes the same calls, but without a limit on the time or the size of a response. Tests compare its
+results with this client's.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class HubClient:
         return answer.sha
 
     def files(self, repository: str, commit: str, names: Collection[str]) -> Mapping[str, HubFile]:
-        """Return the named files that the repository has at a commit."""
+        """Return the files in `names` that the repository has at a commit."""
         path = f"/api/models/{repository}/paths-info/{commit}"
         form = {"paths": list(names), "expand": "false"}
         entries: list[_Entry] = self._answer(httpx.Request("POST", self._url(path), data=form), list[_Entry])

@@ -197,7 +197,9 @@ class Ingest:
             raise
 
     def create_version(self, adapter_id: str, upload_id: str) -> AdapterVersion:
-        """Create a version from an upload. `process` does the slow work. Identical bytes yield the existing version.
+        """Create a version from an upload, or return an existing version with identical files.
+
+        `process` does the slow work.
 
         Raises AdapterNotFound, UploadNotFound, UploadRefused or LimitReached.
         """

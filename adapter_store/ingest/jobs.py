@@ -46,7 +46,10 @@ class IngestJob:
 
 
 class IngestJobs:
-    """Lists versions as jobs. A job's identifier is its version's, with the prefix `job_`. Blocking and read-only."""
+    """Lists versions as jobs. Blocking and read-only.
+
+    A job's identifier is its version's identifier, with the prefix `job_` instead of `adv_`.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database

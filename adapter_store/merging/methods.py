@@ -1,6 +1,6 @@
 """Methods that combine one matrix from each of several adapters.
 
-In float32, the results are PEFT's, apart from the random choices of the DARE methods.
+In float32, the results equal PEFT's, apart from the random choices of the DARE methods.
 
 - `linear`: the weighted sum.
 - `ties` (arXiv:2306.01708): each matrix keeps its values of largest magnitude. Where their signs differ, only the
@@ -90,7 +90,10 @@ def combine(name: str, matrices: Sequence[Matrix], weights: Sequence[float], set
 
 
 def keep_largest(matrix: Matrix, density: float) -> Matrix:
-    """Keep the share `density` of the values, largest magnitudes first. Of equal magnitudes, the first are kept."""
+    """Keep the share `density` of the values, largest magnitudes first, and set the others to 0.
+
+    Of equal magnitudes, the first are kept.
+    """
     num_kept = int(density * matrix.size)
     if num_kept == matrix.size:
         return matrix
@@ -105,7 +108,10 @@ def keep_largest(matrix: Matrix, density: float) -> Matrix:
 
 
 def random_mask(settings: MergeSettings, name: str, index: int, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """Return the mask of the values of the tensor `name` that adapter `index` keeps. It is deterministic."""
+    """Return a mask of the values of the tensor `name` that adapter `index` keeps.
+
+    Equal arguments yield equal masks.
+    """
     if settings.density == 1:
         return np.ones(shape, np.bool_)
     random = np.random.default_rng((settings.seed, index, zlib.crc32(name.encode())))

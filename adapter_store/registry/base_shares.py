@@ -36,7 +36,7 @@ def read_shares(connection: Connection) -> Sequence[BaseShare]:
 
 
 def set_shares(database: Database, weights: Mapping[str, int]) -> None:
-    """Divide requests between the bases in `weights`, or stop dividing them if it is empty. Blocking.
+    """Divide requests between the bases in `weights`, or stop dividing them if `weights` is empty. Blocking.
 
     Raises InvalidBaseWeights, BaseNotFound, or BasesDiffer if the bases differ in their tokenizers, chat templates or
     served names.

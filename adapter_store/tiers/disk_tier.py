@@ -177,7 +177,7 @@ class DiskTier:
     def contents(self) -> TierContents:
         """Return the tier's size and use, and list the files with this engine's pack key.
 
-        Files that other engines have added since this engine's last change are missing.
+        Files that other engines have added since this engine's last change are not included.
         """
         now_ns = time.time_ns()
         with self._lock:

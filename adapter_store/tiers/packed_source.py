@@ -80,10 +80,10 @@ class PackedSource:
     The check always covers the bytes in memory after the read. A corrupt file is set aside and downloaded again. If the
     blob store's packed file is missing or corrupt, it is rebuilt from the canonical file.
 
-    The packed file of an adapter that depends on the base's weights, such as DoRA, has a key with the fingerprint of
-    these weights. Its header contains the fingerprint too, and a file for another base is never used. Earlier releases
-    stored such files under a key without the fingerprint. Files with such a key are used if they fit this base, and
-    deleted otherwise.
+    If an adapter depends on the base's weights, as a DoRA adapter does, the key of its packed file ends with the first
+    16 digits of the fingerprint of these weights. The file's header contains the whole fingerprint, and a file for
+    another base is never used. Earlier releases stored such files under a key without the fingerprint. Files with such
+    a key are used if they fit this base, and deleted otherwise.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsFormat:
-    """The kinds of weights of a checkpoint, with at most one scheme each. The stored tensors show a weight's kind.
+    """The kinds of quantised weights in a checkpoint, each with one scheme. A weight's tensors determine its kind:
 
     - int8: `weight` int8; or `weight_packed` int32, four codes in a word, each the value plus 128;
     - int4: `weight_packed` int32, eight codes in a word, each the value plus 8;

@@ -62,7 +62,7 @@ class GptqFormat:
         zero_words = parts.array(".qzeros", "I32", (num_groups, out_features * self.bits // 32))
         zeros = words_as_codes(zero_words, self.bits).T + np.uint8(self.zero_offset)
         if self.bits == 4:
-            # A stored 15 stands for -1, which is the zero point 0.
+            # A stored 15 is -1 modulo 16, and stands for the zero point 0.
             zeros &= 15
         words = parts.tensor(".qweight", "I32").array()
         order = inputs_by_group(parts, ".g_idx", in_features, num_groups)

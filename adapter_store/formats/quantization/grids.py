@@ -13,7 +13,7 @@ from loramux.adapter_store.formats.quantization.parts import Parts
 def grouped_scales(
     parts: Parts, suffix: str, shape: tuple[int, int], block: tuple[int, int] | None
 ) -> npt.NDArray[np.float32]:
-    """Return the scales of a weight `[out, in]`, spread over `[out, groups]`.
+    """Return the scales of a weight `[out, in]`, repeated to `[out, groups]`.
 
     With `block`, each scale belongs to a rectangle of outputs and inputs. Rectangles at the edges may be smaller.
     """
@@ -25,7 +25,7 @@ def grouped_scales(
         wanted = (-(-out_features // block[0]), -(-in_features // block[1]))
         if scales.shape != wanted:
             raise parts.wrong(suffix, f"has shape {list(scales.shape)}; blocks of {list(block)} need {list(wanted)}")
-        # Groups must have equal sizes. If a row ends with a partial block, they are therefore smaller than a block.
+        # Groups must have equal sizes. If a row ends with a partial block, groups are therefore smaller than a block.
         group = math.gcd(block[1], in_features)
         inputs = np.arange(0, in_features, group) // block[1]
         return np.ascontiguousarray(scales.repeat(block[0], axis=0)[:out_features, inputs])
