@@ -59,7 +59,7 @@ def parse_added_vocabulary(text: bytes) -> AddedVocabulary:
     try:
         document = parse_strict_json(text)
     except DuplicateKey as error:
-        raise AdapterRejected("duplicate_key", f"{VOCABULARY_FILE} has a key twice", error.key) from None
+        raise AdapterRejected("duplicate_key", f"a key appears twice in {VOCABULARY_FILE}", error.key) from None
     except InvalidJson as error:
         raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", VOCABULARY_FILE) from None
     if not isinstance(document, dict) or document.keys() != {"vocab_size", "tokens"}:
@@ -95,7 +95,7 @@ def _parse_token(fields: Any, param: str) -> AddedToken:
     if not isinstance(fields, Mapping) or fields.keys() != {"id", "content", *FLAGS}:
         _refuse(f"a token must have exactly the keys id, content, {', '.join(FLAGS)}", param)
     if type(fields["id"]) is not int or fields["id"] < 0:
-        _refuse("a token's id must be a whole number, at least 0", f"{param}.id")
+        _refuse("a token's id must be a whole number of at least 0", f"{param}.id")
     content = fields["content"]
     if not isinstance(content, str) or not 0 < len(content) <= MAX_TOKEN_CHARS:
         _refuse(f"a token's content must have 1 to {MAX_TOKEN_CHARS} characters", f"{param}.content")

@@ -56,7 +56,7 @@ def parse_answer_parsers(text: bytes) -> AnswerParsers:
     try:
         document = parse_strict_json(text)
     except DuplicateKey as error:
-        raise AdapterRejected("duplicate_key", f"{PARSERS_FILE} has a key twice", error.key) from None
+        raise AdapterRejected("duplicate_key", f"a key appears twice in {PARSERS_FILE}", error.key) from None
     except InvalidJson as error:
         raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", PARSERS_FILE) from None
     if not isinstance(document, dict) or not document:

@@ -67,7 +67,7 @@ def parse_generation_config(text: bytes) -> SamplingDefaults:
     try:
         document = parse_strict_json(text)
     except DuplicateKey as error:
-        raise AdapterRejected("duplicate_key", f"{GENERATION_FILE} has a key twice", error.key) from None
+        raise AdapterRejected("duplicate_key", f"a key appears twice in {GENERATION_FILE}", error.key) from None
     except InvalidJson as error:
         raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", GENERATION_FILE) from None
     if not isinstance(document, dict):

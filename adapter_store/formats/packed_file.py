@@ -134,7 +134,7 @@ def read_open_packed(
             *map(bytes, (header.target, header.ranks, header.outer_ranks, header.rows)), header.has_affines
         )
     except (KeyError, TypeError, ValueError, msgspec.DecodeError):
-        raise AdapterCorrupt("the packed file does not describe its layout") from None
+        raise AdapterCorrupt("the packed file has no valid layout") from None
     if (target is not None and found != target) or (digest is not None and header.digest != digest):
         raise AdapterCorrupt(f"the packed file contains adapter {header.digest[:12]} for {header.pack_key}")
     shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
@@ -169,7 +169,7 @@ def _laid_out(
 ) -> tuple[PackTarget, AdapterLayout]:
     """Return the target and the layout that a header's JSON describes.
 
-    The result is cached, because a layout takes long to compute and most adapters share a few layouts. Raises KeyError,
+    The result is cached, because computing a layout is slow and most adapters share a few layouts. Raises KeyError,
     TypeError, ValueError or DecodeError if the target or the layout is invalid.
     """
     found = PackTarget.from_document(json.loads(target))

@@ -52,7 +52,7 @@ def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEAD
     Raises AdapterRejected.
     """
     if file_size <= LENGTH_BYTES:
-        raise AdapterRejected("truncated_file", f"a file of {file_size} bytes holds no tensors", TENSORS_FILE)
+        raise AdapterRejected("truncated_file", f"a file of {file_size} bytes contains no tensors", TENSORS_FILE)
     # The first eight bytes are a length, so a valid file can begin like a pickle. The ninth byte tells them apart.
     if start[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         raise _foreign_file(start)

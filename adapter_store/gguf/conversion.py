@@ -158,7 +158,7 @@ def _alpha(metadata: Mapping[str, Any]) -> float | None:
     """Return the alpha that all modules share, or None if every scale is 1."""
     alpha = metadata.get("adapter.lora.alpha", 0.0)
     if type(alpha) is not float or not math.isfinite(alpha) or alpha < 0:
-        raise ConversionRefused("alpha_out_of_range", "alpha must be a number, at least 0", "adapter.lora.alpha")
+        raise ConversionRefused("alpha_out_of_range", "alpha must be a number of at least 0", "adapter.lora.alpha")
     return alpha or None
 
 

@@ -212,13 +212,13 @@ class _Header:
         try:
             return self._take(self._number("Q")).decode()
         except UnicodeDecodeError:
-            raise ConversionRefused("invalid_header", "a name or text is not UTF-8") from None
+            raise ConversionRefused("invalid_header", "a name or another string is not UTF-8") from None
 
     def _count(self, kind: str, most: int, what: str, param: str | None = None) -> int:
         value = int(self._number(kind))
         if value > most:
             raise ConversionRefused(
-                "invalid_header", f"the header declares {value} {what}; at most {most} are read", param
+                "invalid_header", f"the header declares {value} {what}; at most {most} are supported", param
             )
         return value
 

@@ -114,7 +114,7 @@ class BaseValidation:
         if valid.accepted.digest != version.digest:
             # Engines load the stored canonical file, but the checks for this base have accepted a different one.
             raise AdapterRejected(
-                "base_mismatch", "for this base, the same files make a different adapter: upload it under another name"
+                "base_mismatch", "for this base, the same files yield a different adapter: upload it under another name"
             )
         if valid.job.packed.exists():
             self._blobs.put(packed_key(version.digest, self._validation.target.pack_key), valid.job.packed)

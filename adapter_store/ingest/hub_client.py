@@ -22,7 +22,7 @@ from loramux.adapter_store.errors import AdapterRejected, SourceUnavailable
 
 ENDPOINT = "https://huggingface.co"
 CONNECT_S, READ_S = 5.0, 20.0
-"""Longest time to connect or to wait for more bytes, in seconds."""
+"""Longest times to connect and to wait for more bytes, in seconds."""
 
 ANSWER_S = 30.0
 """Longest time for a response about a repository, in seconds."""
@@ -81,7 +81,7 @@ class HubClient:
         path = f"/api/models/{repository}/revision/{quote(revision, safe='')}"
         answer: _Revision = self._answer(httpx.Request("GET", self._url(path), params={"expand": "sha"}), _Revision)
         if not _COMMIT.fullmatch(answer.sha):
-            raise SourceUnavailable("the hub's answer has no commit")
+            raise SourceUnavailable("the hub's response contains no commit")
         return answer.sha
 
     def files(self, repository: str, commit: str, names: Collection[str]) -> Mapping[str, HubFile]:
@@ -108,11 +108,11 @@ class HubClient:
                 body += chunk
                 _check_deadline(deadline)
                 if len(body) > MAX_ANSWER_BYTES:
-                    raise SourceUnavailable(f"the hub's answer has more than {MAX_ANSWER_BYTES} bytes")
+                    raise SourceUnavailable(f"the hub's response has more than {MAX_ANSWER_BYTES} bytes")
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise SourceUnavailable(f"the hub's answer cannot be read: {error}") from error
+            raise SourceUnavailable(f"the hub's response cannot be read: {error}") from error
 
     @contextmanager
     def _response(self, request: httpx.Request, *, follow_redirects: bool) -> Iterator[httpx.Response]:
@@ -156,13 +156,13 @@ def _check_status(response: httpx.Response) -> None:
 
 def _check_deadline(deadline: float) -> None:
     if time.monotonic() > deadline:
-        raise SourceUnavailable("the hub sends too slowly")
+        raise SourceUnavailable("the hub sends data too slowly")
 
 
 def _file(entry: _Entry) -> HubFile:
     size, digest = (entry.size, entry.oid) if entry.lfs is None else (entry.lfs.size, entry.lfs.oid)
     if size < 0 or not (_COMMIT if entry.lfs is None else _SHA256).fullmatch(digest):
-        raise SourceUnavailable("the hub's answer has a malformed size or hash")
+        raise SourceUnavailable("the hub's response contains a malformed size or hash")
     return HubFile(entry.path, size, digest, entry.lfs is not None)
 
 

@@ -61,6 +61,6 @@ class TenantCaps:
         if num_pending >= self.max_pending_versions:
             raise LimitReached(
                 "too_many_pending_versions",
-                f"{num_pending} versions are waiting for validation, the most that a tenant may have",
+                f"{num_pending} versions are waiting for validation, which is the maximum per tenant",
                 VERSION_RETRY_S,
             )

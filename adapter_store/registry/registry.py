@@ -71,7 +71,7 @@ class AdapterRegistry:
         self._reserved_names = frozenset(reserved_names)
 
     def create_adapter(self, tenant_id: str, name: str) -> Adapter:
-        """Create an adapter. Raises InvalidName, TenantNotFound or AdapterExists."""
+        """Create an adapter. Raises InvalidName, TenantNotFound, AdapterExists, or the limits' `refusal`."""
         check_slug(name, "name")
         if name in self._reserved_names:
             raise InvalidName("reserved_name", f"{name!r} is the name of the base model", "name")

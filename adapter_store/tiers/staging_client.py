@@ -304,7 +304,7 @@ class StagingClient:
                     if begin is not None:
                         link.send(Release((begin,)))
                 elif begin is None and memory is None:
-                    self._settle(request, "there is no memory for the adapter")
+                    self._settle(request, "there is not enough memory for the adapter")
                 else:
                     self._keep(request, self._packed(request.digest, message, memory))
             case Failed(message=text):
