@@ -41,7 +41,7 @@ class S3BlobStore(BlobStore):
     """Blobs under `prefix` in a bucket. boto3 reads the credentials, region and endpoint from its usual sources.
 
     The store must honour `If-None-Match: *` on PUT. The following features are optional. If one is missing, S3BlobStore
-    works around it:
+    does without it:
 
     - `If-None-Match: *` when a multipart upload is completed: see S3Writer;
     - `Content-MD5` on PUT: damage in transit is detected only at the next read;

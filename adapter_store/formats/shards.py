@@ -30,10 +30,11 @@ class Shard:
 
 
 def shard_of(module: LinearShape, head_dim: int, kv_features: int, tp_size: int, tp_rank: int) -> Shard:
-    """Return rank `tp_rank`'s part of a module. `kv_features` is the number of K outputs of one layer of the model.
+    """Return rank `tp_rank`'s part of a module.
 
-    As usual, attention is split by heads, the feed-forward block by its inner features, and vocabularies by tokens.
-    Raises ValueError if the module cannot be split into equal parts.
+    `kv_features` is the number of K features in a layer of the whole model. As usual, attention is split by heads, the
+    feed-forward block by its inner features, and vocabularies by tokens. Raises ValueError if the module cannot be
+    split into equal parts.
     """
     inputs, outputs = (range(module.in_features),), (range(module.out_features),)
     if tp_size == 1:

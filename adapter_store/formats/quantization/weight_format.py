@@ -15,9 +15,10 @@ from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 
 
 class WeightFormat(Protocol):
-    """Reads the quantised weights of one checkpoint. Methods raise BaseNotSupported.
+    """Reads the quantised weights of one checkpoint.
 
-    `suffixes` are the suffixes of all tensors of a weight, including ignored ones.
+    The methods raise BaseNotSupported for a weight that does not fit the format. `suffixes` are the suffixes of all
+    tensors of a weight, including ignored ones.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
