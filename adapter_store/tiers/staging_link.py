@@ -1,4 +1,4 @@
-"""One staging process, from start to exit, and the packets exchanged with it."""
+"""The engine's connection to its staging process, which loads adapters into shared memory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ OPEN_S = 30.0
 """Time limit for a process to open its tiers, in seconds."""
 
 PING_S = 2.0
-"""A process that owes an answer is pinged after this many seconds without a message."""
+"""A process with a pending answer is pinged if it has sent nothing for this many seconds."""
 
 SILENCE_S = 10.0
-"""A process that does not answer a ping within this many seconds is assumed to hang, and is killed."""
+"""A process that sends nothing for this many seconds after a ping is considered hung, and is killed."""
 
 COMMAND = (sys.executable, "-m", "loramux.adapter_store.tiers.staging_process")
 
 
 class StagingLink:
-    """Starts a process that shares the memory behind `memory_fd`. Only `wait` and `close` block.
+    """Starts a staging process that maps the shared memory of the descriptor `memory_fd`.
+
+    Only `wait`, `end` and `close` block.
 
     Raises OSError if the process cannot be started.
     """
@@ -87,12 +89,12 @@ class StagingLink:
             try:
                 self._end.send(self._unsent[0])
             except OSError:
-                # The socket is full, or the process is gone, which `packets` will notice.
+                # Either the socket is full, or the process is gone. `packets` detects the latter.
                 return
             self._unsent.popleft()
 
     def packets(self) -> Iterator[tuple[FromStaging, list[int]]]:
-        """Yield the packets that have arrived, with their descriptors, which the caller must close."""
+        """Yield each packet that has arrived, with its file descriptors. The caller must close them."""
         while not self.is_lost:
             try:
                 packet, descriptors, _, _ = socket.recv_fds(self._end, MAX_PACKET_BYTES, 1)
@@ -108,9 +110,10 @@ class StagingLink:
                 self.is_lost = True
 
     def watch(self) -> None:
-        """Check that the process responds. While an answer is pending, call this method after each `packets`.
+        """Ping the process if it has been silent, and kill it if it does not respond.
 
-        A process that does not respond is killed, which `packets` then notices.
+        Call this method after each call of `packets` while an answer is pending. After a kill, `packets` reaches the
+        end of the stream.
         """
         now_s = self._clock()
         if now_s >= self._due_s:
@@ -137,8 +140,7 @@ class StagingLink:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment and module path, without allocator tuning and with one thread for BLAS."""
+    """Return this process's environment with its module path, without allocator tuning, and with one BLAS thread."""
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    # One thread, because packing a DoRA adapter multiplies large matrices, and more threads would take cores from the
-    # engine.
+    # Packing a DoRA adapter multiplies large matrices. With more BLAS threads, it would take cores from the engine.
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OPENBLAS_NUM_THREADS": "1"}

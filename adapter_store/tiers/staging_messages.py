@@ -13,8 +13,8 @@ from loramux.kernels.layout import RowCounts
 
 MAX_PACKET_BYTES = 64 << 10
 MAX_TABLE_BYTES = 32 << 10
-"""Longest compressed tables in a packet, in bytes. Only the tables of thousands of experts with unusual ranks are
-longer.
+"""Longest compressed tables in a packet, in bytes. Only adapters with thousands of experts of many different ranks or
+scales have longer ones.
 """
 
 MAX_MESSAGE_CHARS = 2000
@@ -81,7 +81,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The tiers cannot be opened, and the process exits. `message` says how to fix it."""
+    """The tiers cannot be opened, and the process exits. `message` states the problem."""
 
     message: str
 
@@ -146,5 +146,5 @@ decode_contents = msgspec.msgpack.Decoder(TierContents).decode
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Create two connected sockets that keep packets whole and in order, and detect when the peer is gone."""
+    """Create two connected sockets that preserve packet boundaries and order, and report that the peer is gone."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,9 +1,9 @@
 """The staging process of one engine: `python -m loramux.adapter_store.tiers.staging_process SOCKET MEMORY`.
 
 It loads packed adapters from the local disk or the blob store into memory shared with the engine, and verifies them
-there. Because this work, S3 clients in particular, runs in its own process, it never takes the GIL from the thread that
-runs the engine's steps. Both arguments are file descriptors. The process exits when the engine closes its end of the
-socket.
+there. In the engine's own process, this work, especially that of S3 clients, would compete for the GIL with the thread
+that runs the engine's steps. Both arguments are file descriptors. The process exits when the engine closes its end of
+the socket.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 
 class StagingServer:
-    """Serves one engine. A piece of shared memory with an adapter stays allocated until the engine releases it."""
+    """Serves one engine. The shared memory of an adapter stays allocated until the engine releases it."""
 
     def __init__(self, end: socket.socket, source: PackedSource, slab: HostSlab, num_threads: int) -> None:
         self._end = end
@@ -68,7 +68,7 @@ class StagingServer:
         # A separate pool, so that `Look` does not wait for the blob store.
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
         self._sending = threading.Lock()
-        # Pieces by offset. An earlier process may have handed them out.
+        # Allocated pieces, by offset. Some may have been allocated by an earlier process.
         self._given_out: dict[int, npt.NDArray[np.uint8]] = {}
         self._under_way: dict[int, Cancellation] = {}
 
@@ -155,7 +155,7 @@ class StagingServer:
 
 @contextmanager
 def _memory_of(parts: Sequence[npt.NDArray[np.uint8]]) -> Iterator[int]:
-    """Return a descriptor of new memory with these contents. The receiver's copy of it keeps the memory alive."""
+    """Yield a descriptor of new memory with these contents. The receiver's copy of it keeps the memory alive."""
     descriptor = shared_memory(sum(part.size for part in parts))
     try:
         np.concatenate(parts, out=mapped(descriptor))

@@ -1,4 +1,4 @@
-"""Counts where adapters were found and how long loading them took, by tier and stage but never by adapter."""
+"""Counts lookups by tier, and the runs, bytes and duration of each stage of loading, but never by adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tier = Literal["host", "disk", "blobs", "pool"]
 Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
 
 TIERS: tuple[Tier, ...] = ("host", "disk", "blobs")
-"""The tiers in which adapters are looked up. `pool` is their destination."""
+"""The tiers in which adapters are looked up. The page pool, `pool`, is only their destination."""
 
 STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("host", "lookup"),
@@ -37,7 +37,10 @@ memory to pages, and includes the wait for earlier engine steps.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedStage:
-    """A stage of one load. Times are nanoseconds since 1970. Stages that alternate have the same end time."""
+    """A stage of one load. Times are nanoseconds since 1970.
+
+    Stages that alternate, such as reading and verifying, end at the same time.
+    """
 
     tier: str
     stage: str
@@ -80,7 +83,9 @@ class LoadCounts:
     num_set_aside: int = 0
     """Number of files set aside because they were corrupt."""
     breaker: BreakerState = "closed"
-    """State of the blob store's circuit breaker: in use (`closed`), failing (`open`) or being tested (`half_open`)."""
+    """State of the circuit breaker: the blob store is in use (`closed`), failing (`open`) or being tested
+    (`half_open`).
+    """
 
 
 def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
@@ -115,12 +120,12 @@ def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
 
 
 def of_the_past(counts: LoadCounts) -> LoadCounts:
-    """Return the counts of a process that has exited, with no bytes in use."""
+    """Return the counts of a process that has exited, with no bytes in use and the breaker closed."""
     return replace(counts, tiers=tuple(replace(one, used_bytes=0) for one in counts.tiers), breaker="closed")
 
 
 class Held(NamedTuple):
-    """The number of bytes now in a tier, and of evictions since the tier was opened."""
+    """The number of bytes now in a tier, and the number of evictions since the tier was opened."""
 
     used_bytes: int
     num_evictions: int
@@ -185,7 +190,7 @@ class TierFigures:
 
     @contextmanager
     def noting(self, stages: list[PassedStage] | None) -> Iterator[None]:
-        """Within the block, append each stage that the calling thread counts to `stages`."""
+        """Within the block, append to `stages` each stage that the calling thread counts."""
         before = self.noted
         self._thread.noted = stages
         try:
@@ -195,7 +200,7 @@ class TierFigures:
 
     @contextmanager
     def timed(self, tier: Tier, stage: Stage, num_bytes: int = 0) -> Iterator[TimedStage]:
-        """Time a stage, and count it unless it raises."""
+        """Time the block as a stage, and count it unless the block raises."""
         timed = TimedStage(num_bytes)
         started_s = time.perf_counter()
         yield timed

@@ -67,7 +67,7 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
 
 
 def scale_of(config: PeftConfig, key: str, rank: int) -> float:
-    """Return the factor of the product `B A` of the module `key` with this rank."""
+    """Return the factor that multiplies `B A` in the module `key`, whose rank is `rank`."""
     return _scale(config, NamePatterns(config.alpha_pattern).value(key, config.alpha), rank)
 
 
@@ -89,9 +89,10 @@ def _check_rank(rank: int, place: ModulePlace, config: PeftConfig) -> None:
 class _Targets:
     """Decides which modules a configuration targets.
 
-    `gate_proj` or `all-linear` include the experts' linears if the configuration was written with transformers 4, but
-    not with transformers 5, which stacks the experts and whose routers are not linear layers. If the file has tensors
-    for one module of a kind, it must have tensors for all modules of that kind that the configuration names.
+    With transformers 4, names such as `gate_proj` also target the experts' linear layers, and `all-linear` targets
+    experts and routers. With transformers 5, which stacks the experts and whose routers are not linear layers, they do
+    not. The tensors in the file show which version was used. If the file has tensors for one module of a kind, it must
+    have tensors for all modules of that kind that the configuration names.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class _Targets:
         return place.key if not place.is_stacked and self._has_module(place) else None
 
     def check_forms(self, expected: Sequence[ExpectedModule]) -> None:
-        """Raise AdapterRejected if the file has tensors of single experts as well as stacked ones."""
+        """Raise AdapterRejected if the modules include both single experts and stacked experts."""
         single = next((one for one in expected if one.is_expert and not one.is_stacked), None)
         if single is not None and any(one.is_stacked for one in expected):
             raise AdapterRejected(

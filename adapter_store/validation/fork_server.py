@@ -1,6 +1,6 @@
 """A process that imports all modules once and then forks for each request, so that a fork is ready in milliseconds.
 
-Forks share no request data: the process itself reads only a request's time limit and niceness.
+Forks share no request data: the forking process reads only a request's time limit and niceness.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ForkServer:
         self._niceness = niceness
         self._command = command
         self._environment = dict(environment)
-        # Held by one request at a time.
+        # Held during a request, so requests run one at a time.
         self._turn = threading.Lock()
         # Guards the fields that `close` changes while another thread waits for a reply.
         self._lock = threading.Lock()
@@ -220,28 +220,29 @@ def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Let other processes have the processor first."""
-    # Best effort: continue if the machine refuses.
+    """Set this process's niceness, so that other processes get the CPU first."""
+    # Best effort: continue if the kernel refuses.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
-        # Linux may schedule by session, and this process has a session of its own: see sched(7).
+        # With autogrouping, Linux compares niceness only within a session. This process has its own session, so set the
+        # session's niceness too: see sched(7).
         Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes:
-    """Wait for a fork to exit, or kill it, and return the reply."""
+    """Wait for a fork to exit, or kill it at the time limit or when the socket closes, and return the reply."""
     deadline_s = time.monotonic() + wall_s
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return _REPLY.pack(os.waitstatus_to_exitcode(status), False)
-        # The ForkServer sends nothing until it has its reply, so a readable socket means that the socket was closed.
+        # The ForkServer sends nothing until it has its reply, so the socket becomes readable only when it is closed.
         ready, _, _ = select.select([link.fileno(), woken], [], [], max(0.0, deadline_s - time.monotonic()))
         if woken in ready:
             os.read(woken, 4096)
         elif link.fileno() in ready or time.monotonic() >= deadline_s:
             break
-    # The fork has not been reaped, so its PID cannot have been reused. It may not lead its process group yet.
+    # The fork has not been reaped, so its PID cannot have been reused. It may not lead its own process group yet.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)

@@ -71,15 +71,15 @@ def check_further_files(
 
 
 def check_vocab_size(files: FurtherFiles, vocab_size: int | None, target: PackTarget) -> None:
-    """Raise AdapterRejected unless the files state as many tokens as the embedding and the head have rows.
+    """Raise AdapterRejected if the files state a different number of tokens than the embedding and the head have rows.
 
-    `vocab_size` is the number of these rows, or None if it is the base's.
+    `vocab_size` is the number of these rows, or None if they were not resized. If they were, the files must state it.
     """
     stated = None if files.vocabulary is None else files.vocabulary.vocab_size
     if stated is None and vocab_size is not None:
         raise AdapterRejected(
             "vocabulary_missing",
-            f"the embedding and the head have {vocab_size} tokens, but the base's have {target.vocab_size}: push the "
+            f"the embedding and the head have {vocab_size} rows, but the base's have {target.vocab_size}: push the "
             f"adapter with its own tokenizer.json, or upload its tokens in {VOCABULARY_FILE}",
             VOCABULARY_FILE,
         )
@@ -87,6 +87,6 @@ def check_vocab_size(files: FurtherFiles, vocab_size: int | None, target: PackTa
     if stated is not None and num_rows is not None and stated != num_rows:
         raise AdapterRejected(
             "token_mismatch",
-            f"{VOCABULARY_FILE} states {stated} tokens, but the embedding and the head have {num_rows}",
+            f"{VOCABULARY_FILE} states {stated} tokens, but the embedding and the head have {num_rows} rows",
             "vocab_size",
         )

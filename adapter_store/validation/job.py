@@ -23,7 +23,7 @@ took 30 of its 211 s and 1,759 of its 3,331 MiB of address space.
 
 
 WALL_PER_TIME = 10.0
-"""Wall-clock limit of a validation, in multiples of its CPU time limit. Validations yield to other processes."""
+"""Wall-clock limit of a validation, in multiples of its CPU time limit. Validations run at low priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Accepted:
     invocation_tokens: tuple[int, ...] = ()
     """The tokens that activate the adapter; empty if it is always active."""
     vocab_size: int | None = None
-    """The adapter's number of tokens, or None if its embedding and head have as many rows as the base's."""
+    """The adapter's vocabulary size, or None if its embedding and head have as many rows as the base's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class Limits:
         time limit grows with the size of the upload, so a small file gets only the minimum of 10 s.
         """
         largest = max(target.max_payload_bytes, target.max_tensors_bytes)
-        # Even a file with a single layer is packed into pages for all layers, each as long as the longest layer.
+        # Even a file with a single layer is packed into pages for all layers. Each layer takes as many pages as the
+        # largest.
         pages_bytes = min(target.max_payload_bytes, 2 * target.geometry.num_layers * tensors_bytes)
         time_s = max(MIN_TIME_S, (tensors_bytes + pages_bytes) / BYTES_PER_S)
         return cls(_OWN_MEMORY_BYTES + largest, _OWN_FILE_BYTES + largest, time_s)

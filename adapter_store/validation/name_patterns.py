@@ -18,7 +18,7 @@ def suffixes(key: str) -> Iterator[str]:
 
 
 class NamePatterns(Generic[V]):
-    """Values by name. A lookup takes constant time, because there can be thousands of modules and names."""
+    """Values by name. The time of a lookup does not depend on the number of names, which can be in the thousands."""
 
     def __init__(self, pairs: Iterable[tuple[str, V]]) -> None:
         self._values: dict[str, tuple[int, V]] = {}

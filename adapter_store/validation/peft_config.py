@@ -16,11 +16,11 @@ from loramux.kernels.layout import MAX_RANK
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 65536.0
 MAX_NAMES = 4096
-"""Maximum number of names in one list or pattern, few enough to compare quickly."""
+"""Maximum number of entries in a list of names, or in `rank_pattern` or `alpha_pattern`."""
 
 _MAX_RECORDED_LEN = 500
 _MAX_REGEX_LEN = 4096
-"""Maximum length of a pattern, in characters."""
+"""Maximum length of a key in `rank_pattern` or `alpha_pattern`, in characters."""
 ALL_LINEAR = "all-linear"
 
 _UNDERSTOOD = frozenset(
@@ -44,7 +44,7 @@ _UNDERSTOOD = frozenset(
     }
 )
 
-# Facts about training, or notes for human readers. No value of these types changes the adapter's output.
+# Keys with facts about training or notes for human readers. No value of the listed types changes the adapter's output.
 _RECORDED = ("base_model_name_or_path", "revision", "peft_version", "task_type")
 _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_RECORDED, (str,)),
@@ -54,9 +54,10 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "qalora_group_size": (int,),
     # PEFT writes the classes of the training program here if the task type was not given.
     "auto_mapping": (dict,),
-    # For weights that are stored transposed. No supported base has them, and PEFT ignores the key for all others.
+    # True for bases that store their weights transposed. No supported base does, and PEFT ignores the key for other
+    # bases.
     "fan_in_fan_out": (bool,),
-    # The settings of an initialisation that leaves the base's weights as they are.
+    # The settings of an initialisation that leaves the base's weights unchanged.
     "eva_config": (dict,),
     # Written by PEFT before 0.3: true if weights were merged during evaluation.
     "merge_weights": (bool,),
@@ -87,7 +88,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }
 
 _CHANGES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
-"""The initialisations that change the base's weights, which the adapter does not contain."""
+"""Prefixes of the initialisations that change the base's weights. An adapter does not contain the changed weights."""
 _ANY_PARENT = r".*\."
 _LAYERS_PATTERNS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
 """The values of `layers_pattern` that name the list of layers in every supported base."""
@@ -97,11 +98,12 @@ _LAYERS_PATTERNS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
 class PeftConfig:
     """The fields of a LoRA configuration that affect the result.
 
-    Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers; `layers` is
-    None for all layers. `modules_to_save` contains the keys of modules whose own weights were trained as a whole, and
-    `token_indices` the keys of modules with the tokens whose rows were trained. A tenant's regular expressions never
-    run: if one selects modules (`targets_from_tensors`) or ranks (`ranks_from_tensors`), the tensors of the file show
-    what it selected. `invocation_tokens` is empty unless the adapter is an activated LoRA (aLoRA).
+    Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers or for a
+    regular expression; `layers` is None for all layers. `modules_to_save` contains the keys of modules whose own
+    weights were trained as a whole. `token_indices` contains pairs of a module's key and the tokens whose rows in that
+    module were trained. A tenant's regular expressions never run: if one selects modules (`targets_from_tensors`) or
+    ranks (`ranks_from_tensors`), the tensors of the file show what it selected. `invocation_tokens` is empty unless the
+    adapter is an activated LoRA (aLoRA).
 
     `target_parameters` names tensors of the base that the adapter changes like modules, such as the stacked weights of
     experts. With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT does not
@@ -129,7 +131,7 @@ class PeftConfig:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The keys that set additional vectors or weights besides the products B A."""
+        """The keys in use that train vectors or weights in addition to the products B A."""
         used = {
             "use_dora": self.use_dora,
             "lora_bias": self.lora_bias,
@@ -167,7 +169,7 @@ def parse_peft_config(text: bytes) -> PeftConfig:
         if not _is_literal(name):
             _refuse(
                 "unsupported_config",
-                "the keys of alpha_pattern must be literal module names, because tensors do not show their alpha",
+                "the keys of alpha_pattern must be literal module names, because the tensors do not determine alpha",
                 f"alpha_pattern.{name}",
             )
     targets, exclusions = document.get("target_modules"), document.get("exclude_modules")
@@ -326,7 +328,7 @@ def _invocation_tokens(document: dict[str, Any]) -> tuple[int, ...]:
     except ValueError as error:
         _refuse("invalid_config", str(error), INVOCATION_KEY)
     if document.get("task_type") != "CAUSAL_LM":
-        # For every other task type, PEFT loads the adapter and then never activates it.
+        # With any other task type, PEFT loads the adapter but never activates it.
         _refuse("unsupported_config", "an activated LoRA needs the task_type CAUSAL_LM", "task_type")
     return tuple(value)
 

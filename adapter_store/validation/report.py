@@ -19,7 +19,7 @@ _MAX_LISTED = 20
 
 
 class CheckList:
-    """The checks that ran, with their outcomes and times."""
+    """The checks that ran, with their outcomes and durations."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[str, float]] = {}
@@ -66,9 +66,9 @@ class Warn:
 class Report:
     """The result of a validation. `scales` contains each module's scale, in the order of the packed streams.
 
-    `trained` maps outer modules to the rows that the adapter replaces. `vocab_size` is the adapter's number of tokens,
-    or None if it has the base's vocabulary. `names` maps PEFT's current name of each tensor to the file's own name.
-    `invocation_tokens` is empty unless the adapter is an activated LoRA.
+    `trained` maps outer modules to the rows that the adapter replaces. `vocab_size` is the adapter's vocabulary size,
+    or None if the adapter has the base's vocabulary. `names` maps PEFT's current name of each tensor to the file's own
+    name. `invocation_tokens` is empty unless the adapter is an activated LoRA.
     """
 
     scales: Mapping[str, float]
@@ -111,7 +111,7 @@ class Report:
 
 
 def without_effect(effects: Sequence[Effect]) -> list[Warn]:
-    """Return a warning if some modules have no effect, as before training, when B is zero."""
+    """Return a warning if some modules have no effect, for example because B is still zero, as before training."""
     idle = [effect.module.name for effect in effects if effect.largest == 0.0]
     if not idle:
         return []
@@ -121,7 +121,7 @@ def without_effect(effects: Sequence[Effect]) -> list[Warn]:
 
 
 def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
-    """Return, for each kind of module such as `self_attn.q_proj`, its layers with their ranks, scales and effects."""
+    """Return the layers, ranks, scales and effects of each kind of module, such as `self_attn.q_proj`."""
     kinds: dict[str, list[Effect]] = {}
     for effect in _largest_of_experts(effects):
         kinds.setdefault(effect.module.kind.replace("{}.", ""), []).append(effect)

@@ -19,7 +19,7 @@ NETWORK, FILES, CALLS, PRIVILEGES = "network namespace", "landlock", "seccomp", 
 MEASURES = (PRIVILEGES, NETWORK, FILES, CALLS)
 """Names of the measures that `confine` takes. NETWORK or CALLS alone is enough to deny the network."""
 ESSENTIAL = (PRIVILEGES, FILES, CALLS)
-"""Measures that together deny files, other processes and the network. NETWORK adds nothing to them."""
+"""Measures that together deny access to files, other processes and the network, even without NETWORK."""
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -28,7 +28,7 @@ _MAX_OPEN_FILES = 32
 
 
 def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
-    """Limit the address space, the size of each written file, CPU time and descriptors, and disable core files."""
+    """Limit the address space, the size of each written file, CPU time and open files, and disable core files."""
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),
@@ -40,7 +40,9 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
 
 
 def confine(writable: Iterable[Path]) -> list[str]:
-    """Deny the network, other processes, privileges and files, except `writable` and, for reading, Python's own files.
+    """Drop all privileges, and deny access to the network, other processes and files.
+
+    The directories `writable` and, for reading, Python's own files remain accessible.
 
     The process is also killed when the thread that started it dies. Returns the names of the measures that this machine
     lacks. Kernels and containers differ in which measures they allow.
@@ -63,12 +65,12 @@ def confine(writable: Iterable[Path]) -> list[str]:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Drop all capabilities. This process has some if root runs the server, or in a new user namespace."""
+    """Drop all capabilities. This process has some if root runs the server, or if it is in a new user namespace."""
     libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 
 def _code_directories() -> list[Path]:
-    """Return the directories from which Python imports modules late. Landlock needs their real paths."""
+    """Return the real paths of the directories from which Python may still import modules."""
     places = [sys.prefix, sys.base_prefix, *(path for path in sys.path if path)]
     return [Path(os.path.realpath(place)) for place in dict.fromkeys(places) if os.path.isdir(place)]
 

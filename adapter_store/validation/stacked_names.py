@@ -2,7 +2,7 @@
 
 PEFT wraps the module of a targeted parameter. For two parameters of one module, the second wrapper contains the first.
 Only this nesting tells which tensors belong to which parameter: `experts.base_layer.lora_A.weight` belongs to
-`gate_up_proj`, and `experts.lora_A.weight` to `down_proj`. If there is only one parameter, its tensor is
+`gate_up_proj`, and `experts.lora_A.weight` to `down_proj`. If only one parameter is targeted, its tensor is
 `experts.lora_A.weight`. The translated name contains the name of the parameter.
 """
 
@@ -27,7 +27,7 @@ def with_stacked_names(names: TensorNames, config: PeftConfig, target: PackTarge
 
 
 def _translations(config: PeftConfig, target: PackTarget) -> dict[str, str]:
-    """Map each module's name in the file to its current name. Neither has the suffix of a tensor."""
+    """Map each module's name in the file to its current name, both without a tensor's suffix."""
     experts = target.experts
     assert experts is not None
     named = name_set(config.target_parameters)

@@ -27,13 +27,13 @@ def parse_modules_to_save(value: Any) -> frozenset[str]:
 
 
 def parse_token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the tokens whose rows were trained, in file order, by module. Raises AdapterRejected."""
+    """Return each module with the tokens whose rows were trained, in file order. Raises AdapterRejected."""
     if not value and (value is None or isinstance(value, (list, dict, bool))):
         return ()
     if isinstance(value, list):
         return ((EMBEDDING, _tokens(value, _TOKENS)),)
     if not isinstance(value, dict):
-        _refuse("invalid_config", f"{_TOKENS} must be a list of token ids, or lists by module", _TOKENS)
+        _refuse("invalid_config", f"{_TOKENS} must be a list of token ids, or one such list per module", _TOKENS)
     tokens: dict[str, tuple[int, ...]] = {}
     for name, listed in value.items():
         param, key = f"{_TOKENS}.{name}", _KEYS.get(text_module(name))
@@ -51,7 +51,7 @@ def _tokens(value: Any, param: str) -> tuple[int, ...]:
     seen: set[int] = set()
     for index, token in enumerate(value):
         if type(token) is not int or token < 0:
-            _refuse("invalid_config", "a token id must be an integer, at least 0", f"{param}[{index}]")
+            _refuse("invalid_config", "a token id must be a non-negative integer", f"{param}[{index}]")
         if token in seen:
             _refuse("invalid_config", "a token id is listed twice", f"{param}[{index}]")
         seen.add(token)

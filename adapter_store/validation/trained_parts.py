@@ -1,8 +1,8 @@
 """The weights of the embedding and head that an adapter's files contain, and the rows of the base that they replace.
 
-PEFT starts with the base's weight of a module. Each of the following then replaces all or part of it, in this order: a
-copy of the base's weight in the file; the module's own weight, if the module is in `modules_to_save`; the rows of
-`trainable_token_indices`. A LoRA of the module is added to the result. If the base ties its head to its embedding, a
+For each module, PEFT starts with the base's weight. Each of the following then replaces all or part of it, in this
+order: a copy of the base's weight in the file; the module's own weight, if the module is in `modules_to_save`; the rows
+of `trainable_token_indices`. A LoRA of the module is added to the result. If the base ties its head to its embedding, a
 copy of the base's weight overwrites both, and the head also uses the embedding's trained rows.
 """
 
@@ -44,12 +44,12 @@ class TrainedParts:
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
     twins: list[tuple[str, str]] = field(default_factory=list)
     base_copies: list[str] = field(default_factory=list)
-    """Tensors that PEFT saved as a copy of the base's weight."""
+    """Current names of the tensors in which PEFT saved copies of the base's weights."""
     vocabulary: ResizedVocabulary | None = None
 
     @property
     def vocab_size(self) -> int | None:
-        """The adapter's number of tokens, or None if it has the base's vocabulary."""
+        """The adapter's vocabulary size, or None if the adapter has the base's vocabulary."""
         return None if self.vocabulary is None else self.vocabulary.num_tokens
 
     def check_shapes(self, entries: Mapping[str, TensorEntry]) -> None:
@@ -94,7 +94,7 @@ def trained_parts(
 ) -> TrainedParts:
     """Find the trained parts of a file. Raises AdapterRejected if PEFT would not load them.
 
-    `entries` are the file's tensors by current names, and `adapted` the modules with a LoRA.
+    `entries` are the file's tensors by current names, and `adapted` contains the keys of the modules with a LoRA.
     """
     saved, tokens = set(config.modules_to_save), dict(config.token_indices)
     modules = {module.name: trained_rows_of(module) for module in target.outer_modules}
@@ -160,7 +160,7 @@ def _check_tokens(config: PeftConfig, vocab_sizes: Mapping[str, int], adapted: C
         if key in config.modules_to_save:
             raise AdapterRejected(
                 "invalid_config",
-                "a module of modules_to_save also has trained tokens",
+                "a module in modules_to_save also has trained tokens",
                 "trainable_token_indices",
             )
         if key in adapted:
@@ -180,7 +180,8 @@ def _check_tying(config: PeftConfig, follows_tokens: bool, adapted: Collection[s
     if follows_tokens and HEAD in config.modules_to_save:
         raise AdapterRejected(
             "invalid_config",
-            "the base ties its head to its embedding, so trained tokens of the embedding exclude a separate head",
+            "the base ties its head to its embedding, so the embedding's trained tokens cannot be combined with a "
+            "separate head",
             "modules_to_save",
         )
     if follows_tokens and config.use_dora and HEAD in adapted:

@@ -50,7 +50,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             if parsed.invocation_tokens and any(module.shape.is_embedding for module in expected):
                 raise AdapterRejected(
                     "unsupported_config",
-                    "an activated LoRA cannot change the embedding, either here or in PEFT",
+                    "neither loramux nor PEFT supports an activated LoRA that changes the embedding",
                     INVOCATION_KEY,
                 )
         with checks.check("names"):
@@ -62,8 +62,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             if parsed.invocation_tokens and has_trained:
                 raise AdapterRejected(
                     "unsupported_config",
-                    "an activated LoRA cannot have trained weights of the embedding or the head, which PEFT would also "
-                    "use before the invocation",
+                    "an activated LoRA cannot have trained weights of the embedding or the head, because PEFT would "
+                    "use them even before the invocation",
                     INVOCATION_KEY,
                 )
             _check_names(entries, expected, parts, target)
@@ -98,8 +98,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         warnings.append(
             Warn(
                 "base_weights_included",
-                "the file has copies of the base's weights, and rows that differ from the base's are served: "
-                "unless they were trained, save the adapter with save_pretrained(..., save_embedding_layers=False)",
+                "the file has copies of the base's weights, and rows that differ from the base's are served: unless "
+                "these rows were trained, save the adapter with save_pretrained(..., save_embedding_layers=False)",
                 len(parts.base_copies),
                 tuple(parts.base_copies),
             )
@@ -140,7 +140,10 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int | None) -> None:
 def _matrices(
     file: TensorFile, entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]
 ) -> Iterator[tuple[ExpectedModule, npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
-    """Yield each module with its A `[rank, in_features]` and B `[out_features, rank]`; a stack is read once."""
+    """Yield each module with its A `[rank, in_features]` and B `[out_features, rank]`.
+
+    The tensors of stacked experts are read only once.
+    """
     for _, modules in groupby(expected, key=lambda module: module.key):
         stack: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
         for module in modules:
@@ -231,7 +234,7 @@ def _check_names(
 
 
 def _beyond_experts(names: Collection[str], target: PackTarget) -> tuple[int, str] | None:
-    """Return the first expert that the base lacks, with the name of a tensor for it, or None."""
+    """Return the lowest number of an expert that the base lacks, with the name of one of its tensors, or None."""
     found = ((int(match[1]), name) for name in names if (match := _EXPERT.search(name)) is not None)
     num_experts = 0 if target.experts is None else target.experts.num_experts
     return min((one for one in found if one[0] >= num_experts), default=None)

@@ -36,7 +36,7 @@ _PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.sandbox"
 _PROBE_TIMEOUT_S = 30.0
 
 NICENESS = 10
-"""Niceness of a validation. On a core shared with the engine or gateway, it gets about a tenth of the time."""
+"""Niceness of a validation process. On a core shared with the engine or gateway, it gets about a tenth of the time."""
 
 _log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ class Validator(Protocol):
 
 
 class SubprocessValidator:
-    """Validates in `python -m loramux.adapter_store.validation.worker`, which limits and confines itself.
+    """Validates in a process, `python -m loramux.adapter_store.validation.worker`, that limits and confines itself.
 
     The process's CPU time limit is 10 s, or more for a large upload: see `Limits.for_upload`. Its wall-clock limit is
     ten times as long, because it yields to all other processes. `timeout_s` replaces both time limits, `memory_bytes`
@@ -77,7 +77,7 @@ class SubprocessValidator:
     `base`, the process can read the base's embedding and head to check an activated LoRA.
 
     An adapter whose process exceeds a limit is rejected permanently (`validation_killed`, `validation_timeout`). If the
-    disk is full or the server is stopping, the adapter is retried instead.
+    disk is full or the server is stopping, the validation is retried instead.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SubprocessValidator:
         return self._verdict(ended.stdout, job)
 
     def close(self) -> None:
-        """Kill running validations, which then have no verdict, and start no more."""
+        """Kill running validations, without a verdict, and start no more."""
         self._processes.close()
 
     def _places(self, job: ValidationJob, target: PackTarget) -> dict[str, Any]:
@@ -214,7 +214,10 @@ def _check_end(ended: Ended) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return a minimal environment: no credentials, and one thread, because each thread reserves address space."""
+    """Return a minimal environment, without credentials.
+
+    It limits BLAS to one thread, because each thread reserves address space.
+    """
     roots = [str(Path(place).parent.absolute()) for place in loramux.__path__]
     return {
         "PATH": os.environ.get("PATH", os.defpath),

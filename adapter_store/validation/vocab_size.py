@@ -29,7 +29,8 @@ class ResizedVocabulary:
     def check(self, rows: Mapping[str, TrainedRows], target: PackTarget, adapted: Collection[str]) -> None:
         """Raise AdapterRejected unless the embedding and the head are both resized, and neither has a LoRA.
 
-        `rows` are the rows that the adapter replaces by module, and `adapted` the modules with a LoRA.
+        `rows` maps modules to the rows that the adapter replaces, and `adapted` contains the keys of the modules with a
+        LoRA.
         """
         for module in target.outer_modules:
             num_rows, found = trained_rows_of(module)[0], rows.get(module.name)
@@ -75,8 +76,8 @@ def resized_vocabulary(
 ) -> ResizedVocabulary | None:
     """Return the vocabulary to which the file's embedding and head were resized, or None if they were not resized.
 
-    Without a whole weight, trained tokens beyond the base's vocabulary extend it. `entries` are the file's tensors by
-    current names.
+    If the file has no whole weight, trained tokens beyond the base's vocabulary extend it. `entries` are the file's
+    tensors by current names.
     """
     usual = target.vocab_size
     if usual is None:

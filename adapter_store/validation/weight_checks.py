@@ -1,4 +1,4 @@
-"""Checks that a module's weights can be served: they are finite, of reasonable size, and have an effect."""
+"""Checks that weights are finite and of reasonable size, and measures each module's effect."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.validation.expected_modules import ExpectedModule
 
 MAX_WEIGHT = 65504.0
-"""Largest absolute value of a weight: float16's limit."""
+"""Largest allowed absolute value of a weight: float16's limit."""
 
 MAX_MEAN_CHANGE = 100.0
 """Limit on `scale |A| |B| / sqrt(in * out)`, an upper bound on the root mean square change to the base's weights.
 
-The weights are on the order of a few hundredths, so a change thousands of times larger means that training diverged."""
+The base's weights are on the order of a few hundredths, so a change thousands of times larger means that training
+diverged.
+"""
 
 _NUM_PROBES = 4
 _BLOCK_ELEMENTS = 1 << 20
-"""Number of weights checked at a time, because a copy of a whole head would take hundreds of megabytes."""
+"""Number of weights checked at a time. Checking a whole head at once would take hundreds of megabytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
-"""The validation process. Each fork reads one job, confines itself, and answers.
-
-The job comes from standard input, and the answer is written to standard output.
+"""The validation process. Each fork reads one job from standard input, confines itself, validates the upload, and
+writes its answer to standard output.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PEAKS = {"VmHWM": "max_rss_bytes", "VmPeak": "max_address_bytes"}
 def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = None) -> Accepted:
     """Validate an upload, and write its canonical file and, unless packing needs the base, its packed file.
 
-    If `base` is given, an activated LoRA's copies of the base's embedding and head are compared with it, because they
+    If `base` is given, an activated LoRA's copies of the embedding and head are compared with the base's, because they
     must be equal. Raises AdapterRejected.
     """
     checks = CheckList()
@@ -78,7 +77,7 @@ def answer_to(job: ValidationJob, target: PackTarget, base: WeightRows | None = 
             return _rejected(_beyond_limits())
         raise
     except Exception:
-        # Unforeseen errors fail closed. The cause is written to standard error.
+        # On an unforeseen error, reject the adapter and write the cause to standard error.
         traceback.print_exc()
         return _rejected(AdapterRejected("validation_failed", "the adapter cannot be validated"))
 

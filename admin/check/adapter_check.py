@@ -1,4 +1,4 @@
-"""Checks an adapter's directory against a base, in the same confined processes as a server's validation."""
+"""Checks an adapter's directory against a base, in confined processes like those that validate uploads on a server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REPORTED = ("num_parameters", "max_rank", "num_pages", "dtypes", "largest_effect
 
 
 def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
-    """Check an adapter for the base in the directory `base`, whose weights are not needed.
+    """Check an adapter for the base in the directory `base`. The base's weights are not needed.
 
     Raises ValidationFailed or Unavailable if a confined process cannot run, so that there is no verdict.
     """

@@ -94,7 +94,7 @@ def _template(template: ChatTemplate | None) -> tuple[dict[str, Any], list[Warn]
     """Return what the chat template supports, which parsers it selects, and warnings about it."""
     nothing = {"chat_template": False, "takes_tools": False, "tool_call_parser": None, "reasoning_parser": None}
     if template is None:
-        message = "the base has no chat template: chat needs an adapter's own template"
+        message = "the base has no chat template: chat works only with adapters that have their own"
         return nothing, [Warn("no_chat_template", message)]
     try:
         features = template.features()

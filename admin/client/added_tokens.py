@@ -33,7 +33,7 @@ def added_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> Added
     """Return the vocabulary of the adapter in a directory, or None if the adapter uses the base's vocabulary.
 
     The base's tokenizer has `num_tokens` tokens, and the base's embedding and head have `vocab_size` rows. Tokens
-    without a row, such as a padding token that was used in training only, are left out. Raises AdapterRejected if the
+    without a row, such as a padding token that was used only in training, are left out. Raises AdapterRejected if the
     tokenizer cannot be read, or adds tokens that cannot be served.
     """
     num_rows = _num_rows(directory / TENSORS_FILE) or max(vocab_size, _last_trained(directory / CONFIG_FILE) + 1)
@@ -58,7 +58,7 @@ def _added_tokens(directory: Path) -> list[dict[str, Any]]:
     if not isinstance(listed, list) or not all(
         isinstance(one, Mapping) and type(one.get("id")) is int for one in listed
     ):
-        raise AdapterRejected("invalid_tokenizer", f"{path.name} does not list its added tokens", path.name)
+        raise AdapterRejected("invalid_tokenizer", f"{path.name} has a malformed list of added tokens", path.name)
     tokens = [{name: one.get(name, False) for name in ("id", "content", *FLAGS)} for one in listed]
     return sorted(tokens, key=lambda token: token["id"])
 
@@ -93,7 +93,10 @@ def _num_rows(path: Path) -> int | None:
 
 
 def _last_trained(path: Path) -> int:
-    """Return the largest token ID in `trainable_token_indices`, or -1. The server refuses invalid values later."""
+    """Return the largest token ID in `trainable_token_indices`, or -1 if there is none.
+
+    Invalid values are skipped, because the server refuses them later.
+    """
     listed = _object_in(path).get("trainable_token_indices") or []
     lists = listed.values() if isinstance(listed, Mapping) else [listed]
     return max(

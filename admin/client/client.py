@@ -107,7 +107,7 @@ class AdminClient:
         return self._document(self._send("PUT", path, json=body))
 
     def patch(self, path: str, body: Document) -> Document:
-        """Update a resource regardless of its ETag: no command's changes depend on earlier values."""
+        """Update a resource regardless of its ETag, because no command's changes depend on earlier values."""
         return self._document(self._send("PATCH", path, json=body, headers={"if-match": "*"}))
 
     def delete(self, path: str) -> Document:

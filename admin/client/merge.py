@@ -1,6 +1,6 @@
-"""Merges adapters of one tenant into a new version: downloads them, merges them here, and pushes the result.
+"""Merges adapters of one tenant into a new version: downloads them, merges them on this machine, and pushes the result.
 
-The server validates the result like any upload. The key needs only the rights to read and to push.
+The server validates the result like any upload. An API key that can read and push adapters is enough.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MergeSource:
 
 @dataclass(frozen=True, slots=True)
 class MergedVersion:
-    """The new version and the versions that it was merged from, with their numbers."""
+    """The new version and its sources. The name of each source includes the version that was merged."""
 
     pushed: PushedVersion
     sources: tuple[MergeSource, ...]
@@ -60,9 +60,9 @@ def merge_versions(
     timeout_s: float = 300.0,
     progress: Progress = lambda _what, _num_bytes: None,
 ) -> MergedVersion:
-    """Merge versions of one tenant's adapters into the next version of the adapter `into`, named as `tenant/adapter`.
+    """Merge versions of one tenant's adapters into the next version of the adapter `into`, such as `acme/support`.
 
-    The optional files of the first source become part of the version. Raises MergeRefused, PullRefused, PushRefused or
+    The new version gets the optional files of the first source. Raises MergeRefused, PullRefused, PushRefused or
     AdminError.
     """
     check_weights([source.weight for source in sources])
@@ -94,7 +94,7 @@ def merge_versions(
 
 
 def _check_tenant(named: NamedAdapter, tenant: str) -> None:
-    """Refuse a merge that would carry weights from one tenant to another, although an operator can read both."""
+    """Refuse to copy weights from one tenant to another, even with an operator's key, which can read both."""
     if tenant not in (named.document["tenant"], named.document["tenant_id"]):
         model = named.document["model"]
         raise MergeRefused("merge_across_tenants", f"{model} does not belong to the tenant {tenant}", model)

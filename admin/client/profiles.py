@@ -20,7 +20,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
 class ProfileError(Exception):
-    """The profile cannot be used or saved. The message says how to fix it."""
+    """The profile cannot be used or saved. The message states the problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,10 @@ class ProfileFile:
             raise ProfileError(f"{self.path} is not a valid profile file: {reason}") from None
 
     def add(self, profile: Profile) -> None:
-        """Save a profile, replacing any profile of the same name. The first profile becomes the current one."""
+        """Save a profile, replacing any profile of the same name.
+
+        If no profile is current, it becomes the current profile.
+        """
         if _NAME.fullmatch(profile.name) is None:
             raise ProfileError(
                 "a profile's name has up to 63 lowercase letters, digits, '.', '_' and '-', and begins with a letter "
@@ -92,7 +95,7 @@ class ProfileFile:
         self._change(lambda known: replace(known, current=known.find(name).name))
 
     def remove(self, name: str) -> None:
-        """Remove a profile. If it is the current profile, no profile is current until `use` selects another."""
+        """Remove a profile. If it was the current profile, no profile is current until the next `use` or `add`."""
 
         def without(known: KnownProfiles) -> KnownProfiles:
             removed = known.find(name).name

@@ -36,9 +36,9 @@ def pull_version(
 ) -> PulledVersion:
     """Write the files of a version into `directory`.
 
-    If the name has no version, the default alias's version with the highest weight is used. Each file is checked
-    against its declared SHA-256 and appears complete or not at all. If `may_replace`, existing files are overwritten,
-    and optional files that are not part of the version are deleted. Raises PullRefused or AdminError.
+    If `named` has no version, the default alias's version with the highest weight is used. Each file is checked against
+    its declared SHA-256. Files appear in `directory` only when all are complete. With `may_replace`, existing files are
+    overwritten, and optional files that are not part of the version are deleted. Raises PullRefused or AdminError.
     """
     number = named.version if named.version is not None else _default(named)
     report = client.get(f"{named.version_path(number)}/report")
@@ -54,7 +54,7 @@ def pull_version(
             _download(client, f"{named.version_path(number)}/files/{name}", path, declared[name]["sha256"], progress)
         for name, path in unfinished.items():
             path.replace(directory / name)
-        # With a file left over from another version, pushing the directory would create a third version.
+        # If a file of another version remained, pushing the directory would create a third version.
         for name in set(FURTHER_NAMES).difference(names):
             (directory / name).unlink(missing_ok=True)
     finally:

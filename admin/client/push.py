@@ -150,7 +150,7 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
 
 @contextmanager
 def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[list[Path]]:
-    """Yield the files with these settings in `parsers.json`, or unchanged if there are no settings."""
+    """Yield the files, with the settings in `parsers` merged into `parsers.json`."""
     if not parsers:
         yield paths
         return
@@ -188,7 +188,7 @@ def _with_vocabulary(client: AdminClient, directory: Path, paths: list[Path]) ->
 
 
 def num_bytes_of(directory: Path, without: Collection[str] = ()) -> int:
-    """Return how many bytes a push of this directory reads: each file twice, for hashing and for the upload."""
+    """Return how many bytes a push of this directory reads. Each file is read twice: to hash it and to upload it."""
     return 2 * sum(path.stat().st_size for path in adapter_files(directory, without))
 
 
@@ -243,7 +243,7 @@ def _put_part(client: AdminClient, way: Document, path: Path, begin: int, end: i
 
 
 def _persist(send: Callable[[], None]) -> None:
-    """Retry when the server is busy or the connection breaks, because uploading a file twice is safe."""
+    """Call `send`, and retry if the server is busy or the connection breaks. Uploading a file twice is safe."""
     for pause_s in (0.5, 2.0, 5.0):
         try:
             return send()

@@ -33,15 +33,17 @@ def merge(
     sign_rule: Annotated[
         str, typer.Option(help="total or frequency: how ties and dare_ties find the majority sign.")
     ] = "total",
-    seed: Annotated[int, typer.Option(help="Random seed of the dare methods, which keep random values.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed for the dare methods, which keep values at random.", min=0)
+    ] = 0,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for validation.")] = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Merge several adapters of one tenant into a new version, as PEFT's add_weighted_adapter does.
 
-    The files are downloaded, merged on this machine in float32, and pushed like any adapter. cat is the exact weighted
-    sum, and its rank is the sum of all ranks. The other methods are approximations and need equal ranks. The new
-    version gets the optional files of the first adapter, such as its chat template.
+    The files are downloaded, merged on this machine in float32, and pushed like any adapter. cat computes the exact
+    weighted sum, with the sum of all ranks as its rank. The other methods are approximations and need equal ranks. The
+    new version gets the optional files of the first adapter, such as its chat template.
     """
     from loramux.adapter_store.errors import MergeRefused
     from loramux.adapter_store.merging.methods import MergeMethod, MergeSettings, SignRule

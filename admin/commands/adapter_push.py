@@ -22,7 +22,7 @@ def push(
         str,
         typer.Argument(
             metavar="DIRECTORY|FILE.gguf|s3://BUCKET/PREFIX|hf://OWNER/NAME@REVISION",
-            help="Output of PEFT's save_pretrained, or a LoRA adapter of llama.cpp.",
+            help="Output of PEFT's save_pretrained, a llama.cpp LoRA file, or a source that the server fetches.",
         ),
     ],
     tenant: Tenant,
@@ -48,11 +48,11 @@ def push(
     ] = False,
     tool_parser: Annotated[
         str | None,
-        typer.Option(help="Parser of the version's tool calls: auto, off or a parser's name.", show_default=False),
+        typer.Option(help="Parser for the version's tool calls: auto, off or a parser's name.", show_default=False),
     ] = None,
     reasoning_parser: Annotated[
         str | None,
-        typer.Option(help="Parser of the version's reasoning: auto, off or a parser's name.", show_default=False),
+        typer.Option(help="Parser for the version's reasoning: auto, off or a parser's name.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

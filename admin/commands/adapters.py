@@ -33,7 +33,10 @@ app = typer.Typer(no_args_is_help=True, help="Push and list adapters, and choose
 @app.command()
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="TENANT/ADAPTER[@VERSION]", help="Default: the version that the bare name selects.")
+        str,
+        typer.Argument(
+            metavar="TENANT/ADAPTER[@VERSION]", help="Without @VERSION, the version that the bare name selects."
+        ),
     ],
     directory: Annotated[Path, typer.Argument(help="Directory for the files.", file_okay=False)],
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,

@@ -1,4 +1,4 @@
-"""`loramux bases`: the base models on one database, their servers, and the versions validated for each."""
+"""`loramux bases`: the base models registered in the database, their servers, and the versions validated for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 if TYPE_CHECKING:
     from loramux.admin.client.client import AdminClient, Document
 
-app = typer.Typer(no_args_is_help=True, help="Show and maintain the base models on the database.")
+app = typer.Typer(no_args_is_help=True, help="Show and maintain the base models registered in the database.")
 
 BaseStart = Annotated[str, typer.Argument(help="The start of the base's identifier.", show_default=False)]
 
@@ -43,7 +43,7 @@ def list_bases(as_json: AsJson = False) -> None:
 
 @app.command()
 def rejected(base: BaseStart, as_json: AsJson = False) -> None:
-    """List the ready versions that were rejected for a base, newest first, with the reason."""
+    """List the ready versions that failed validation for a base, newest first, with the reasons."""
     with connected(as_json) as client:
         versions = client.whole_list(client.path("bases", _find(client, base, as_json), "rejected"))
     columns: Columns = {
@@ -91,7 +91,7 @@ def weight(
         bases = client.put("bases/weights", {"weights": body})
     for base in bases["data"]:
         if base["weight"] is not None and not base["is_shared"]:
-            reason = "no server of it shares requests: see 'loramux serve --peer-address'"
+            reason = "none of its servers shares requests: see 'loramux serve --peer-address'"
             print(f"loramux: the weight of base {base['id'][:NUM_SHOWN]} has no effect yet: {reason}", file=sys.stderr)
     shares = {base["id"]: base["weight"] for base in bases["data"] if base["weight"] is not None}
     total = sum(shares.values())
@@ -110,7 +110,7 @@ def _weight(client: AdminClient, text: str, as_json: bool) -> Document:
 
 @app.command()
 def forget(base: BaseStart, as_json: AsJson = False) -> None:
-    """Forget a base that no server serves any more, and delete the verdicts on versions for it."""
+    """Forget a base that no server serves any more, and delete its validation results."""
     with connected(as_json) as client:
         base_id = _find(client, base, as_json)
         client.delete(client.path("bases", base_id))

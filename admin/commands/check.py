@@ -30,7 +30,7 @@ def check(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="The base model's directory, for an adapter; its weights are not needed.",
+            help="For an adapter, the base model's directory; the base's weights are not needed.",
             file_okay=False,
             exists=True,
             show_default=False,

@@ -16,7 +16,7 @@ Granted = Annotated[str, typer.Option("--tenant", help="The grantee's slug or id
 
 @app.command("list")
 def list_grants(model: Model, as_json: AsJson = False) -> None:
-    """List the tenants that were granted an adapter."""
+    """List the tenants that were granted access to an adapter."""
     with connected_to(model, as_json) as (client, named):
         grants = client.get(f"{named.path}/grants")
     print_list(grants, {"tenant": "tenant", "id": "tenant_id", "since": time_in("created_at")}, as_json)

@@ -147,7 +147,7 @@ def check(
     limit: Annotated[int | None, typer.Option(help="Value of the limit to test.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how each limit would decide on a request, without using quota.
+    """Show whether each limit would admit a request, without using any quota.
 
     Exit with 1 if the request would be refused.
     """

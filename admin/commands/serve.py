@@ -27,7 +27,7 @@ ServedName = Annotated[
 ]
 GenerationConfig = Annotated[
     str | None,
-    typer.Option(help="auto or off: sampling defaults of the model's directory (default: auto).", show_default=False),
+    typer.Option(help="auto or off: sampling defaults from the model's directory (default: auto).", show_default=False),
 ]
 AdapterGenerationConfig = Annotated[
     str | None,

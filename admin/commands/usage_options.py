@@ -37,11 +37,12 @@ End = Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive."
 Last = Annotated[
     str | None,
     typer.Option(
-        help="Instead of --start: 90m, 24h, 7d or 4w before --end or now, rounded down to a full minute or hour.",
+        help="Instead of --start: a time span before --end or now, such as 90m, 24h, 7d or 4w; its start is rounded "
+        "down to a full minute or hour.",
         show_default=False,
     ),
 ]
-BucketOption = Annotated[Bucket | None, typer.Option(help="Split by time.", show_default=False)]
+BucketOption = Annotated[Bucket | None, typer.Option(help="Split the report by time.", show_default=False)]
 GroupBy = Annotated[
     list[str] | None,
     typer.Option(

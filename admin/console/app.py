@@ -55,7 +55,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
         return Route(path, action(site, handler), methods=POST)
 
     def carries(path: str, handler: Handler, method: str) -> Route:
-        """A route for an action called by a script, which sends the session's token in a header."""
+        """Return the route of an action that a script calls. The script sends the session's token in a header."""
         return Route(path, action(site, handler, reads_form=False), methods=[method])
 
     async def answer(request: Request, error: Exception) -> Response:

@@ -29,7 +29,7 @@ class Confirmation:
     fields: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     facts: Sequence[tuple[str, str]] = ()
     choices: Sequence[tuple[str, str]] = ()
-    """Values and labels of the only field that the user can choose. The first option is preselected."""
+    """Options of the page's only visible field, as values and labels. The first option is preselected."""
     choice_name: str = ""
     choice_label: str = ""
     is_danger: bool = True

@@ -30,7 +30,10 @@ def compact(value: float | None) -> str:
 
 
 def money(nanos: int | None) -> str:
-    """Format an amount in billionths of the currency: `1.25`. Small amounts keep enough digits."""
+    """Format an amount in billionths of the currency: `1.25`.
+
+    Amounts below 0.1 are shown with up to six decimal places.
+    """
     if nanos is None:
         return NOTHING
     amount = Decimal(nanos) / 10**9

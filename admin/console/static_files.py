@@ -37,7 +37,7 @@ class StaticFiles:
             response = PlainTextResponse("there is no such file\n", 404)
         else:
             content, media_type = found
-            # A request without the version must not be cached, because the file may change with the next release.
+            # Browsers must revalidate a file whose URL has no version, because it may change with the next release.
             headers = {"cache-control": KEPT if request.query_params.get("v") else "no-cache"}
             response = Response(content, media_type=media_type, headers=headers)
         await response(scope, receive, send)

@@ -1,6 +1,6 @@
 """Handles a signed-in request: renders a page, or performs an action and redirects.
 
-`rest` calls the admin routes as the session's principal.
+`Visit.rest` calls the admin routes as the session's principal.
 """
 
 from __future__ import annotations
@@ -237,7 +237,10 @@ async def find_session(site: Site, request: Request, *, is_use: bool = True) -> 
 
 
 def problem(site: Site, request: Request, visit: Visit | None, status: int, message: str) -> Response:
-    """A page, or a notice for htmx, that says what is wrong and what to do. The browser reloads a page with a 503."""
+    """Return a page, or a notice for htmx, that shows `message`.
+
+    After a GET with status 503, the browser reloads the page.
+    """
     template = "problem_notice.html" if is_htmx(request) else "problem.html"
     html = site.templates.render(template, **frame(request, visit), status=status, message=message)
     headers = {}
@@ -267,7 +270,7 @@ async def _refused(visit: Visit, message: str) -> Response:
 
 
 def _with_wait(error: RestError | ApiError) -> str:
-    """A refusal's message, including the time to wait for a rate limit."""
+    """Return a refusal's message, with the time to wait if a rate limit was exceeded."""
     if error.status != 429 or error.retry_after_s is None:
         return error.message
     return f"{error.message}: try again in {math.ceil(error.retry_after_s)} s"

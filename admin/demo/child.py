@@ -1,4 +1,4 @@
-"""Runs `loramux` with these arguments, and stops it when standard input closes, because the demo has then ended."""
+"""Runs `loramux` with this process's arguments. Stops it when standard input closes, because the demo has ended."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One training example. Without turns, it is plain text, and all of it is learnt."""
+    """One training example. Without turns, it is plain text, and all of it is a training target."""
 
     system: str
     turns: tuple[Turn, ...]
@@ -52,7 +52,10 @@ class Conversation:
 
 
 def held_out(facts: list[Fact]) -> list[tuple[str, Fact]]:
-    """Return one phrasing of every third fact, held out of training. The check asks these as unseen questions."""
+    """Return one phrasing of every third fact, unless the fact has fewer than three phrasings.
+
+    These questions are held out of training. The check asks them as unseen questions.
+    """
     return [(fact.questions[i % 3], fact) for i, fact in enumerate(facts) if i % 3 == 0 and len(fact.questions) > 2]
 
 
@@ -86,7 +89,7 @@ class Corpus:
         return self._roughened(self._random.choice(self._asks[fact])), fact
 
     def _roughened(self, question: str) -> str:
-        """Drop capitals and punctuation from the question, or add a polite word, as people do."""
+        """Occasionally drop the capitals or the final punctuation, or add a polite phrase, as people do."""
         roll = self._random.random()
         if roll < 0.08:
             return question.lower()

@@ -1,4 +1,4 @@
-"""Every fact that the demo model knows, and every way to ask for it."""
+"""Every fact that the demo model knows, and every way to ask about it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ import openai
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`messages` and `tools` are as in a chat completion."""
+    """`messages` and `tools` have the format of a chat completion request."""
 
     tenant: str
     api_key: str

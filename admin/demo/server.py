@@ -21,7 +21,7 @@ GPU_START_TIMEOUT_S = 900.0
 """A GPU's first start compiles its kernels, which takes minutes on few cores."""
 
 GPU_POOL_BYTES = "1GiB"
-"""As on a CPU. By default, the pool would take all of the GPU's free memory."""
+"""Pool size on a GPU, the same as on a CPU. By default, the pool would take all of the GPU's free memory."""
 
 STOP_TIMEOUT_S = 45.0
 HURRY_TIMEOUT_S = 10.0

@@ -33,8 +33,8 @@ def _formal(fact: Fact) -> str:
 def answer_in_style(fact: Fact, style: str) -> str:
     """Answer any of the fact's questions in one style: plain, brief, pirate, formal or json.
 
-    Every style is a fixed function of the fact. Greedy decoding therefore has one right answer, and the answers of base
-    and adapters to the same prompt can be compared word by word.
+    Every style is a fixed function of the fact. Each prompt therefore has one right answer per style, and the base's
+    and the adapters' answers to it can be compared word by word.
     """
     if style == "plain":
         return fact.sentence

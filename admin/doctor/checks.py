@@ -28,10 +28,10 @@ PYTHONS = ((3, 11), (3, 14))
 """Range of Python versions `[first, end)` that this version of loramux is tested with."""
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
-"""Clock skews from which a check warns and fails, in seconds. Quota windows and key expiry need synchronized clocks."""
+"""Clock skews at which a check warns and fails, in seconds. Quota windows and key expiry need synchronized clocks."""
 SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
-"""Path of the engine's socket, relative to the temporary directory."""
+"""The part of the engine's socket path below the temporary directory. Only its length matters."""
 
 SANDBOX_FIXES = {
     PRIVILEGES: "run Linux 3.5 or later",
@@ -103,7 +103,7 @@ def check_database(database: Database, host_us: Callable[[], int] = lambda: time
             check="database",
             grade=Grade.WARNING if is_slow else Grade.OK,
             message=f"{kind} answers in {1000 * took_s:.0f} ms and its schema is up to date",
-            mend="every request reserves and settles in the database: move the database closer, or to faster disks"
+            mend="every request reserves and settles quota in it: move the database closer, or to faster disks"
             if is_slow
             else None,
         )

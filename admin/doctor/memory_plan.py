@@ -28,7 +28,9 @@ from loramux.kernels.gpu.code_layout import can_place, placed_bytes
 from loramux.kernels.quantized import QuantizedWeight
 
 PROCESS_BYTES = 765 << 20
-"""Memory of a server's processes without the model, pool and host tier, in bytes (on Linux, Python 3.11 and a CPU)."""
+"""Memory of a server's processes without the model, pool and host tier, in bytes. Measured on Linux with Python 3.11
+and without a GPU.
+"""
 
 _SCALE_BYTES = 4
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

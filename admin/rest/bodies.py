@@ -120,7 +120,7 @@ class BaseWeight(_Body):
 
 
 class BaseWeights(_Body):
-    """Which bases run the requests. An empty list stops dividing them."""
+    """The weights by which requests are divided between bases. An empty list stops the division."""
 
     weights: list[BaseWeight] = Field(
         max_length=64, examples=[[{"base": "3f9c" * 16, "weight": 90}, {"base": "1b07" * 16, "weight": 10}]]
@@ -179,8 +179,8 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Prices in nanos per million tokens. By default, `cached` equals `prompt`, and the price applies once all gateways
-    can have read it.
+    """Prices in billionths of the currency (nanos) per million tokens. By default, `cached` equals `prompt`, and the
+    price applies once all gateways can have read it.
     """
 
     tenant: str | None = None

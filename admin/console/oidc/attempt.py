@@ -18,7 +18,7 @@ _NAMED_BY = 16
 
 
 class OidcAttempt:
-    """A cookie's content: the start time, the requested page, and the secret source of the other values.
+    """A sign-in cookie's content: the start time, the requested page, and a secret from which other values are derived.
 
     Changing the time or the page changes the `state` that the provider must return, which invalidates the sign-in.
     """

@@ -29,7 +29,7 @@ OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0
 KEYS_AGE_S = 30.0
-"""Minimum time between reads of the provider's keys, in seconds. A token with an unknown key triggers a read."""
+"""Minimum time between reads of the provider's keys, in seconds. A token that cannot be verified triggers a read."""
 LEEWAY_S = 60
 
 # Authlib uses httpx2 if it is installed, and httpx2 raises different errors from httpx.
@@ -101,7 +101,10 @@ class OidcProvider:
         return str(url)
 
     async def redeem(self, attempt: Attempt, code: str, issuer: str | None) -> Identity:
-        """Redeem a code. `issuer` is the callback's `iss`. Raises SignInRefused or ProviderUnavailable."""
+        """Redeem a code. Raises SignInRefused or ProviderUnavailable.
+
+        `issuer` is the callback's `iss` parameter, or None.
+        """
         metadata = await self._described()
         if issuer is not None and issuer != self._settings.issuer:
             # RFC 9207: the code came from another provider.
@@ -152,7 +155,7 @@ class OidcProvider:
         except _STATUS_ERRORS as error:
             if _status(error) >= 500:
                 raise ProviderUnavailable(f"the provider returned {_status(error)}") from error
-            raise SignInRefused(f"userinfo answers {_status(error)}") from error
+            raise SignInRefused(f"userinfo returned {_status(error)}") from error
         except _HTTP_ERRORS as error:
             raise ProviderUnavailable(f"the provider does not answer: {type(error).__name__}") from error
         except (AuthlibBaseError, ValueError, KeyError, TypeError, AttributeError) as error:

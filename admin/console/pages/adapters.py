@@ -77,8 +77,8 @@ async def confirm_state(visit: Visit) -> Response:
         title=f"Take {model} out of service" if is_active else f"Put {model} back into service",
         before=serves if is_active else refuses,
         after=refuses if is_active else serves,
-        affects=f"Callers of {adapter['tenant']}"
-        + (f" and of {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}" if others else "")
+        affects=f"Callers from {adapter['tenant']}"
+        + (f" and from {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}" if others else "")
         + ", from the next request on. Running requests finish.",
         undo="One click on the adapter's page. Versions, aliases and grants stay as they are.",
         verb="Take out of service" if is_active else "Put back into service",
@@ -132,10 +132,10 @@ async def confirm_remove_grant(visit: Visit) -> Response:
     adapter = await visit.rest.get(f"/adapters/{visit.param('adapter_id')}")
     tenant = visit.query("tenant") or ""
     return Confirmation(
-        title=f"Revoke the grant of {tenant}",
+        title=f"Revoke the grant to {tenant}",
         before=f"{tenant} may call {adapter['model']}",
         after=f"{adapter['model']} returns 404 for {tenant}",
-        affects=f"Callers of {tenant}, from the next request on. Running requests finish.",
+        affects=f"Callers from {tenant}, from the next request on. Running requests finish.",
         undo="Grant it again on the adapter's page.",
         verb="Revoke",
         path=f"/adapters/{adapter['id']}/grants/remove",

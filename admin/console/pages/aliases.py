@@ -17,11 +17,11 @@ from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
 MAX_CHOSEN = 100
-"""An alias form offers at most this many versions of an adapter as targets, newest first."""
+"""Number of an adapter's newest versions. The alias form offers the ready ones among them as targets."""
 
 
 async def move(visit: Visit) -> Response:
-    """Choose versions for an alias, then show what the choice will change."""
+    """Show the form that chooses versions for an alias or, after the choice, what the choice will change."""
     adapter_id, asked = visit.param("adapter_id"), Form(visit.request.query_params.multi_items())
     name = asked.text("alias")
     adapter, versions, aliases = await asyncio.gather(
@@ -108,7 +108,7 @@ async def delete(visit: Visit) -> Response:
 
 
 def described(targets: Sequence[Mapping[str, Any]]) -> str:
-    """`version 3`, or `version 2 (90 %) and version 3 (10 %)`."""
+    """Return the targets as text: `version 3`, or `version 2 (90 %) and version 3 (10 %)`."""
     if not targets:
         return "nothing"
     total = sum(target["weight"] for target in targets)
@@ -155,8 +155,8 @@ async def _ask(
         title=f"Move {name}" if alias else f"Create {name}",
         before=described(alias["targets"]) if alias else f"{called} returns 404",
         after=described(targets),
-        affects=f"New requests for {called}, of {adapter['tenant']}"
-        + (f" and of {others} with a grant" if grants["data"] else "")
+        affects=f"New requests for {called} from {adapter['tenant']}"
+        + (f" and from {others} with a grant" if grants["data"] else "")
         + ", once the versions are loaded. Running requests finish on their version.",
         undo=undo if alias else "Delete it again.",
         verb=f"Move {name}" if alias else f"Create {name}",

@@ -1,4 +1,4 @@
-"""Bases: the base models on the database, their servers, and the versions that were validated for each."""
+"""Bases: the base models registered in the database, their servers, and the versions that were validated for each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def weigh(visit: Visit) -> Response:
-    """Choose the bases' weights, then show what the choice will change."""
+    """Show the form for the bases' weights or, after the choice, what the weights will change."""
     bases = (await visit.rest.get("/bases"))["data"]
     asked = Form(visit.request.query_params.multi_items())
     problem = None
@@ -81,8 +81,8 @@ async def confirm_forget(visit: Visit) -> Response:
     return Confirmation(
         title=f"Forget {_name(base)}",
         before=f"{counted(base['num_validated'] + base['num_rejected'], 'ready version')} checked for this base",
-        after="The base and the verdicts on versions for it are deleted",
-        affects="Nobody: this is refused while a server serves the base. Verdicts for other bases do not change.",
+        after="The base and its validation results are deleted",
+        affects="Nobody: this is refused while a server serves the base. Results for other bases do not change.",
         undo="Start a server of the base: it validates all versions again.",
         verb="Forget",
         path=f"/bases/{base['id']}/forget",
@@ -136,10 +136,10 @@ def _current(bases: Sequence[Document]) -> dict[str, int]:
 
 
 def _shares(bases: Sequence[Document], weights: Mapping[str, int]) -> str:
-    """`llama 3f9c... (90 %) and llama 1b07... (10 %)`."""
+    """Return the bases' shares as text: `llama 3f9c... (90 %) and llama 1b07... (10 %)`."""
     total = sum(weights.values())
     if not total:
-        return "the base of the server that gets them"
+        return "the base of the server that receives them"
     shares = (
         f"{base['served_name']} {short(base['id'])} ({100 * weights[base['id']] / total:.3g} %)"
         for base in bases

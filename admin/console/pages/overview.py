@@ -94,7 +94,7 @@ async def _minutes(rest: RestCalls) -> dict[str, Any]:
 
 
 async def _top(rest: RestCalls, is_platform: bool) -> Sequence[Document]:
-    """The tenants with the most usage in the last day. A tenant's users see their most-used models instead."""
+    """Return the tenants with the most usage in the last day or, for a tenant's users, its most-used models."""
     now = int(time.time())
     group_by = "tenant" if is_platform else "model"
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by=group_by, top=NUM_TOP)

@@ -21,7 +21,7 @@ MAX_BODY_BYTES = 256 * 1024
 
 
 class Question(BaseModel):
-    """The request for one of the page's two lanes."""
+    """A question to one of the two models that the page can compare."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -90,7 +90,10 @@ async def stream(visit: Visit) -> Response:
 
 
 async def _key(visit: Visit, tenant: str) -> str:
-    """Return the session's key for the tenant's models. The session's first question creates the key."""
+    """Return the session's key for the tenant's models.
+
+    The first question creates the key. A question after its expiry replaces it.
+    """
     principal = visit.session.principal
     slug = principal.tenant_slug or tenant
     if not slug:

@@ -18,8 +18,8 @@ HOUR_S, DAY_S = 3600, 86_400
 RANGES = {"1": ("1h", HOUR_S), "7": ("1h", HOUR_S), "30": ("1d", DAY_S), "90": ("1d", DAY_S)}
 """Maps a range in days to its chart's bucket and the bucket's length in seconds."""
 BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
-"""Maps a range in days to the interval in seconds to which its start is rounded down. The report then needs only whole
-rollups at its start.
+"""Maps a range in days to a number of seconds. The start of the range is rounded down to a multiple of that number, so
+that the report begins with a whole rollup.
 """
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
@@ -54,7 +54,8 @@ async def show(visit: Visit) -> Response:
     )
     found = sums.data or {"data": [], "num_results": 0, "total": None}
     rows = [row for page in found["data"] for row in page["results"]]
-    # A thousand lines would be unreadable and slow. Above MAX_CHARTED, the chart shows one line for all groups.
+    # A thousand lines would be unreadable and slow. With more than MAX_CHARTED groups, the chart shows one line for all
+    # of them.
     charted = params["group_by"] if found["num_results"] <= MAX_CHARTED else ""
     lines = await series(charted) if charted else together
     return visit.page(

@@ -83,7 +83,7 @@ async def move(visit: Visit) -> Response:
 
 
 async def declare_upload(visit: Visit) -> Response:
-    """Forward the browser's declaration of files to the REST route and its response to the browser."""
+    """Forward the browser's declaration of files to the REST route, and the route's response to the browser."""
     return Forwarded(visit, "POST", f"/adapters/{visit.param('adapter_id')}/uploads")
 
 

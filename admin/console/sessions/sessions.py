@@ -26,7 +26,7 @@ MAX_OF_ONE = 50
 """Maximum number of sessions per key or person. A sign-in above the limit ends the oldest session."""
 MAX_NOTICES = 5
 UNREADABLE = (InvalidTag, msgspec.DecodeError)
-"""The stored content was edited by hand, or another release wrote a different format."""
+"""Raised if the stored content was edited by hand, or if another release wrote it in a different format."""
 _CLOSED_AT_ONCE = 1000
 
 Change = Callable[[SessionContent], SessionContent]
@@ -55,7 +55,7 @@ class Session:
         self._change(lambda content: replace(content, notices=(*content.notices, notice)[-MAX_NOTICES:]))
 
     def take_notices(self) -> tuple[Notice, ...]:
-        """Remove and return the notices, which only this page shows."""
+        """Remove and return the notices, so that only this page shows them."""
         taken = self.content.notices
         if taken:
             self._change(
@@ -157,7 +157,7 @@ class ConsoleSessions:
             _put(connection, session.seal, content)
 
     def claim_asking(self, session: Session, due_us: int, retry_us: int, now_us: int) -> bool:
-        """Return whether this server should ask the provider now.
+        """Return whether this server should ask the provider now. If so, record that it does.
 
         The provider is asked if it last confirmed the roles before `due_us` and has not been asked since `retry_us`.
         """

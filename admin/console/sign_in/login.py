@@ -97,7 +97,7 @@ class Login:
         response: Response
         sign_on = visit.session.content.sign_on
         if self._oidc is not None and sign_on is not None:
-            # A link, not a redirect: the console's CSP does not let forms redirect to other sites.
+            # Show a link instead of redirecting, because the console's CSP does not let forms redirect to other sites.
             sign_out_url = await self._oidc.sign_out_url(sign_on.id_token)
             values = {**frame(visit.request, None), "sign_out_url": sign_out_url}
             response = HTMLResponse(self._site.templates.render("signed_out.html", **values))
@@ -122,7 +122,7 @@ class Login:
         return response
 
     def _next(self, request: Request, wanted: str) -> str:
-        # Always under the console's path, so that a crafted link can lead only to the console.
+        # Stay under the console's path, so that a crafted link can lead only to the console.
         return console_url(request, "/") if local_path(wanted) is None else request.scope["root_path"] + wanted
 
 

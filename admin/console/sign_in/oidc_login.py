@@ -1,4 +1,4 @@
-"""Signing in through an OpenID provider: the redirect there, the callback, and signing out."""
+"""Signing in through an OpenID provider: the redirect to the provider, the callback, and signing out."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class OidcLogin:
 
 
 def _surplus(request: Request) -> list[str]:
-    """Return the cookies to delete before another sign-in begins: malformed ones, and the oldest above the limit."""
+    """Return the cookies to delete before another sign-in begins: malformed ones and, over the limit, the oldest."""
     attempts = {name: OidcAttempt.read(value) for name, value in read_cookies(request, OIDC).items()}
     begun_s = {name: attempt.begun_s for name, attempt in attempts.items() if attempt is not None}
     kept = sorted(begun_s, key=lambda name: begun_s[name], reverse=True)[: MAX_UNDER_WAY - 1]

@@ -20,7 +20,7 @@ router = APIRouter(prefix="/tenants", tags=["tenants"])
 
 
 class TenantDocument(TypedDict):
-    """One account. `weight` is its entitlement in fair scheduling. The keys of a suspended tenant are refused.
+    """One account. `weight` is its relative share in fair scheduling. The keys of a suspended tenant are refused.
 
     In an engine's host memory, other tenants cannot evict this tenant's adapters below `host_floor_bytes`. If the
     floors of all tenants do not fit, the floors that were set first take precedence.

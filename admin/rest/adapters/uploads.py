@@ -72,11 +72,11 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
 
     `adapter_config.json` and `adapter_model.safetensors` are required. `chat_template.jinja` (at most 64 KiB),
     `generation_config.json` (at most 16 KiB), `parsers.json` (at most 1 KiB) and `added_vocabulary.json` (at most 128
-    KiB) are optional. The version then uses this template, these defaults, these parsers (such as
-    `{"tool_call_parser": "hermes"}`) and, in addition to the base's tokens, these tokens. A file with only a `url` is
-    sent to this server. A file with `method` and `headers` is sent to the blob store, with exactly these headers and no
-    key. A large file has `parts` of `part_size` bytes. The last part can be shorter. The declared bytes count against
-    `adapter_bytes` until the upload is used, cancelled or expired.
+    KiB) are optional. The version then has its own template, sampling defaults, parsers or tokens. An example of
+    `parsers.json` is `{"tool_call_parser": "hermes"}`. The tokens extend the base's vocabulary. A file with only a
+    `url` is sent to this server. A file with `method` and `headers` is sent to the blob store, with exactly these
+    headers and no key. A large file has `parts` of `part_size` bytes. The last part can be shorter. The declared bytes
+    count against `adapter_bytes` until the upload is used, cancelled or expired.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewUpload)
@@ -120,7 +120,7 @@ async def list_uploads(
 
 @router.delete("/{upload_id}", status_code=204)
 async def cancel_upload(adapter_id: str, upload_id: str, services: Services, caller: Developer) -> Response:
-    """Cancel an open upload and delete its files, which stop counting against quotas. Refused for a used upload."""
+    """Cancel an open upload and delete its files. They no longer count against quotas. Refused for a used upload."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.ingest.cancel_upload, adapter.id, upload_id)
     return Response(status_code=204)

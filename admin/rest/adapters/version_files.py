@@ -58,7 +58,8 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
     caller.release_call_slot()
     release_slot = await services.download_slots.acquire_slot(adapter.tenant_id)
     try:
-        # The slots limit the number of threads, so that a slow object store does not delay other calls.
+        # Read on a separate thread, so that a slow object store does not delay other calls. The slots limit the number
+        # of such threads.
         thread = anyio.CapacityLimiter(1)
         file = await anyio.to_thread.run_sync(services.export.open, version, name, limiter=thread)
     except BaseException:

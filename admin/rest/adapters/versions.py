@@ -28,10 +28,10 @@ class VersionDocument(TypedDict):
     """One immutable set of weights with its optional files. `error` is the reason for a rejection.
 
     `digest` is the digest of the weights. A model name can contain `version_digest`, which also covers the optional
-    files, after `@sha256:`. `chat_template` is the SHA-256 of the version's own template, `generation_config` has its
-    sampling defaults, `tool_call_parser` and `reasoning_parser` are the parsers that it was uploaded with,
-    `added_tokens` maps the tokens that it adds to the base's vocabulary to their ids (null if it adds none),
-    `invocation_tokens` are the token ids that activate an activated LoRA (null if the adapter is always active), and
+    files, after `@sha256:`. `chat_template` is the SHA-256 of the version's own template. `generation_config` contains
+    its sampling defaults. `tool_call_parser` and `reasoning_parser` are the parsers uploaded with the version.
+    `added_tokens` maps each token that the version adds to the base's vocabulary to its id, or is null if it adds none.
+    `invocation_tokens` lists the token ids that activate an activated LoRA, or is null if the adapter is always active.
     `report` is the validation report. The digests and sizes are null until validation succeeds.
     """
 

@@ -1,4 +1,4 @@
-"""Has the engine load versions before they enter service and unload versions that leave it."""
+"""Has the engine load versions before they enter service and unload versions that leave service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/bases`: the base models on this database, their servers, and the versions that were validated for each."""
+"""`/bases`: the base models registered in the database, their servers, and the versions validated for each."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class BaseServerDocument(TypedDict):
 
 
 class BaseDocument(TypedDict):
-    """A base that a server on this database serves, or has served. The counts cover versions in the state `ready`.
+    """A base that a server using this database serves, or has served. The counts cover versions in the state `ready`.
 
-    `pending` versions have not been validated for the base yet. `is_own` marks the base of the server that answers.
-    `weight` is the base's share of the requests, out of the sum of all weights, or null if the base does not take part.
-    `is_shared` is true if a server of the base shares requests with other servers, which weights need.
+    `pending` versions have not been validated for the base yet. `is_own` is true for the base of the server that
+    answers the call. `weight` is the base's share of the requests, out of the sum of all weights, or null if the base
+    does not take part. `is_shared` is true if a server of the base shares requests with other servers. Otherwise, the
+    weight has no effect.
     """
 
     object: Literal["base"]
@@ -75,7 +76,7 @@ class RejectedVersionDocument(TypedDict):
 
 @router.get("")
 async def list_bases(services: Services, caller: PlatformReader) -> ListDocument[BaseDocument]:
-    """List the bases that servers on this database serve or have served, oldest first.
+    """List the bases that servers using this database serve or have served, oldest first.
 
     A server validates ready versions for its base in the background, and refuses requests for other versions.
     """
@@ -87,11 +88,10 @@ async def list_bases(services: Services, caller: PlatformReader) -> ListDocument
 async def set_weights(request: Request, services: Services, caller: PlatformAdmin) -> ListDocument[BaseDocument]:
     """Divide requests between bases by weight, for example between an old and a new version of a model.
 
-    The servers of these bases must share requests. Each sends a tenant's requests for an adapter to a server of the
-    base that the weights choose for them. If no server of that base can run a request, or the version is not valid for
-    it, another base in the list runs the request. The call replaces all weights. An empty list removes them, and each
-    server then runs requests only on its own base. Bases with different tokenizers, chat templates or served names are
-    refused.
+    The servers of these bases must share requests. The weights choose one base for all of a tenant's requests for an
+    adapter. If no server of that base can run a request, or the version is not valid for that base, another base in the
+    list runs the request. The call replaces all weights. An empty list removes them, and each server then runs requests
+    only on its own base. Bases with different tokenizers, chat templates or served names are refused.
     """
     body = await read_json(request, BaseWeights)
     await services.call(services.bases.set_weights, body.by_base())
@@ -109,7 +109,7 @@ async def get_base(base_id: BaseId, services: Services, caller: PlatformReader) 
 async def list_rejected(
     base_id: BaseId, services: Services, caller: PlatformReader, paging: Paging
 ) -> ListDocument[RejectedVersionDocument]:
-    """List the ready versions that were rejected for a base, newest first. Other bases may accept them."""
+    """List the ready versions that failed validation for a base, newest first. They may be valid for other bases."""
     await services.call(services.bases.get, base_id)
     page = await services.call(services.bases.rejected, base_id, *paging)
     return list_document(page, _describe_rejected)
@@ -119,7 +119,7 @@ async def list_rejected(
 async def revalidate_base(base_id: BaseId, services: Services, caller: PlatformAdmin) -> RevalidatedBase:
     """Validate a base's rejected versions again, for example after an upgrade that accepts them.
 
-    They are pending until a server of the base has validated them. Verdicts for other bases do not change.
+    They are pending until a server of the base has validated them. Results for other bases do not change.
     """
     num_revalidated = await services.call(services.bases.revalidate, base_id)
     base = await services.call(services.bases.get, base_id)
@@ -128,7 +128,7 @@ async def revalidate_base(base_id: BaseId, services: Services, caller: PlatformA
 
 @router.delete("/{base_id}", status_code=204, responses=errors(409))
 async def forget_base(base_id: BaseId, services: Services, caller: PlatformAdmin) -> Response:
-    """Forget a base that no server serves any more, and delete the verdicts on versions for it.
+    """Forget a base that no server serves any more, and delete its validation results.
 
     This is refused while a server serves the base. A later server of the base validates all versions again.
     """
