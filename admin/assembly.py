@@ -116,7 +116,7 @@ def assemble(
 ) -> Iterator[Assembled]:
     """Assemble the process, except its listeners. Raises StartRefused. Entering and exiting the context both block.
 
-    If `share` is given, the server shares requests with other servers on its database.
+    If `share` is given, the server shares requests with other servers that use its database.
     """
     served_name = settings.resolved_served_name
     target = pack_target(model, config.dtype)
@@ -159,7 +159,7 @@ def assemble(
             reason = str(getattr(error, "orig", None) or error).splitlines()[0]
             raise StartRefused(f"the database cannot be used: {reason}") from error
         own_server = OwnServer(database, base_id, served_name, f"{socket.gethostname()}:{settings.port}", prompts)
-        # This runs after the executors have finished all reports.
+        # This runs after the executors below have finished their work.
         stack.callback(_leave, own_server)
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         admin_executor = stack.enter_context(ThreadPoolExecutor(NUM_ADMIN_THREADS, thread_name_prefix="admin"))
@@ -263,7 +263,7 @@ def _leave(own_server: OwnServer) -> None:
         own_server.leave()
     except SQLAlchemyError as error:
         # Another server deletes the row later.
-        log.warning("the server's row is left behind", error=str(error))
+        log.warning("could not delete this server's row", error=str(error))
 
 
 def gateway_settings(settings: Settings) -> GatewaySettings:

@@ -66,7 +66,7 @@ class StagingLink:
         # Deadline for the next message. The first message must report that the tiers are open.
         self._due_s = self._heard_s + OPEN_S
         self.is_lost = False
-        """True once `packets` has reached the end of the stream, which means that the process is dead or dying."""
+        """True once `packets` has reached the end of the stream. The process has then exited or is exiting."""
 
     @property
     def has_unsent(self) -> bool:
@@ -101,7 +101,8 @@ class StagingLink:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # The socket reports this once if the process died before reading all packets. Its last packets follow.
+                # The socket raises this once if the process died with unread packets. The packets that it sent can
+                # still be read.
                 continue
             if packet:
                 self._heard_s, self._due_s = self._clock(), math.inf

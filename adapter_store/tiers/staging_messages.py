@@ -39,7 +39,7 @@ class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Occupied(msgspec.Struct, frozen=True, tag=True):
-    """Pieces of the shared memory that an earlier process allocated: the offset and length of each, in bytes.
+    """Pieces of the shared memory that an earlier staging process allocated: the offset and length of each, in bytes.
 
     Sent before any other request. The engine releases these pieces with Release, like all other pieces.
     """
@@ -55,7 +55,7 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Cancel a request. The process still answers it."""
+    """Cancel a Stage request. The process still answers the request."""
 
     number: int
 
@@ -117,7 +117,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Looked(msgspec.Struct, frozen=True, tag=True):
-    """The packet carries a descriptor of memory with the encoded TierContents, which can be too long for a packet.
+    """The packet carries a descriptor of memory with the encoded TierContents, because they may not fit in a packet.
 
     Without a descriptor, the contents are unavailable.
     """

@@ -68,7 +68,7 @@ class StagingServer:
         # A separate pool, so that `Look` does not wait for the blob store.
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
         self._sending = threading.Lock()
-        # Allocated pieces, by offset. Some may have been allocated by an earlier process.
+        # Allocated pieces, by offset. Some may have been allocated by an earlier staging process.
         self._given_out: dict[int, npt.NDArray[np.uint8]] = {}
         self._under_way: dict[int, Cancellation] = {}
 

@@ -18,7 +18,7 @@ class KeptAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierContents:
-    """A tier's size and use, and up to MAX_LISTED of its adapters, most recently used first."""
+    """A tier's capacity and usage, and up to MAX_LISTED of its adapters, most recently used first."""
 
     tier: str
     used_bytes: int

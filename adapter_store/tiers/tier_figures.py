@@ -1,4 +1,4 @@
-"""Counts lookups by tier, and the runs, bytes and duration of each stage of loading, but never by adapter."""
+"""Counts lookups by tier, and the runs, bytes and seconds of each loading stage. Nothing is counted by adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tier = Literal["host", "disk", "blobs", "pool"]
 Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
 
 TIERS: tuple[Tier, ...] = ("host", "disk", "blobs")
-"""The tiers in which adapters are looked up. The page pool, `pool`, is only their destination."""
+"""The tiers in which adapters are looked up. `pool`, the page pool, is where the engine loads them."""
 
 STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("host", "lookup"),

@@ -184,8 +184,8 @@ def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
     """Return in a new fork for each request of a ForkServer, whose socket is this process's standard input.
 
     The fork leads its own session and has the request as its standard input. The fork's process group is killed when
-    the fork exceeds its time limit or the ForkServer closes the socket. The forking process exits with the ForkServer,
-    or after `idle_s` without a request (None means no limit).
+    the fork exceeds its time limit or the ForkServer closes the socket. The forking process exits when the ForkServer
+    closes the socket, or after `idle_s` without a request (None means no limit).
     """
     link = socket.socket(fileno=os.dup(0))
     woken, waker = os.pipe()

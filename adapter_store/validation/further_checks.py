@@ -27,7 +27,7 @@ VocabularyCheck = Callable[[AddedVocabulary], None]
 
 
 def check_template_syntax(source: str) -> None:
-    """Parse a template without executing it. Raises AdapterRejected."""
+    """Parse a template without executing it. Raises AdapterRejected if it is malformed."""
     try:
         ImmutableSandboxedEnvironment(extensions=[loopcontrols]).parse(source)
     except (TemplateError, ValueError) as error:

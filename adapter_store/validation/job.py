@@ -70,8 +70,8 @@ class Limits:
     def for_upload(cls, target: PackTarget, tensors_bytes: int) -> Limits:
         """Return limits for a tensors file of `tensors_bytes`, with memory for the largest valid adapter for the base.
 
-        The pages and part of the file are never in memory together, so the larger of the two determines the limit. The
-        time limit grows with the size of the upload, so a small file gets only the minimum of 10 s.
+        The pages and a large part of the file are never in memory together, so the larger of the two sizes determines
+        the limit. The time limit grows with the size of the upload, so a small file gets only the minimum of 10 s.
         """
         largest = max(target.max_payload_bytes, target.max_tensors_bytes)
         # Even a file with a single layer is packed into pages for all layers. Each layer takes as many pages as the

@@ -18,7 +18,7 @@ def suffixes(key: str) -> Iterator[str]:
 
 
 class NamePatterns(Generic[V]):
-    """Values by name. The time of a lookup does not depend on the number of names, which can be in the thousands."""
+    """Looks up values by name. A lookup takes the same time for thousands of names as for one."""
 
     def __init__(self, pairs: Iterable[tuple[str, V]]) -> None:
         self._values: dict[str, tuple[int, V]] = {}

@@ -7,7 +7,7 @@ A current name is `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weigh
 - begin with `module.`, or contain `_orig_mod.`, `_fsdp_wrapped_module.` or `_checkpoint_wrapped_module.`, because
   distributed training, compilation or checkpointing wrapped a module;
 - contain `language_model.` or `text_model.`, before or after the base's `model.`, because the base is multimodal;
-- contain the adapter's name, as in `lora_A.default.weight`, because the state was saved without PEFT.
+- contain the adapter's name, as in `lora_A.default.weight`, because the state dict was saved without PEFT.
 
 Each of these names identifies its module. But two naming styles in one file might belong to different adapters, so all
 names in a file must follow one style. After translation to current names, equal weights have equal digests.
@@ -58,7 +58,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """A file's naming style: the wrapper, PEFT's prefix, the depth of the base, and the adapter name.
+    """A file's naming style: the wrapper, PEFT's prefix, the number of `model.` levels, and the adapter name.
 
     `outer_part` is the name of the text decoder if it comes first, and `inner_part` if it follows `model.`. The latter
     is None for the head, which is outside `model`. `adapter` is None for the weights of the embedding and the head,

@@ -40,7 +40,7 @@ class WeightChecks:
     def __init__(self) -> None:
         self.effects: list[Effect] = []
         self.has_vectors = False
-        """True if a magnitude or bias changes the base even if all products B A are zero."""
+        """True if a magnitude or bias can change the base even though all products B A are zero."""
         self._probes: dict[int, npt.NDArray[np.float32]] = {}
 
     @property
@@ -111,6 +111,7 @@ def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
     for begin in range(0, flat.size, _BLOCK_ELEMENTS):
         block = flat[begin : begin + _BLOCK_ELEMENTS]
         check_values(name, block)
-        # The sum of a million squares of at most 65504 is well below float32's limit, and the bound tolerates rounding.
+        # The sum of the squares of a million values up to 65504 is well below float32's limit, and the check tolerates
+        # rounding.
         squares += float(np.dot(block, block))
     return math.sqrt(squares)

@@ -63,7 +63,7 @@ def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = No
 
 
 def answer_to(job: ValidationJob, target: PackTarget, base: WeightRows | None = None) -> dict[str, Any]:
-    """Run a job and return the answer. Raises OSError for failures of the machine."""
+    """Run a job and return the answer. Raises OSError if the machine fails, for example because its disk is full."""
     try:
         return {"accepted": asdict(run_job(job, target, base))}
     except AdapterRejected as error:
@@ -100,7 +100,10 @@ def main() -> int:
 
 
 def _opened_base(places: dict[str, dict[str, Any]]) -> OpenMatrices | None:
-    """Open the base's matrices before access is denied. Without them, the engine compares copies at the first load."""
+    """Open the base's matrices before access is denied, or return None if there are none or they cannot be opened.
+
+    The engine then compares the copies when it first loads the adapter.
+    """
     try:
         return OpenMatrices({module: MatrixPlace(**place) for module, place in places.items()}) if places else None
     except OSError:

@@ -41,7 +41,7 @@ REPORTED = ("num_parameters", "max_rank", "num_pages", "dtypes", "largest_effect
 def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
     """Check an adapter for the base in the directory `base`. The base's weights are not needed.
 
-    Raises ValidationFailed or Unavailable if a confined process cannot run, so that there is no verdict.
+    Raises ValidationFailed or Unavailable if a confined process cannot run. There is no verdict in this case.
     """
     try:
         config = ModelConfig.load(base)

@@ -22,7 +22,7 @@ NAMES = {
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
 }
-"""The llama.cpp name of each architecture."""
+"""llama.cpp's name for each architecture whose adapters can be converted."""
 
 
 @contextmanager

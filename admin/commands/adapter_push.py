@@ -59,9 +59,9 @@ def push(
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
     A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version, and
-    so do the tokens that the directory's tokenizer adds to the base's. The options for parsers take precedence over
-    parsers.json. A .gguf file is converted on this machine. The server itself fetches all files of an s3:// or hf://
-    source, which its operator must allow.
+    so do the tokens that the directory's tokenizer adds to the base's. --tool-parser and --reasoning-parser take
+    precedence over parsers.json. A .gguf file is converted on this machine. The server itself fetches all files of an
+    s3:// or hf:// source, which its operator must allow.
     """
     from loramux.adapter_store.errors import ConversionRefused
     from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser

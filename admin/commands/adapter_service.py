@@ -26,7 +26,7 @@ def promote(
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
-    """Point an alias at a version, or send the version a share of its requests. Running requests are not affected."""
+    """Point an alias at a version, or send a share of the alias's requests to it. Running requests are not affected."""
     from loramux.admin.client.client import AdminError
 
     with connected_to(model, as_json, needs_version=True) as (client, named):

@@ -83,7 +83,7 @@ def start_of(start: int | None, end: int | None, last: str | None) -> int | None
     if start is not None:
         raise typer.BadParameter("specify --start or --last, not both")
     from_s = max(0, (int(time.time()) if end is None else end) - int(found[1]) * UNITS_S[found[2]])
-    # Round down to a full minute or hour, so that the first line of a time series covers a full bucket.
+    # Round down to a full minute or hour, so that the first minute or hour of a time series is complete.
     return from_s - from_s % min(UNITS_S[found[2]], UNITS_S["h"])
 
 

@@ -257,7 +257,7 @@ async def _kept(visit: Visit, response: Response) -> Response:
     try:
         await visit.site.services.call(visit.site.sessions.keep, visit.session)
     except DATABASE_TROUBLE as error:
-        log.warning("a session was not kept", error=repr(error))
+        log.warning("could not save a session", error=repr(error))
         if visit.request.method != "GET":
             told = "the change was made, but then the database failed: check the result before you repeat it"
             return problem(visit.site, visit.request, None, 503, told)

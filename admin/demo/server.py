@@ -62,7 +62,7 @@ class DemoServer:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "loramux.admin.demo.child", "serve", *arguments, *ports, *more],
-                # Standard input stays open, so that the server stops even if the demo is killed.
+                # This pipe closes even if the demo is killed, and the server then stops.
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -49,7 +49,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path, named: Mapping
     """Write files that every version of transformers reads. `named` maps the roles of special tokens to the tokens."""
     tokenizer.save_pretrained(out, save_jinja_files=False)
     (out / "special_tokens_map.json").write_text(json.dumps(named, indent=2) + "\n")
-    # Replace what only transformers 5 writes and reads.
+    # Replace the settings that only transformers 5 writes and reads.
     config_path = out / "tokenizer_config.json"
     config = json.loads(config_path.read_text())
     for name in ("backend", "extra_special_tokens", "is_local", "local_files_only"):

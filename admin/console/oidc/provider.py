@@ -40,7 +40,7 @@ _STATUS_ERRORS: tuple[type[Exception], ...] = (httpx.HTTPStatusError, _transport
 
 
 class ProviderUnavailable(Exception):
-    """The provider cannot be reached, or its metadata does not conform to OpenID Connect."""
+    """The provider cannot be reached, or its metadata is invalid."""
 
 
 class SignInRefused(Exception):

@@ -16,7 +16,7 @@ from loramux.admin.rest.services import AdminServices
 CONFIRMED_S = 300
 """Age at which a confirmation must be renewed, in seconds."""
 ASK_EVERY_S = 30
-"""Seconds between attempts while the provider is not responding."""
+"""Minimum time between attempts while the provider is not responding, in seconds."""
 UNCONFIRMED_S = 900
 """Maximum age of a confirmation, in seconds. After that, the person must return to the provider."""
 

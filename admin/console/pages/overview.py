@@ -73,7 +73,7 @@ class Overview:
 
 
 async def _minutes(rest: RestCalls) -> dict[str, Any]:
-    """Requests and tokens of the last hour by minute, including minutes without requests."""
+    """Return the requests and tokens of each minute of the last hour, including minutes without requests."""
     now = int(time.time())
     first = now // 60 * 60 - (NUM_MINUTES - 1) * 60
     page = await rest.get("/usage", bucket="1m", start=first, end=now + 1, group_by="")

@@ -42,9 +42,10 @@ async def confirm_cancel(visit: Visit) -> Response:
         return visit.done("The request has already ended: see Usage.", "/requests")
     return Confirmation(
         title="Cancel a request",
-        before=f"{found['model']} answers {found['tenant']}, {counted(found['completion_tokens'], 'token')} so far",
+        before=f"{found['model']} is answering {found['tenant']}, with "
+        f"{counted(found['completion_tokens'], 'token')} so far",
         after="Its stream ends with an error; the tokens generated until then are charged",
-        affects=f"The caller at {found['tenant']} that is waiting for this answer, within seconds.",
+        affects=f"The caller from {found['tenant']} that is waiting for this answer, within seconds.",
         undo="Not possible: the caller must send the request again.",
         verb="Cancel the request",
         path=f"/requests/{request_id}/cancel",

@@ -65,7 +65,9 @@ class Residency:
         }
 
     async def _servers(self, visit: Visit) -> list[Document]:
-        """The servers that share requests, for operators. Empty if this server shares none."""
+        """Return the servers that share requests. Empty for a tenant's users, or if this server does not share
+        requests.
+        """
         if not visit.is_platform:
             return []
         found = await self._recent.get(

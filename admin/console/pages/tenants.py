@@ -97,7 +97,7 @@ async def confirm_state(visit: Visit) -> Response:
         title=f"Suspend {slug}" if is_active else f"Resume {slug}",
         before=active if is_active else suspended,
         after=suspended if is_active else active,
-        affects=f"Callers of {slug} and its users in this console, within five seconds.{kept if is_active else ''}",
+        affects=f"Callers from {slug} and its users in this console, within five seconds.{kept if is_active else ''}",
         undo="One click on the tenant's page. Keys, adapters, quotas and usage stay as they are.",
         verb=f"Suspend {slug}" if is_active else f"Resume {slug}",
         path=f"/tenants/{slug}",

@@ -52,7 +52,7 @@ class SignOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionContent:
-    """A session's content: the hash of the key that opened it or a single sign-on, plus the pages' own data."""
+    """A session's content: either the hash of the key that opened it or a single sign-on, plus the pages' own data."""
 
     key_sha256: bytes | None = None
     sign_on: SignOn | None = None

@@ -9,7 +9,8 @@ SESSION = "loramux_console"
 LOGIN = "loramux_login"
 """A cookie set before sign-in, from which the login form's token is derived."""
 OIDC = "loramux_oidc_"
-"""Name prefix of the cookies for OpenID sign-ins in progress. A browser has one such cookie per tab."""
+"""Name prefix of the cookies for OpenID sign-ins in progress. A browser has one such cookie per tab that is signing in.
+"""
 
 
 def read_cookie(request: Request, name: str) -> str | None:

@@ -71,5 +71,5 @@ def _wait_s(forgiven_us: int | None, now_us: int) -> int:
 def _owed_us(forgiven_us: int | None, now_us: int) -> int:
     """Microseconds until all attempts from an address are forgiven."""
     owed_us = max(0, (forgiven_us or 0) - now_us)
-    # If the time is longer, the clock was set back after the row was written: allow the next attempt.
+    # A time above this maximum means that the clock was set back after the row was written: allow the next attempt.
     return owed_us if owed_us <= BURST * _REFILL_US else (BURST - 1) * _REFILL_US

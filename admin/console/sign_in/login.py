@@ -68,7 +68,9 @@ class Login:
             if principal is None:
                 return self._form(request, "This key is unknown, expired or revoked.", 401)
             if not may_enter(principal):
-                return self._form(request, "This key can call models but not administer: use another key.", 403)
+                return self._form(
+                    request, "This key can only call models: use a key with a platform or tenant scope.", 403
+                )
             token = await self._site.services.call(self._begin, address, principal, key, read_cookie(request, SESSION))
         except DATABASE_TROUBLE:
             return self._form(request, "The database cannot be reached: try again in a moment.", 503)

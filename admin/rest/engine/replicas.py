@@ -17,7 +17,8 @@ router = APIRouter(prefix="/replicas", tags=["replicas"])
 class ReplicaDocument(TypedDict):
     """One server, as it last described itself. Figures are null for a refused server, which has a `reason` instead.
 
-    `num_free_pages` includes pages of idle adapters and idle prefixes. `age_s` is the age of the description.
+    `num_free_pages` includes the pages of idle adapters and idle cached prefixes. `age_s` is the age of the
+    description.
     """
 
     object: Literal["replica"]
