@@ -25,7 +25,7 @@ MAX_PIECES = 1000
 
 
 class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The first packet: the source of adapters, and the target that they are packed for."""
+    """The first packet: where to load adapters from, and how to pack them."""
 
     blob_url: str
     disk_dir: str
@@ -34,7 +34,7 @@ class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `PackTarget.document()`."""
     model_dir: str
     quantized_dir: str | None
-    """Quantised weights that replace some of the model's, or None."""
+    """Directory of quantised weights that replace some of the model's weights, or None."""
     num_threads: int
 
 

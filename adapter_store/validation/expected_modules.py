@@ -111,7 +111,7 @@ class _Targets:
         self._excluded = name_set(config.exclude_modules)
 
     def name_of(self, place: ModulePlace) -> str | None:
-        """Return the name that rank and alpha patterns match for the module, or None if it is not targeted."""
+        """Return the module's name for rank and alpha patterns, or None if the module is not targeted."""
         for parameter in parameters_of(place, self._experts):
             if self._parameters.match(parameter) is not None:
                 return parameter

@@ -102,7 +102,7 @@ class ForkServer:
             return Ended(returncode, took_too_long, output, errors)
 
     def close(self) -> None:
-        """Kill the process and its current fork, and never start another."""
+        """Kill the process and its current fork, and never start another process."""
         with self._lock:
             self._is_closed = True
             if self._running is not None:

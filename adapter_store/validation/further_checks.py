@@ -73,7 +73,8 @@ def check_further_files(
 def check_vocab_size(files: FurtherFiles, vocab_size: int | None, target: PackTarget) -> None:
     """Raise AdapterRejected if the files state a different number of tokens than the embedding and the head have rows.
 
-    `vocab_size` is the number of these rows, or None if they were not resized. If they were, the files must state it.
+    `vocab_size` is the number of these rows, or None if they were not resized. If they were resized, the files must
+    state their number of tokens.
     """
     stated = None if files.vocabulary is None else files.vocabulary.vocab_size
     if stated is None and vocab_size is not None:

@@ -52,7 +52,7 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "lora_dropout": (int, float),
     "megatron_core": (str,),
     "qalora_group_size": (int,),
-    # PEFT writes the classes of the training program here if the task type was not given.
+    # PEFT writes the names of the training program's classes here if no task type was given.
     "auto_mapping": (dict,),
     # True for bases that store their weights transposed. No supported base does, and PEFT ignores the key for other
     # bases.
@@ -131,7 +131,7 @@ class PeftConfig:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The keys in use that train vectors or weights in addition to the products B A."""
+        """The keys of the features that the adapter uses besides the products B A, such as `use_dora`."""
         used = {
             "use_dora": self.use_dora,
             "lora_bias": self.lora_bias,

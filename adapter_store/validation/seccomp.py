@@ -1,8 +1,8 @@
 """A filter with which a process irrevocably gives up system calls that it does not need.
 
 The filter is a classic BPF program over `struct seccomp_data {int nr; u32 arch; ...}`: see seccomp(2). The filter lists
-refused calls rather than allowed ones, because the calls that Python, numpy and the C library make differ between
-versions. A refused call fails with EPERM.
+refused calls rather than allowed ones, because different versions of Python, numpy and the C library make different
+calls. A refused call fails with EPERM.
 """
 
 from __future__ import annotations

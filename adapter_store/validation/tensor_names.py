@@ -27,8 +27,8 @@ _PEFT_PREFIX = "base_model.model."
 _PARALLEL = "module."
 _HEAD = "lm_head"
 _MAX_DEPTH = 2
-# PEFT stores the two matrices of an embedding's LoRA as plain tensors, not as modules with a weight. It has stored
-# magnitude vectors in both ways.
+# PEFT stores the two matrices of an embedding's LoRA as plain tensors, not as modules with a weight. Depending on its
+# version, it stores magnitude vectors in either way.
 _WEIGHTS = {
     "lora_A": (".weight",),
     "lora_B": (".weight", ".bias"),
@@ -60,9 +60,9 @@ _NAME = re.compile(
 class _Spelling:
     """A file's naming style: the wrapper, PEFT's prefix, the number of `model.` levels, and the adapter name.
 
-    `outer_part` is the name of the text decoder if it comes first, and `inner_part` if it follows `model.`. The latter
-    is None for the head, which is outside `model`. `adapter` is None for the weights of the embedding and the head,
-    which PEFT saves without the adapter's name.
+    `outer_part` is the text decoder's name if it precedes `model.`, and `inner_part` is its name if it follows
+    `model.`. `inner_part` is None for the head, which is outside `model`. `adapter` is None for the weights of the
+    embedding and the head, which PEFT saves without the adapter's name.
     """
 
     is_parallel: bool

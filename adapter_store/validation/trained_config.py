@@ -9,7 +9,7 @@ from loramux.adapter_store.formats.text_names import text_module
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 _KEYS = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
-"""The modules whose own weights an adapter may replace, by each name that a configuration can use."""
+"""The modules whose own weights an adapter may replace, keyed by every name that a configuration can use for them."""
 _SAVED, _TOKENS = "modules_to_save", "trainable_token_indices"
 
 

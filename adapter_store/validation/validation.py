@@ -234,7 +234,7 @@ def _check_names(
 
 
 def _beyond_experts(names: Collection[str], target: PackTarget) -> tuple[int, str] | None:
-    """Return the lowest number of an expert that the base lacks, with the name of one of its tensors, or None."""
+    """Return the lowest expert number that the base lacks, with the name of one of the expert's tensors, or None."""
     found = ((int(match[1]), name) for name in names if (match := _EXPERT.search(name)) is not None)
     num_experts = 0 if target.experts is None else target.experts.num_experts
     return min((one for one in found if one[0] >= num_experts), default=None)

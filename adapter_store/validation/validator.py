@@ -122,7 +122,7 @@ class SubprocessValidator:
         self._processes.close()
 
     def _places(self, job: ValidationJob, target: PackTarget) -> dict[str, Any]:
-        """Return where the base's embedding and head are stored, if this upload may need them and they can be read."""
+        """Return where the base's embedding and head are stored, or {} if they are not needed or cannot be read."""
         if self._base is None or not _mentions_invocation(job.config):
             return {}
         try:

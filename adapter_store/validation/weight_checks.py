@@ -56,7 +56,7 @@ class WeightChecks:
     ) -> None:
         """Check a module with `A` float32 `[rank, in]` and `B` float32 `[out, rank]`. Raises AdapterRejected.
 
-        `names` are the file's names of the two tensors, if they differ from PEFT's.
+        `names` are the names of the two tensors in the file, if they differ from PEFT's.
         """
         a_name, b_name = names or (module.a_name, module.b_name)
         norm = module.scale * _norm(a_name, A) * _norm(b_name, B)

@@ -102,7 +102,7 @@ def main() -> int:
 def _opened_base(places: dict[str, dict[str, Any]]) -> OpenMatrices | None:
     """Open the base's matrices before access is denied, or return None if there are none or they cannot be opened.
 
-    The engine then compares the copies when it first loads the adapter.
+    Without these matrices, the engine compares the copies when it first loads the adapter.
     """
     try:
         return OpenMatrices({module: MatrixPlace(**place) for module, place in places.items()}) if places else None

@@ -99,7 +99,7 @@ def _draining(answer: Document) -> str:
 
 
 def _share_out(present: list[Document], version: int, percent: int) -> list[Document]:
-    """Return weights that send `percent` of requests to the version. Other versions keep their proportions."""
+    """Return weights that send `percent` % of the requests to the version. Other versions keep their proportions."""
     others = [target for target in present if target["version"] != version]
     total = sum(target["weight"] for target in others)
     if not others:

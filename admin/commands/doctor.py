@@ -1,4 +1,4 @@
-"""`loramux doctor`: reports problems and their fixes."""
+"""`loramux doctor`: reports problems and how to fix them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _plan(model: Path, as_json: bool) -> None:
         ]
         print_json({"object": "memory_plan", "device": device, "data": data})
         return
-    print(f"{model} on {device}; the pool has its default size; set pool_bytes to change it")
+    print(f"{model} on {device}; the pool has its default size (set pool_bytes to change it)")
     print(f"{'format':<28}{'weights':>12}{'pool':>12}{'process':>12}{'total':>12}")
     for plan in plans:
         sizes = "".join(f"{in_gib(size):>12}" for size in (plan.weights, plan.pool, plan.process, plan.total))

@@ -44,5 +44,5 @@ class Confirmation:
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """A count with its noun: `1 key`, `2,000 keys`."""
+    """Return a count with its noun: `1 key`, `2,000 keys`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

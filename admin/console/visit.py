@@ -168,7 +168,7 @@ def page(site: Site, handler: Handler) -> Endpoint:
         except ConfirmInBrowser:
             if request.headers.get("sec-fetch-mode", "navigate") != "navigate" and not is_htmx(request):
                 # A script cannot follow a redirect to the provider. The redirect would only use up one of the browser's
-                # attempts.
+                # sign-in attempts.
                 return _json_refusal(401, "your sign-in must be confirmed: reload this page")
             return _to_provider(request)
         except (RestError, ApiError) as error:

@@ -29,7 +29,7 @@ IGNORED = -100
 def train_bpe(
     texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str], *, splits_digits: bool = False
 ) -> Tokenizer:
-    """Train a byte-level BPE. It can encode any text, so no prompt fails because a token is missing."""
+    """Train a byte-level BPE tokenizer. It can encode any text, so no prompt fails because a token is missing."""
     bpe = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = [pre_tokenizers.Digits(individual_digits=True)] if splits_digits else []

@@ -1,1 +1,1 @@
-"""`loramux doctor`: reports problems and their fixes."""
+"""`loramux doctor`: reports problems and how to fix them."""

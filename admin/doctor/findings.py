@@ -18,7 +18,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `message` describes the finding. `mend` tells how to fix it, or is None."""
+    """The result of one check. `message` describes the finding. `mend` says how to fix the problem, or is None."""
 
     check: str
     grade: Grade

@@ -24,7 +24,7 @@ ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 
 REQUIRED_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
-"""These endpoints handle secrets or roles, so they must be as trusted as the required endpoints."""
+"""Endpoints that a provider may omit. They handle secrets or roles, so their URLs must pass the same checks."""
 
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0

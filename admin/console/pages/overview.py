@@ -94,7 +94,10 @@ async def _minutes(rest: RestCalls) -> dict[str, Any]:
 
 
 async def _top(rest: RestCalls, is_platform: bool) -> Sequence[Document]:
-    """Return the tenants with the most usage in the last day or, for a tenant's users, its most-used models."""
+    """Return the tenants with the most usage in the last day.
+
+    For a tenant's users, return the models that the tenant used most.
+    """
     now = int(time.time())
     group_by = "tenant" if is_platform else "model"
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by=group_by, top=NUM_TOP)

@@ -33,7 +33,7 @@ class PlaygroundKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignOn:
-    """A single sign-on: the person's roles, the times of their confirmation, and the tokens for renewing them."""
+    """A single sign-on: the person's roles, when they were confirmed, and the tokens for confirming them again."""
 
     subject: str
     held: tuple[str, ...]

@@ -20,7 +20,7 @@ BASE_RECIPES = (
     Recipe(steps=1600, batch_size=12, learning_rate=2e-3),
     Recipe(steps=1900, batch_size=12, learning_rate=1.5e-3),
 )
-"""Recipes, in order. After the first, the model still confuses the digits that it copies."""
+"""Training stages, in order. After the first stage, the model still confuses digits that it copies."""
 ADAPTER_RECIPE = Recipe(steps=300, batch_size=12, learning_rate=3e-3)
 ADAPTERS = {
     "sailor": ["q_proj", "k_proj", "v_proj", "o_proj"],

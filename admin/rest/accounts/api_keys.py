@@ -47,7 +47,7 @@ class KeyDocument(TypedDict):
 
 
 class KeyWithSecret(KeyDocument):
-    """A key with its new secret, which is null when the call is repeated with its Idempotency-Key."""
+    """A key with its new secret, which is null in the response to a repeated call with the same Idempotency-Key."""
 
     secret: str | None
 

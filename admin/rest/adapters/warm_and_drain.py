@@ -23,7 +23,9 @@ _log = structlog.get_logger(__name__)
 
 
 def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
-    """Return the quota charge for a load that the caller requests, or None for an operator, whose loads are free."""
+    """Return the quota charge for a load that the caller requests, or None for an operator, whose loads are not
+    charged.
+    """
     tenant_id = caller.principal.tenant_id
     if tenant_id is None:
         return None
