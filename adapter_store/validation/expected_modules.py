@@ -132,7 +132,8 @@ class _Targets:
         if self._excluded.match(place.key) is not None:
             return False
         if self._modules is None:
-            # "All linear" means the linears inside the layers. PEFT omits the head, and embeddings are not linears.
+            # "All linear" means the linear layers inside the decoder layers. PEFT omits the head, and embeddings are
+            # not linear layers.
             is_router = self._experts is not None and place.kind == self._experts.router
             if place.layer is None or ((place.is_expert or is_router) and place.kind not in self._kinds):
                 return False

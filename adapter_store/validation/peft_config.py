@@ -208,7 +208,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     except InvalidJson as error:
         _refuse("invalid_json", f"the configuration is not JSON: {error}", CONFIG_FILE)
     if not isinstance(document, dict):
-        _refuse("invalid_json", "the configuration is not an object", CONFIG_FILE)
+        _refuse("invalid_json", "the configuration is not a JSON object", CONFIG_FILE)
     return document
 
 
@@ -298,7 +298,11 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
         _refuse("invalid_config", f"{key} must have at most {MAX_NAMES} names", key)
     for name in value:
         if not name.isprintable() or len(name) > _MAX_REGEX_LEN:
-            _refuse("unsupported_config", "a pattern must be short, printable text", f"{key}.{name}")
+            _refuse(
+                "unsupported_config",
+                f"a pattern must be printable text of at most {_MAX_REGEX_LEN} characters",
+                f"{key}.{name}",
+            )
     return [(text_module(_without_prefix(name)), one) for name, one in value.items()]
 
 
@@ -329,7 +333,7 @@ def _invocation_tokens(document: dict[str, Any]) -> tuple[int, ...]:
         _refuse("invalid_config", str(error), INVOCATION_KEY)
     if document.get("task_type") != "CAUSAL_LM":
         # With any other task type, PEFT loads the adapter but never activates it.
-        _refuse("unsupported_config", "an activated LoRA needs the task_type CAUSAL_LM", "task_type")
+        _refuse("unsupported_config", "an activated LoRA needs task_type CAUSAL_LM", "task_type")
     return tuple(value)
 
 

@@ -153,7 +153,7 @@ class SubprocessValidator:
                 if path == job.packed and not os.path.lexists(path):
                     continue
                 if not stat.S_ISREG(path.lstat().st_mode):
-                    raise ValueError("the process wrote something other than a file")
+                    raise ValueError("the process wrote something other than a regular file")
             if decoded.accepted:
                 check_invocation_tokens(decoded.accepted.invocation_tokens)
                 if decoded.accepted.vocab_size is not None and decoded.accepted.vocab_size < 1:

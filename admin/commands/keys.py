@@ -19,7 +19,8 @@ Scopes = Annotated[
     list[str] | None,
     typer.Option(
         "--scope",
-        help="A scope of the key; repeatable (a new key has adapters and base, or platform:admin, by default).",
+        help="A scope of the key; repeatable (a new key has adapters and base or, with --platform, platform:admin by "
+        "default).",
         show_default=False,
     ),
 ]

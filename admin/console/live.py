@@ -13,10 +13,10 @@ from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, find_session
 from loramux.platform.errors import RateLimited, Unavailable
 
 MAX_STREAMS = 200
-"""Maximum number of streams of one page on this server. A page without a stream is correct but does not update."""
+"""Maximum number of streams per page on this server. A page without a stream is correct but does not update."""
 MAX_STREAMS_EACH = 10
-"""Maximum number of streams of one page on this server per tenant, over all of the tenant's sessions. Each stream
-renders its parts every second or two.
+"""Maximum number of streams per page and tenant on this server, over all of the tenant's sessions. Each stream renders
+its parts every second or two.
 """
 LIFETIME_S = 600.0
 """Maximum duration of a stream, in seconds. The browser then reconnects automatically."""

@@ -17,7 +17,7 @@ from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
 MAX_CHOSEN = 100
-"""Number of an adapter's newest versions from which the alias form offers the ready ones as targets."""
+"""Number of versions, newest first, that the alias form considers. It offers the ready ones as targets."""
 
 
 async def move(visit: Visit) -> Response:
