@@ -1,4 +1,4 @@
-"""The errors that callers see. `openai_api/error_responses.py` turns each into a response with this body, the envelope:
+"""The errors that callers see. `openai_api/error_responses.py` turns them into responses with this body:
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -127,7 +127,7 @@ class UnprocessableRequest(ApiError):
 
 
 class PreconditionRequired(ApiError):
-    """The change does not name the state that it applies to."""
+    """The request lacks the If-Match header, which this change requires."""
 
     status = 428
     type = "invalid_request_error"

@@ -1,4 +1,4 @@
-"""The only bridge from the event loop to blocking functions."""
+"""Runs blocking functions on threads, without blocking the event loop."""
 
 from __future__ import annotations
 

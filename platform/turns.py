@@ -28,7 +28,7 @@ class TenantTurns:
     """
 
     def __init__(self, max_waiting_per_tenant: int, too_many: Callable[[], RateLimited]) -> None:
-        """`too_many` creates the refusal of a request beyond `max_waiting_per_tenant`."""
+        """`too_many` creates the error for a request beyond `max_waiting_per_tenant`."""
         self._max_waiting_per_tenant = max_waiting_per_tenant
         self._too_many = too_many
         self._waiting: dict[str, _Waiting] = {}

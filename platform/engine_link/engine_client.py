@@ -1,4 +1,4 @@
-"""The only interface between a gateway and an engine: the bridge from asyncio to the synchronous engine loop."""
+"""The interface between an asyncio gateway and the synchronous engine loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EngineClient(Protocol):
 
     `submit` immediately returns an iterator, which yields SequenceOutput records and then one Finished. If the engine
     dies, every stream ends with Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and the
-    aborted stream still ends with a Finished. An unread stream blocks nothing else.
+    aborted stream still ends with a Finished record. An unread stream blocks nothing else.
 
     Implementations: `LocalEngine` and `JoinedEngine` for an engine on this machine, `PeerEngine` for the engine of
     another server, `RoutedEngine` for the engines of all servers that share requests, and `ScriptedEngine` for tests.
@@ -26,23 +26,23 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> EngineReady | None:
-        """What the running engine announced at startup. None while no engine is running."""
+        """The running engine's startup announcement. None while no engine is running."""
 
     @property
     def is_ready(self) -> bool: ...
 
     @property
     def is_live(self) -> bool:
-        """True if the engine is making progress or is idle. False while a hung engine cannot be replaced."""
+        """True if the engine is making progress or is idle. False from the time it hangs until its process is gone."""
 
     @property
     def trouble(self) -> str | None:
-        """Reason that the engine is not ready, for operators only. None if it is ready or the reason is unknown."""
+        """Why the engine is not ready, for operators only. None if it is ready or the reason is unknown."""
 
     def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         """Run one sequence. Raises EngineUnavailable immediately if the engine is not ready.
 
-        Only RoutedEngine reads `order`, because only it reaches engines of several bases.
+        Only RoutedEngine uses `order`, because the engines behind every other client all run the same base model.
         """
 
     def abort(self, sequence_id: str, keep: int | None = None) -> None: ...

@@ -22,14 +22,14 @@ log = structlog.get_logger()
 
 
 class EngineConnection(EngineSession):
-    """A DEALER socket to an engine. `open` returns once the engine has announced itself."""
+    """A ZeroMQ DEALER socket connected to an engine. `open` returns once the engine has announced itself."""
 
     def __init__(
         self, socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, monitor: zmq.asyncio.Socket, note_end: NoteEnd
     ) -> None:
         super().__init__(note_end)
         self._socket = socket
-        # The same socket without asyncio.
+        # The synchronous API of the same socket.
         self._plain_socket: Any = zmq.Socket.shadow(socket.underlying)
         self._context = context
         self._monitor = monitor
@@ -109,7 +109,7 @@ class EngineConnection(EngineSession):
                 return
 
     def _received_now(self) -> bytes | None:
-        """A message that has already arrived, or None. This call takes a tenth of the time of `recv`."""
+        """Return a message that has already arrived, or None. Takes a tenth of the time of the asyncio `recv`."""
         try:
             data: bytes = self._plain_socket.recv(zmq.NOBLOCK)
         except zmq.Again:

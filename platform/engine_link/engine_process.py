@@ -1,4 +1,4 @@
-"""One run of an engine process: start it, watch its step record and output, and end it."""
+"""Starts and ends one engine process, and collects its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "loramux.engine.server.process")
 """The engine's command line, without the socket's path and the step record's file descriptor, which are appended."""
 
 KILL_WAIT_S = 2.0
-"""Timeout for a killed process to end, in seconds. A process stuck in a kernel driver never ends."""
+"""How long to wait for a killed process to exit, in seconds. A process stuck in a kernel driver may never exit."""
 
 THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 """Makes idle compute threads spin for about 0.2 ms before they sleep (GNU OpenMP).
@@ -42,9 +42,9 @@ MEMORY_ENVIRONMENT = {
 }
 """Lets a step reuse memory freed by the previous one, in huge pages if the kernel offers them (GNU libc).
 
-Otherwise the memory of each activation in a large step would be mapped again, which causes 20,000 page faults for
-sixteen prompts of 64 tokens. Reading weights from small pages takes twice as long. 32 MiB is the largest
-`mmap_threshold` that the C library accepts.
+Otherwise each large step would map memory for its activations again. A step with sixteen prompts of 64 tokens would
+cause 20,000 page faults. Reading weights from small pages takes twice as long. 32 MiB is the largest `mmap_threshold`
+that the C library accepts.
 """
 
 log = structlog.get_logger()
@@ -87,8 +87,8 @@ class EngineProcess:
             os.close(record_fd)
         output.close_write_end()
         assert process.stdin is not None
-        # Standard input stays open, so that the engine ends with this process. If the engine has died, this write
-        # fails, and `wait` reports the death.
+        # Keep standard input open. It closes when this process ends, and then the engine exits. If the engine has died,
+        # this write fails, and `wait` reports the death.
         with contextlib.suppress(ConnectionError):
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             await process.stdin.drain()
@@ -125,7 +125,9 @@ class EngineProcess:
             self._process.kill()
 
     async def end(self, grace_s: float) -> None:
-        """Ask the process to end, and kill it after `grace_s`. Takes at most KILL_WAIT_S longer."""
+        """Ask the process to exit, and kill it if it is still running after `grace_s`. Takes at most KILL_WAIT_S
+        longer.
+        """
         if self.exit_code is None:
             assert self._process.stdin is not None
             self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""A gateway's side of the conversation with one engine, over any transport: streams and answers."""
+"""The gateway's end of a connection to one engine, independent of the transport."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NoteEnd = Callable[[Add, Finished], None]
 
 
 class EngineSession(ABC):
-    """Sends a gateway's messages and dispatches the engine's. Subclasses add the transport.
+    """Sends messages to an engine and dispatches the messages it sends back. Subclasses add the transport.
 
     A subclass sends `Credit(count=INITIAL_CREDIT)` first, passes each received message to `_dispatch`, and calls
     `_end_all` when the engine is gone.
@@ -70,7 +70,9 @@ class EngineSession(ABC):
 
     @abstractmethod
     def close(self, running: frozenset[str]) -> list[Add]:
-        """End every stream and call, and free the transport. Return the unfinished sequences among `running`."""
+        """End every stream and call, and free the transport. Return the Add messages of unfinished sequences in
+        `running`.
+        """
 
     @property
     def info(self) -> EngineReady:

@@ -22,7 +22,7 @@ class SocketUnusable(Exception):
 
 
 class EngineSocketDirectory:
-    """A directory of mode 0700 for one engine's socket, locked by the process that supervises the engine.
+    """A directory with mode 0700 for one engine's socket, locked by the process that supervises the engine.
 
     `preferred` is used if it can hold the socket, so that the path is the same at every start. Otherwise a temporary
     directory is created, and temporary directories of dead processes are removed first. Raises SocketUnusable.
@@ -48,7 +48,7 @@ class EngineSocketDirectory:
         if len(os.fsencode(self.path)) > MAX_SOCKET_PATH:
             self.close()
             raise SocketUnusable(f"the temporary directory's path is too long for a Unix socket: {directory}")
-        # A killed owner may have left its socket behind.
+        # A supervisor that was killed may have left its socket behind.
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ def _takes_sockets(directory: Path) -> bool:
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's temporary directories that are unlocked, because their processes are dead."""
+    """Remove this user's unlocked temporary directories. Their processes are dead."""
     for directory in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""The base class of clients of an engine that another process supervises. It joins the next engine after each loss."""
+"""Base class for clients of an engine that another process supervises. They reconnect when the engine is replaced."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class FollowedEngine(ConnectedEngine, ABC):
         return None if self.is_ready else self._trouble
 
     def follow(self) -> None:
-        """Keep the engine joined from now on, in the background."""
+        """Start a background task that joins the next engine whenever the current one is lost."""
         self._follower = asyncio.create_task(self._follow(), name="engine-follower")
 
     async def close(self) -> None:
         try:
             if self._follower is not None:
                 self._follower.cancel()
-                # Awaiting the task itself would not tell its cancellation from the caller's.
+                # `await self._follower` could not distinguish the task's cancellation from the caller's.
                 await asyncio.wait({self._follower})
         finally:
             self._leave()

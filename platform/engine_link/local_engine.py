@@ -37,9 +37,9 @@ class EngineStartError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
     step_timeout_s: float = 60.0
-    """An engine counts as hung if a step takes longer than this, in seconds."""
+    """Maximum duration of a step, in seconds. An engine that takes longer counts as hung."""
     start_timeout_s: float = 300.0
-    """Longest allowed start, in seconds. It also limits the first step, which may have to compile kernels."""
+    """Maximum startup time, in seconds. It also limits the first step, which may have to compile kernels."""
     first_delay_s: float = 0.2
     """Delay before a restart after a steady run, in seconds. It doubles after each run that is not steady."""
     max_delay_s: float = 30.0
@@ -99,7 +99,9 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is not ready, in one line for operators: the last exit status and output."""
+        """Why the engine is not ready, in one line for operators: the last engine's exit status and final line of
+        output.
+        """
         return None if self.is_ready else self._trouble
 
     @property
@@ -109,7 +111,7 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def ran_at_death(self) -> frozenset[str]:
-        """IDs of the sequences, of all gateways, that the last engine was running when it died.
+        """IDs of the sequences that the last engine was running when it died, from all gateways.
 
         Set before `is_ready` becomes false.
         """
@@ -121,7 +123,9 @@ class LocalEngine(ConnectedEngine):
         return None if self._process is None else self._process.pid
 
     async def spawn(self) -> None:
-        """Launch the engine without waiting, so that the caller can import modules in the meantime. `start` waits."""
+        """Launch the engine without waiting until it is ready, so the caller can import modules meanwhile. `start`
+        waits.
+        """
         if self._process is None:
             await self._launch()
 
@@ -180,7 +184,7 @@ class LocalEngine(ConnectedEngine):
         self._trouble = None
 
     def _disconnect(self, running: frozenset[str]) -> list[Add]:
-        """End every stream. Return the unfinished sequences among `running`."""
+        """End every stream. Return the Add messages of unfinished sequences in `running`."""
         connection, self._connection = self._connection, None
         return [] if connection is None else connection.close(running)
 
@@ -202,7 +206,8 @@ class LocalEngine(ConnectedEngine):
                 await self._connect()
                 log.info("engine restarted", pid=self.pid)
             except Exception as error:
-                # After any failure, retry in the next iteration. Kill a process that cannot be reached.
+                # Retry in the next iteration after any failure. First kill the process, which may be running but
+                # unreachable.
                 log.error("engine restart failed", reason=str(error))
                 self._process.kill()
 

@@ -1,4 +1,4 @@
-"""Turns a child process's output into events in this process's log: one per line, and one per traceback."""
+"""Logs a child process's output in this process's log, with one event per line or traceback."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class ProcessOutput:
         self._loop.add_reader(self._read_fd, self._read)
 
     def close_write_end(self) -> None:
-        """Close this process's copy of the child's end, so that the pipe ends when the child does."""
+        """Close this process's copy of the child's end, so that reading reaches end-of-file when the child exits."""
         if self.write_fd >= 0:
             os.close(self.write_fd)
             self.write_fd = -1

@@ -63,7 +63,7 @@ def echo(add: Add) -> Script:
 
 
 class ScriptedEngine:
-    """An EngineClient without an engine. `adds`, `extensions` and `aborts` record the calls made to it."""
+    """An EngineClient that runs no engine. `adds`, `extensions` and `aborts` record the calls made to it."""
 
     def __init__(
         self, script: Callable[[Add], Script] = echo, max_model_len: int = 1024, base_sha256: str = ""

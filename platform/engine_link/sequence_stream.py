@@ -12,7 +12,7 @@ from loramux.engine.server.gateway_link import HeldTokens
 class SequenceStream:
     """The output of one sequence. An unread stream buffers its own tokens and does not delay other streams.
 
-    A reader that keeps up gets each output as it was sent. For a slower reader, waiting outputs are joined into one.
+    A reader that keeps up gets each output as it was sent. A slower reader gets all waiting outputs merged into one.
     """
 
     def __init__(self, add: Add) -> None:
@@ -70,7 +70,7 @@ class SequenceStream:
 
 
 def refused_stream(add: Add) -> SequenceStream:
-    """A stream that refuses a sequence because engines died while running it."""
+    """A stream that ends at once with the code `request_excluded`, because engines died while running the sequence."""
     stream = SequenceStream(add)
     stream.put(
         Finished(

@@ -10,7 +10,7 @@ class Watchdog:
 
     A loop that keeps iterating is healthy, whether it has work or not. A step may take `step_timeout_s`. The first step
     may take `first_step_timeout_s`, because it may compile kernels. Each sample adds at most `max_gap_s` to the stalled
-    time, so that the time while the machine or container is suspended does not count.
+    time, so suspending the machine or container does not make the engine count as hung.
     """
 
     def __init__(self, step_timeout_s: float, first_step_timeout_s: float, max_gap_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Finds the tokens that activate an adapter in a prompt, at the same position as PEFT."""
+"""Finds the tokens in a prompt that activate an adapter, at the same position as PEFT."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def activations(prompts: Sequence[Sequence[int]], invocation_tokens: Sequence[int]) -> tuple[int | None, ...]:
-    """The position in each prompt from which the adapter applies, or None if only the base applies.
+    """The position in each prompt from which the adapter applies, or None if the adapter is not activated.
 
     An adapter without invocation tokens applies from the start.
     """
@@ -15,7 +15,7 @@ def activations(prompts: Sequence[Sequence[int]], invocation_tokens: Sequence[in
 
 def activation(prompt: Sequence[int], invocation_tokens: Sequence[int]) -> int | None:
     """The start of the last occurrence of the invocation tokens in a prompt, or None."""
-    # Reverse the text, which has one character per token: `str.find` takes linear time even for hostile prompts, and
+    # Search reversed text with one character per token. `str.find` takes linear time even for hostile prompts, but
     # `str.rfind` does not.
     text, wanted = ("".join(map(chr, reversed(token_ids))) for token_ids in (prompt, invocation_tokens))
     num_after = text.find(wanted)

@@ -1,4 +1,4 @@
-"""Loads adapters before requests need them. Such a load is charged like a load that a request causes."""
+"""Loads adapters before requests need them, at the same cost as loads caused by requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loramux.platform.engine_link.engine_client import EngineClient, EngineUnava
 from loramux.platform.generation.cold_loads import ColdLoads
 
 CHARGE_WAIT_S = 5.0
-"""Timeout for a load's charge, in seconds."""
+"""Timeout for charging a load, in seconds."""
 
 
 class AdapterLoads:
@@ -43,7 +43,7 @@ class AdapterLoads:
         return answer
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        """Pin or unpin an adapter. Only operators do this, so nobody is charged."""
+        """Pin or unpin an adapter. Only operators pin adapters, so nobody is charged."""
         answer = await self._engine.pin(digest, is_pinned, timeout_s)
         if is_pinned:
             self._note(answer)
@@ -51,7 +51,7 @@ class AdapterLoads:
 
     async def _admit(self, digest: str, charge: LoadCharge) -> None:
         if not self._engine.is_ready:
-            # If the load cannot be requested, nothing is charged.
+            # Do not charge for a load that cannot be requested.
             raise EngineUnavailable("the engine is not running")
 
         async def count(is_cold: bool) -> None:

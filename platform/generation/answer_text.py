@@ -18,13 +18,13 @@ class AnswerText(Protocol):
     text: str
     reasoning: str
     calls: list[CallEvent]
-    """Tool calls that special tokens mark. Tool calls that are marked by plain text are part of `text`."""
+    """Tool calls delimited by special tokens. Tool calls delimited by plain text are part of `text`."""
     num_reasoning: int
-    """Number of reasoning tokens in the whole answer, including the markers."""
+    """Number of reasoning tokens so far, including the markers. `clear` does not reset it."""
 
     @property
     def is_stopped(self) -> bool:
-        """True if a stop string was found. Nothing follows it."""
+        """True if a stop string was found. No text follows it."""
 
     def feed(self, token_id: int, can_stop: bool) -> None:
         """Add a token. Stop strings take effect only if `can_stop`."""
@@ -32,7 +32,7 @@ class AnswerText(Protocol):
     def finish(self, *, can_stop: bool, shown_token_id: int | None, is_cut_off: bool) -> None:
         """Add the rest of the text once the engine has ended the choice.
 
-        `shown_token_id` is the token that ended the choice, if the text shows it. `is_cut_off` is True if the choice
+        `shown_token_id` is the token that ended the choice, if the text includes it. `is_cut_off` is True if the choice
         reached its token limit.
         """
 
@@ -76,7 +76,7 @@ class PlainText:
 
 
 class MarkedText:
-    """Text that stop strings can end, and in which markers can separate the reasoning from the answer."""
+    """Text with stop strings or with markers that separate the reasoning from the answer."""
 
     def __init__(self, detokenizer: Detokenizer, stops: StopStrings, rules: TextRules) -> None:
         self.text = self.reasoning = ""
@@ -147,7 +147,7 @@ class ChannelText:
         self._has_text = False
         """True if the open message has text."""
         self._earlier: set[Destination] = set()
-        """The destinations of earlier messages that had text, except calls."""
+        """The destinations of earlier messages that had text, except tool calls."""
         self._num_calls = 0
         self._num_header = 0
         """Number of tokens of the header that is being read."""

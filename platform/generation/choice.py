@@ -22,9 +22,9 @@ class ChoiceDelta:
     reasoning: str = ""
     """New text of the model's reasoning."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    """Log-probabilities of the prompt's tokens from the second on, if the choice's sequence scores the prompt."""
+    """Log-probabilities of the prompt's tokens, starting with the second, if this choice scores the prompt."""
     calls: tuple[CallEvent, ...] = ()
-    """Tool calls that special tokens mark. Tool calls that are marked by plain text are part of `text`."""
+    """Tool calls delimited by special tokens. Tool calls delimited by plain text are part of `text`."""
 
 
 class Choice:
@@ -37,7 +37,7 @@ class Choice:
         self._shows_stop = rules.include_stop_str_in_output
         self._only_prompt = rules.only_prompt
         self._prompt_logprobs: list[PromptLogprob] = []
-        # As in vLLM, stop strings take effect only after this many tokens.
+        # Stop strings take effect only after this many tokens, as in vLLM.
         self._min_tokens = add.sampling.min_tokens
         # Tokens that are in no delta yet, because their text was held back.
         self._unreported: list[int] = []
@@ -46,7 +46,7 @@ class Choice:
         """Maximum number of tokens to bill, or None for all.
 
         After a stop string, this is the number of tokens up to and including the token that completed the string. It is
-        0 if only the prompt is wanted.
+        0 if the request asks only for the prompt.
         """
         self.finished: Finished | None = None
         self._is_given_up = False

@@ -22,23 +22,23 @@ REPORT_INTERVAL_S = 1.0
 REPORT_WAIT_S = 1.0
 
 STALE_S = 2 * REPORT_INTERVAL_S
-"""Maximum age, in seconds, of a report that shows an adapter to be cold.
+"""Maximum age, in seconds, of a report that can show an adapter to be cold.
 
-Without requests, reports are not refreshed.
+An older report is refreshed first. Reports are not refreshed while no requests arrive.
 """
 
 LOAD_S = 60.0
-"""An adapter that is being loaded can be missing from the engine's reports for this many seconds."""
+"""Maximum time, in seconds, that an adapter counts as loading while it is missing from the engine's reports."""
 
 
 HeldElsewhere = Callable[[str, str | None], bool]
-"""Says whether another server that can run requests holds an adapter: a server of the base with this identifier, or of
-this server's own base if it is None.
+"""Returns whether another server that can run requests holds the adapter with a given digest. Only servers of the base
+with the given identifier count. None stands for this server's own base.
 """
 
 
 def held_nowhere_else(digest: str, base_id: str | None) -> bool:
-    """The default for a server that shares no requests: no other server holds the adapter."""
+    """Always False: the default for a server that shares no requests with other servers."""
     return False
 
 
@@ -79,11 +79,11 @@ class ColdLoads:
     ) -> T:
         """Call `hold` with True if the engine must load the adapter, and return its result.
 
-        With `is_tied`, this server's own engine must have the adapter, even if other servers hold it. `other_base` is
+        With `is_tied`, this server's own engine must load the adapter, even if other servers hold it. `other_base` is
         the base whose servers will run the request, or None if it is this server's own.
 
-        If a limit refuses the cold load, ask the engine for a new report, because another gateway may have loaded the
-        adapter. If it has, call `hold` again.
+        If the cold-load limit refuses the request, ask the engine for a new report, because another gateway may have
+        loaded the adapter. If one has, call `hold(False)`.
         """
         try:
             async with self.admitting(tenant_id, digest, is_tied, other_base) as is_cold:
@@ -145,7 +145,7 @@ class ColdLoads:
         }
 
     async def follow(self) -> None:
-        """Loop forever, refreshing the report whenever requests have asked for it."""
+        """Loop forever, refreshing the report while requests for adapters arrive."""
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             if self._was_asked:
@@ -166,5 +166,5 @@ class ColdLoads:
 
 
 def _load(digest: str, other_base: str | None) -> str:
-    """Name the load of an adapter for a base."""
+    """Return a key for loads of an adapter on the servers of a base."""
     return digest if other_base is None else f"{digest} for {other_base}"

@@ -1,4 +1,4 @@
-"""Maps the error codes of the engine's Finished to API errors."""
+"""Maps the error codes in the engine's Finished messages to API errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One admitted request in the engine. It outlives the client's connection."""
+"""Runs one admitted request in the engine, independently of the client's connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ It allows for a long step, because the engine reads aborts only between steps.
 """
 
 EXTEND_AHEAD_TOKENS = 128
-"""Request more tokens when this many are left of a grant, so that the sequence does not have to pause."""
+"""Request more tokens when a choice has this many left of its grant, so that its sequence does not have to pause."""
 
 Extend = Callable[[str, int], Awaitable[bool]]
 """Reserves more tokens for a request. Returns False if no more are granted."""
@@ -51,8 +51,9 @@ class Usage:
 class Generation:
     """A request that runs in its own task, so that a disconnecting client cannot interrupt the settlement.
 
-    `deltas` yields the choices' output until `end` is called, once the request is settled and `usage` is known.
-    `observe_gap` receives the seconds between two tokens of a choice, and how many gaps have this length.
+    `deltas` yields the choices' output. It ends when `end` is called after the settlement. `usage` is then final.
+    `observe_gap` is called with the time between consecutive tokens of a choice, in seconds, and the number of such
+    gaps.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Generation:
             self._fail(RequestCancelled("an administrator cancelled this request"))
 
     async def run(self) -> Settlement:
-        """Read every choice to its end and return the request's usage."""
+        """Read every choice to its end and return the request's settlement."""
         readers = [asyncio.create_task(self._read(choice)) for choice in self._choices]
         await self._has_ended.wait()
         late: set[asyncio.Task[None]] = set()

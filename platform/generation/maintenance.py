@@ -28,7 +28,7 @@ RECOVERY_GRACE_S = LEASE_US / 1_000_000
 CHECKPOINT_INTERVAL_S = 5.0
 
 SWEEP_INTERVAL_S = 3600.0
-"""Interval between deletions of the quota counters of long-past days and months, in seconds."""
+"""Interval between deletions of old daily and monthly quota counters, in seconds."""
 
 log = structlog.get_logger()
 

@@ -57,7 +57,7 @@ class PendingDeltas:
 
 
 class JoinedDeltas:
-    """Deltas of one choice, joined without loss of text, tokens or log-probabilities."""
+    """Deltas of one choice, merged without losing text, tokens or log-probabilities."""
 
     def __init__(self, deltas: Iterable[ChoiceDelta] = ()) -> None:
         self._texts: list[str] = []

@@ -1,4 +1,4 @@
-"""A checked request, and the engine sequences that it becomes."""
+"""A validated request and its engine sequences."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The markers of an answer's reasoning. `is_open` is True if the prompt ends inside the reasoning."""
+    """The markers around the reasoning in an answer. `is_open` is True if the prompt ends inside the reasoning."""
 
     markers: Markers
     is_open: bool
@@ -53,7 +53,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How the tokens of a choice become its text.
+    """How the tokens of a choice are turned into text.
 
     `skip_special_tokens` and `include_stop_str_in_output` have vLLM's names and defaults.
     """
@@ -66,7 +66,7 @@ class TextRules:
     channels: Channels | None = None
     """None if only the markers of `reasoning` divide the answer."""
     only_prompt: bool = False
-    """True if only the prompt is wanted. The engine chooses at least one token, which is dropped and not billed."""
+    """True if the request asks only for the prompt. The engine still generates at least one token, which is free."""
 
     def splitter(self) -> ReasoningSplitter | None:
         wanted = self.reasoning
@@ -77,7 +77,7 @@ class TextRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A checked and tokenised request. `max_tokens` and `granted_tokens` are per choice.
+    """A validated and tokenised request. `max_tokens` and `granted_tokens` are per choice.
 
     At first, only `granted_tokens` are reserved and run. More tokens are requested when they are needed.
     """
@@ -87,7 +87,7 @@ class Plan:
     endpoint: str
     prompts: tuple[tuple[int, ...], ...]
     activations: tuple[int | None, ...]
-    """The position in each prompt from which the adapter applies; None if the base alone answers the prompt."""
+    """The position in each prompt from which the adapter applies, or None if the adapter does not apply."""
     num_choices: int
     max_tokens: int
     granted_tokens: int
@@ -96,7 +96,7 @@ class Plan:
     """The grammar that each choice must follow, in llguidance's format. Empty if there is none."""
     text_rules: TextRules
     tokens_at_once: int
-    """Maximum number of tokens per report: 1 if the client or a stop string needs each token immediately."""
+    """Maximum number of tokens per SequenceOutput: 1 if the client or a stop string needs each token immediately."""
     base: str
     end_user: str | None
     priority: int = 0
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def adapter_to_load(self) -> AdapterRef | None:
-        """The adapter that the engine needs; None for the base, and if no prompt activates the adapter."""
+        """The adapter that the engine needs. None if the model is the base or no prompt activates the adapter."""
         is_needed = any(activation is not None for activation in self.activations)
         return self.target.model.adapter if is_needed else None
 
@@ -121,16 +121,16 @@ class Plan:
         return len(self.prompts) * self.num_choices
 
     def adds(self, traceparent: str | None = None) -> list[Add]:
-        """One sequence per choice, in the order of the choices' indices. `traceparent` is the parent of their spans."""
+        """One Add message per choice, ordered by choice index. `traceparent` is the parent of the sequences' spans."""
         return [self._add(p, c, traceparent) for p in range(len(self.prompts)) for c in range(self.num_choices)]
 
     def _add(self, prompt_index: int, choice: int, traceparent: str | None) -> Add:
         sampling = self.sampling
         if sampling.seed is not None and choice:
-            # Each choice of a prompt gets its own seed. The first gets the seed of a request with n = 1.
+            # Each choice of a prompt gets its own seed. The first choice keeps the request's seed, as with n = 1.
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
         if choice and sampling.num_prompt_logprobs is not None:
-            # One choice scores the prompt for all of them.
+            # Only the first choice of each prompt scores the prompt.
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
         activation, share = self.activations[prompt_index], self.target.share
         adapter = None if activation is None else self.target.model.adapter

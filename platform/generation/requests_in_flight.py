@@ -16,7 +16,7 @@ from loramux.migrations.paging import Page, keyset_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInFlight:
-    """One admitted, unsettled request. `completion_tokens` is as of its last checkpoint."""
+    """One admitted, unsettled request. `completion_tokens` is the count at the last checkpoint."""
 
     id: str
     tenant_id: str
@@ -33,7 +33,9 @@ class RequestInFlight:
 
 
 class RequestsInFlight:
-    """Reads open reservations. Blocking. A gateway has more recent figures for its own requests."""
+    """Lists and cancels requests through their open reservations. Blocking. A gateway has more recent figures for its
+    own requests.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -27,10 +27,10 @@ log = structlog.get_logger()
 
 
 class LiveRequests(Protocol):
-    """The requests of the gateway in this process. Call its methods on the gateway's event loop."""
+    """The running requests of this process's gateway. The methods must be called on the gateway's event loop."""
 
     def progress(self) -> Mapping[str, int]:
-        """Tokens received so far, by request."""
+        """Number of tokens received so far, by request id."""
 
     def cancel(self, request_id: str) -> bool:
         """End a request immediately. Returns False if it is not running here."""
@@ -94,7 +94,7 @@ class RunningRequests:
             raise DatabaseTrouble("the reservation took too long") from None
 
     def _check(self) -> None:
-        """Raise DatabaseTrouble if reserving or storing a settlement is impossible now."""
+        """Raise DatabaseTrouble if requests cannot be reserved or settlements cannot be stored now."""
         self._health.check()
         trouble = self._settler.trouble
         if trouble is not None:

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 class SpoolFull(Exception):
-    """The spool has reached its limit."""
+    """The record would exceed the spool's maximum size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,16 @@ class SpoolContents:
 class SettlementSpool:
     """A file of settlements in one process's directory. Blocking.
 
-    The file's space is preallocated, so a full disk does not stop the spool. Only records that the database refused,
-    which are set aside, take new space. Each record is a line with its CRC-32 and JSON, written in place after the
-    previous record and fsynced. Zeros fill the rest of the file. If the first byte of a file is zero, the file is
-    empty, regardless of its other bytes.
+    Space is preallocated, so the spool keeps working on a full disk until that space is used up. Each record is a line
+    with its CRC-32 and JSON, written in place after the previous record and fsynced. Zeros fill the rest of the file. A
+    file whose first byte is zero counts as empty, regardless of its other bytes.
 
     `begin_replay` reads the waiting records, and `end_replay` marks them as settled. Settling twice changes nothing, so
     records can be replayed repeatedly. Once no record is waiting, the file is overwritten with zeros.
 
-    A torn last line, left by a crash, was never acknowledged. A damaged line elsewhere is reported and kept. Lines in
-    the file LEFT, which come from an earlier version or were copied from the log by an operator, are replayed at the
-    next start and then removed.
+    A torn last line, left by a crash, was never acknowledged. A damaged line elsewhere is reported and, like a record
+    that the database refuses, moved to the file REFUSED. Lines in the file LEFT, which come from an earlier version or
+    were copied from the log by an operator, are replayed at the next start and then removed.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -63,8 +62,8 @@ class SettlementSpool:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._allocated = 0
-        # Records in [0, _settled) are settled, and records in [_settled, _end) are waiting. A replay has read up to
-        # _replayed.
+        # These are byte offsets. Records in [0, _settled) are settled, and records in [_settled, _end) are waiting. The
+        # last replay has read up to _replayed.
         self._settled = 0
         self._replayed = 0
         self._damaged: list[bytes] = []
@@ -77,7 +76,7 @@ class SettlementSpool:
                 self._clear(file, self._end, len(data.rstrip(b"\0")))
                 self._allocate(file, 1)
         except OSError as error:
-            # The next settlement tries again.
+            # The next call of `append` tries again.
             log.warning("no space could be allocated for the settlement spool", error=str(error))
 
     @property
@@ -96,7 +95,7 @@ class SettlementSpool:
                     _write_all(file, line, self._end)
                     os.fsync(file)
                 except OSError:
-                    # A partial line would corrupt the next one.
+                    # Erase the partial line, because it would corrupt the next one.
                     with contextlib.suppress(OSError):
                         _write_all(file, bytes(len(line)), self._end)
                     raise
@@ -113,9 +112,9 @@ class SettlementSpool:
         return SpoolContents(tuple(closing for _, closing in found if closing is not None), len(self._damaged))
 
     def end_replay(self, refused: Iterable[Closing] = ()) -> None:
-        """Mark all records read by `begin_replay` as settled, and set aside the `refused` ones.
+        """Mark all records read by `begin_replay` as settled, and move damaged and `refused` ones to the file REFUSED.
 
-        Raises OSError if the refused records cannot be written. All records then remain waiting.
+        Raises OSError if that file cannot be written. All records then remain waiting.
         """
         with self._lock:
             kept = [*map(msgspec.json.encode, refused), *self._damaged]
@@ -135,7 +134,7 @@ class SettlementSpool:
                 self._empty()
 
     def _empty(self) -> None:
-        """Start again at the beginning of the file. If this fails, settled records may be replayed, without harm."""
+        """Start again at the beginning of the file. If this fails, settled records may harmlessly be replayed."""
         num_bytes, self._settled, self._end = self._end, 0, 0
         if num_bytes == 0:
             return

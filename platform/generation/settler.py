@@ -30,8 +30,8 @@ class Settler:
     """Closes reservations, even while the database is failing.
 
     A settlement that the database does not accept waits in the spool, or in memory if the spool does not accept it
-    either. While any settlement waits in memory, no request is admitted. Therefore, at most as many settlements can
-    wait in memory as reservations were open or in progress when the trouble began.
+    either. While any settlement waits in memory, no request is admitted. The number of settlements in memory is
+    therefore bounded by the number of reservations that were open or in progress when the trouble began.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class Settler:
                 self._hold(closing)
 
     def settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
-        """Release the reservation of an abandoned request if the finished future `reserving` made one."""
+        """Release the reservation of an abandoned request, unless the finished future `reserving` shows that none was
+        made.
+        """
         error = None if reserving.cancelled() else reserving.exception()
         if reserving.cancelled() or not (error is None or isinstance(error, TROUBLE)):
             return
@@ -91,7 +93,7 @@ class Settler:
 
     @property
     def trouble(self) -> str | None:
-        """Reason that no request can be admitted now, in one line for operators, or None."""
+        """Why no request can be admitted now, in one line for operators. None if requests can be admitted."""
         if not self._held:
             return None
         return f"{len(self._held)} settlements are waiting in memory: neither the database nor the spool accepts them"
@@ -107,7 +109,7 @@ class Settler:
         await self._none_is_held.wait()
 
     async def spool_held(self) -> None:
-        """Move settlements from memory to the spool until it is full."""
+        """Move settlements from memory to the spool until none is left or the spool does not accept one."""
         for closing in tuple(self._held.values()):
             if not await self._spool_one(closing):
                 return
@@ -168,7 +170,7 @@ class Settler:
             return False
         settling = self._commit.submit(closing)
         try:
-            # Shielded: a slow settlement is also spooled, and the later of the two writes has no effect.
+            # Shield the commit: a slow settlement is also spooled, and the later of the two writes has no effect.
             async with asyncio.timeout(SETTLE_WAIT_S):
                 await asyncio.shield(settling)
         except TimeoutError:

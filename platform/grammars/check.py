@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 NUM_TRIED_TOKENS = 64
-"""Number of random tokens with which a grammar is tried out. A grammar that exceeds a limit is refused."""
+"""Number of random tokens used to try out a grammar. A grammar that exceeds a limit in this trial is refused."""
 
 JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ",",
     "key_separator": ":",
-    # One space, or a new line with its indentation: without a limit, a model could emit whitespace forever.
+    # Allow at most one space, or a newline and 32 spaces. Without a limit, a model could emit whitespace forever.
     "whitespace_pattern": r"( |\n {0,32})?",
     "whitespace_flexible": True,
     "coerce_one_of": False,
@@ -123,7 +123,7 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _answer_grammar(rules: AnswerRules) -> str:
-    """The grammar of an answer with calls or reasoning. It refers to the constraint's own grammar as `@answer`."""
+    """The grammar of an answer with tool calls or reasoning. It refers to the constraint's own grammar as `@answer`."""
     for tool in () if rules.calls is None else rules.calls.tools:
         _refuse_nested_ids(tool.schema)
         if is_endless_schema(tool.schema):
@@ -137,15 +137,15 @@ def _answer_grammar(rules: AnswerRules) -> str:
 
 
 def _grammars(grammar: str) -> list[dict[str, Any]]:
-    """Split a grammar in llguidance's JSON or Lark form into its parts."""
+    """Return the grammars in a document in llguidance's JSON or Lark format."""
     found: list[dict[str, Any]]
     found = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return found
 
 
 def _refuse_nested_ids(schema: Any) -> None:
-    """Raise GrammarRefused for an `$id` below the root. It would change the base of references, and llguidance ignores
-    it.
+    """Raise GrammarRefused for an `$id` below the root. It would change the base URI of references, but llguidance
+    ignores it.
     """
     waiting = list(schema.values()) if isinstance(schema, dict) else []
     while waiting:

@@ -22,7 +22,7 @@ from loramux.platform.threads import call_on
 from loramux.platform.turns import TenantTurns
 
 CPU_S = 1
-"""Limit on a check's processor time, in seconds. A 20 kB schema takes about a thirtieth of a second."""
+"""Limit on a check's processor time, in seconds. A 20 kB schema takes about 33 ms."""
 
 WALL_S = 5.0
 """Limit on a check's wall time, in seconds. A check has a lower priority than the engine and the gateway."""
@@ -162,7 +162,7 @@ class GrammarChecker:
         if ended.returncode > 0:
             log.warning("grammar_check_failed", error=last_line(ended.stderr))
         if ended.took_too_long or ended.returncode != 0:
-            # The stack overflowed, or memory or time ran out. Retrying would only kill the next process.
+            # The stack overflowed, or memory or time ran out. A retry would fail in the same way.
             return Checked(refused="the grammar is too complex")
         try:
             checked = msgspec.json.decode(ended.stdout, type=Checked)

@@ -1,7 +1,7 @@
-"""Finds constraints that no finite answer can satisfy, because a schema or a rule requires itself endlessly.
+"""Finds constraints that no finite answer can satisfy, because a schema or a rule recurses without end.
 
-Both checks compute a least fixed point: a part can end if the parts that it requires can end. A part that a check does
-not understand counts as able to end, so only certainly endless constraints are refused.
+Both checks compute a least fixed point: a subschema or rule can end if everything that it requires can end. Anything
+that a check does not understand counts as able to end, so only constraints that are certainly endless are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 
 _LARK_RULE = re.compile(r"^[?!]*([a-zA-Z_]\w*)(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:(?!:)", re.MULTILINE)
 _LARK_OTHER_LINE = re.compile(r"^[?!\w](?![^\n]*:)|%lark|::", re.MULTILINE)
-"""Lines that make a grammar's rules uncertain: other syntax, nested grammars, and parametric rules."""
+"""Lines that the check cannot interpret: other syntax, nested grammars, and parametric rules."""
 
 _LARK_TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
@@ -36,7 +36,7 @@ def is_endless_schema(schema: Any) -> bool:
     nodes = _reachable(schema)
     can_end: set[int] = set()
     while True:
-        # Children come later in the list than their parents, so one pass settles most schemas.
+        # Children come later in the list than their parents, so one pass is enough for most schemas.
         found = {id(node) for node in reversed(nodes) if id(node) not in can_end and _ends(node, schema, can_end)}
         can_end |= found
         if id(schema) in can_end or not found:
@@ -69,7 +69,9 @@ def _children(node: Any, root: Any) -> Iterator[Any]:
 
 
 def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
-    """Return whether a finite value satisfies `node`. `can_end` contains subschemas that have one."""
+    """Return whether a finite value satisfies `node`. `can_end` contains the `id()` of each subschema known to have
+    one.
+    """
     if not isinstance(node, dict):
         return True
 
@@ -103,7 +105,7 @@ def _required_of(node: dict[str, Any], kind: str) -> list[Any]:
 
 
 def _target(reference: Any, root: Any) -> Any:
-    """Return the subschema that a JSON pointer (RFC 6901) names, or None for any other reference."""
+    """Return the subschema that a JSON pointer (RFC 6901) refers to, or None for any other reference."""
     if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
         return None
     node = root

@@ -1,4 +1,4 @@
-"""JSON Schema keywords that llguidance does not support everywhere, as labels of a metric."""
+"""JSON Schema keywords that llguidance supports only partly or not at all, as labels of a metric."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ JSON_SCHEMA_KEYWORDS = frozenset(
         "uniqueItems",
     }
 )
-"""Every other keyword is counted as `other`."""
+"""The metric counts every other keyword as `other`."""

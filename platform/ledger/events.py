@@ -21,7 +21,9 @@ EXPORT_ROWS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageEvent:
-    """One settled request, including the adjustment if the request was recovered first. `tenant` is the slug."""
+    """One settled request. If its actual usage arrived after a recovery, the amounts include the adjustment. `tenant`
+    is the slug.
+    """
 
     request_id: str
     tenant_id: str

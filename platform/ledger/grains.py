@@ -18,10 +18,12 @@ HOUR_US = 60 * MINUTE_US
 QUARTER_DAY_US = 6 * HOUR_US
 DAY_US = 24 * HOUR_US
 WEEK_US = 7 * DAY_US
-"""Weeks counted from 1970, so they begin on Thursdays. Reports use weeks for parts of ranges, never as buckets."""
+"""Weeks are aligned to the Unix epoch, so they begin on Thursdays. Reports use them for parts of ranges, never as
+buckets.
+"""
 
 DOUBLED_US = tuple(DAY_US << doublings for doublings in range(5))
-"""One, two, four, eight and sixteen days, aligned to 1970."""
+"""One, two, four, eight and sixteen days, aligned to the Unix epoch."""
 
 AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 
@@ -45,13 +47,13 @@ GRAINS = (
     _grain(0, ("base", "endpoint", "status"), MINUTE_US, HOUR_US, DAY_US),
     _grain(1, ("tenant_id", "base", "endpoint", "status"), HOUR_US, DAY_US, WEEK_US),
     _grain(2, ("tenant_id", "api_key_id"), HOUR_US, DAY_US, WEEK_US),
-    # Of the grains that are queried over all tenants, this one has the most rows per span. Doubling the days covers a
-    # month in few spans.
+    # Of the grains that are queried over all tenants, this one has the most rows per span. With spans that double in
+    # length, a few spans cover a month.
     _grain(3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), HOUR_US, QUARTER_DAY_US, *DOUBLED_US),
     _grain(4, ("tenant_id", "end_user"), DAY_US),
     _grain(5, set(SERIES) - {"end_user"}, HOUR_US, DAY_US),
 )
-"""All grains, coarsest first. A change to them requires a migration that rolls up the whole ledger again."""
+"""All grains, coarsest first. Changing them requires a migration that rolls up the whole ledger again."""
 
 
 def grains_for(columns: Collection[str]) -> dict[int, Grain]:

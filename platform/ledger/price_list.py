@@ -39,7 +39,7 @@ class PriceExists(Conflict):
 
 
 class PriceList:
-    """The prices of the platform and of individual tenants. Usage without a price is free.
+    """The platform's list prices and the prices of individual tenants. Usage without a price is free.
 
     Prices are added in advance and never change once they are in force.
     """

@@ -1,9 +1,9 @@
-"""Token prices, without a database: the price in force at a given time, and the cost of a request.
+"""Computes the price in force at a given time and the cost of a request, without a database.
 
-All amounts are whole numbers of nanos, billionths of the currency's unit. Prices are per million tokens, so that even
-the lowest prices are whole numbers. The cost of a request is rounded up once, to a whole nano. Costs are therefore
-integers and add up exactly. More tokens never cost less, and the amounts reserved for the parts of a request always
-cover the whole request.
+All amounts are whole numbers of nanos. A nano is a billionth of the currency's unit. Prices are per million tokens, so
+that even the lowest prices are whole numbers. The cost of a request is rounded up once, to a whole nano. Costs are
+therefore integers and add up exactly. More tokens never cost less, and the amounts reserved for the parts of a request
+always cover the whole request.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class PriceBook:
     def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int) -> Price | None:
         """Return the price that a tenant pays at `at_us` for an adapter, or for the base if `adapter_id` is None.
 
-        The tenant's own prices take precedence over list prices. Among each owner's prices, the adapter's comes first,
-        then the price for adapters or the base, then the price for all. Returns None if there is no price.
+        The tenant's own prices take precedence over list prices. For each owner, the price for the adapter itself comes
+        first, then the price for `adapters` or `base`, then the price for `all`. Returns None if there is no price.
         """
         if not self._by_scope:
             return None

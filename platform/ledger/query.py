@@ -15,16 +15,16 @@ MAX_LOCAL_DAYS = 800
 LAST_LOCAL_US = 221_845_392_000_000_000
 """1 January 9000, in microseconds since 1970. Python's calendar ends with the year 9999."""
 MAX_SINGLE_US = 31 * DAY_US
-"""Longest range, in microseconds, of a report that is grouped by end user, or that is divided into minutes although its
-grouping has no sums per minute."""
-MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
-"""The same limit for reports over all tenants: 24 hours, plus one hour so that a day can be rounded out to whole hours.
+"""Longest range, in microseconds, of a report by end user, or of a report by minute if its groups have no sums per
+minute.
 """
+MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
+"""The same limit for reports over all tenants: 24 hours, plus one hour for rounding a day outward to whole hours."""
 
 MAX_SUMMED = 1_000_000
 """Maximum number of rows from the ledger and its rollups that one report sums."""
 MAX_SUMMED_BY_END_USER = 100_000
-"""The limit for reports by end user is lower, because a tenant's clients control the number of end users."""
+"""The same limit for reports by end user. It is lower, because a tenant's clients control the number of end users."""
 
 _SHORT_NAMES = {"tenant_id": "tenant", "api_key_id": "key", "adapter_id": "adapter", "adapter_version_id": "version"}
 GROUPED_BY = {_SHORT_NAMES.get(column, column): column for column in SERIES}
@@ -36,7 +36,7 @@ class UsageQuery:
     """A query for sums of the requests that finished in `[start_us, end_us)`, by bucket and group.
 
     If `tenant_id` is None, the sums cover all tenants. If `adapter_ids` is None, they cover all adapters and the base.
-    `bucket` is `1m`, `1h`, `1d`, or None for the whole range. The first and last bucket are cut to the range, and days
+    `bucket` is `1m`, `1h`, `1d`, or None for the whole range. The first and last buckets are cut to the range. Days
     begin at midnight in `timezone`. Raises InvalidRequest with the field's name.
     """
 

@@ -48,7 +48,7 @@ def cut(ranges: Sequence[Range], spans_us: Collection[int]) -> Cut:
 
 
 def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:
-    """Return the starts of a range's daily buckets. Days begin at midnight in a timezone, as for daily budgets."""
+    """Return the starts of a range's daily buckets. Days begin at midnight in `timezone`, as for daily budgets."""
     starts = [start_us]
     while (midnight_us := window_at(Period.DAY, timezone, starts[-1]).end_us) < end_us:
         starts.append(midnight_us)

@@ -22,7 +22,7 @@ MAX_TOP = 1000
 _UNCACHED = {"compiled_cache": None}
 """Keeps SQLAlchemy from caching compiled reports.
 
-Reports differ in their ranges and would fill the cache with tens of thousands of objects. Every full garbage collection
+Reports have different ranges and would fill the cache with tens of thousands of objects. Every full garbage collection
 would traverse these objects while all requests wait.
 """
 
@@ -99,7 +99,7 @@ def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
 
 
 def _check_summed(connection: Connection, query: UsageQuery, days: Sequence[int]) -> None:
-    """Refuse a report over too many rows. Counting rows is fifty times faster than reading them."""
+    """Refuse a report that sums too many rows. Counting rows is fifty times faster than reading them."""
     limit = query.max_summed
     counted = select_num_summed(query, days, limit + 1)
     if connection.execute(counted, execution_options=_UNCACHED).scalar_one() > limit:

@@ -32,7 +32,7 @@ from loramux.platform.ledger.ranges import BUCKET_US, Cut, Range, cut
 Condition = ColumnElement[bool] | ColumnElement[Any] | TextClause
 
 OPTIONAL = {"adapter", "version", "end_user"}
-"""Groups for which some requests have no value, stored as ""."""
+"""Groups for which some requests have no value. The value "" stands for none."""
 
 _events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
 _series, _rollups, _tenants = schema.usage_series, schema.usage_rollups, schema.tenants
@@ -123,7 +123,7 @@ def _rollup_facts(query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], da
         return []
     rows = union_all(*arms).subquery("spans")
     names = [column.name for column in rows.c if column.name not in AMOUNTS]
-    # Cast to integers again: PostgreSQL's sums are decimals, which are slower to sum a second time.
+    # Cast to integers again, because PostgreSQL's sums are decimals, which are slower to sum a second time.
     amounts = [cast(func.sum(rows.c[name]), BigInteger).label(name) for name in AMOUNTS]
     sums = select(*(rows.c[name] for name in names), *amounts)
     by_key = sums.group_by(*(rows.c[name] for name in names)).subquery("sums") if names else sums.subquery("sums")
@@ -154,7 +154,8 @@ def _rollup_arms(
             conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
             conditions.append(_within(table.start_us, some))
             if query.tenant_id is not None:
-                # The many rows for all tenants would make SQLite overestimate the rows of one tenant.
+                # Without this hint, SQLite would overestimate the number of one tenant's rows, because many rows sum
+                # over all tenants.
                 conditions.append(unlikely(table.tenant_id == query.tenant_id))
             if query.adapter_ids is not None:
                 conditions.append(table.series_id.in_(_series_of_adapters(query)))
@@ -162,7 +163,7 @@ def _rollup_arms(
 
 
 def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[int], list[Condition]]]:
-    """Yield conditions for all entries at the ends of the range, and for the entries between that are not yet rolled
+    """Yield conditions for all entries at the ends of the range, and for the entries in between that are not yet rolled
     up.
     """
     rolled_up = parts.rolled_up

@@ -30,7 +30,7 @@ EVERYBODY = ""
 """The tenant ID of series that sum over all tenants."""
 
 MAX_BATCHES = 64
-"""Maximum number of settling transactions per fold. On SQLite, a fold blocks all other writers."""
+"""Maximum number of batches that a fold adds to the rollups. On SQLite, a fold blocks all other writers."""
 
 
 class _Fact(NamedTuple):
@@ -66,8 +66,8 @@ class UsageRollups:
 
     A settling transaction writes one row into `usage_batches` and touches no rollup, so gateways never contend for the
     sums of a busy tenant. A fold is a separate transaction that deletes these rows and adds their events and
-    adjustments to the rollups. Readers therefore always see each ledger entry either in the rollups or in a waiting
-    batch, even after a crash and regardless of the gateways' clocks.
+    adjustments to the rollups. Readers therefore see each ledger entry either in the rollups or in a waiting batch,
+    even after a crash and regardless of the gateways' clocks.
     """
 
     def __init__(self, database: Database) -> None:

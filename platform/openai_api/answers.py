@@ -1,4 +1,4 @@
-"""Builds the response bodies that carry a generation to an OpenAI client, whole or in chunks."""
+"""Builds the response bodies that return generated output to OpenAI clients, whole or in chunks."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ With `stream: true`, the response is a stream of server-sent events that ends wi
 ends with an error instead. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and
 every response has an `x-request-id`.""",
     public=frozenset({"/health/live", "/health/ready"}),
-    readers="Any key can read this document.",
+    readers="Any API key gives access to this document.",
 )
 
 

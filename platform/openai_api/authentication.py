@@ -1,4 +1,4 @@
-"""Authenticates callers of the gateway: a dependency of every route except health."""
+"""Authenticates callers of the gateway: a dependency of every route except the health routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def _authenticate(request: Request, services: Services) -> Principal:
     kind, _, presented = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not presented.strip():
         raise Unauthenticated("send an API key: Authorization: Bearer sk-lmx-...", code="missing_api_key")
-    # Most keys are cached, and looking them up needs no thread.
+    # Most keys are cached and need no database lookup on another thread.
     principal = services.api_keys.recent(presented.strip())
     if principal is None:
         principal = await services.call(services.api_keys.authenticate, presented.strip())

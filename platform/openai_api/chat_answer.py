@@ -32,12 +32,12 @@ class ChatAnswer:
     include_usage: bool
     tool_choice: ToolChoice
     new_parser: Callable[[], CallParser] | None = None
-    """Creates a parser of tool calls for a choice. None if the request offers no tools."""
+    """Creates a parser that finds tool calls in the text of a choice. None if the text is not parsed."""
     note_call: Callable[[], None] | None = None
     """Called for each tool call."""
     prompt_token_ids: Sequence[int] | None = None
     num_prompt_logprobs: int | None = None
-    """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for this field."""
+    """Number of most likely tokens per position in `prompt_logprobs`. None if the client did not ask for this field."""
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
     _templates: ChunkTemplates = field(init=False)
 
@@ -106,7 +106,7 @@ class ChatAnswer:
             yield secrets.token_hex(5)[:9]
 
     def _finish_reason(self, reason: str | None, builder: MessageBuilder) -> str | None:
-        # As in the OpenAI API, an answer with a call that the request named ends with `stop`.
+        # As in the OpenAI API, the finish reason is `stop` if the request named the function to call.
         is_call = reason == "stop" and builder.ends_with_calls and self.tool_choice.mode != "named"
         return "tool_calls" if is_call else reason
 

@@ -11,10 +11,10 @@ from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEn
 
 
 class MessageBuilder:
-    """Turns a choice's deltas into deltas of OpenAI's messages.
+    """Turns a choice's deltas into OpenAI message deltas.
 
-    `parser` finds tool calls in the text. Without a parser, all text is content. A delta's own `calls` were marked by
-    special tokens. `call_ids` supplies an ID for each call.
+    `parser` finds tool calls in the text. Without a parser, all text is content. The `calls` in a delta are tool calls
+    delimited by special tokens. `call_ids` supplies an ID for each call.
     """
 
     def __init__(self, parser: CallParser | None, call_ids: Iterator[str]) -> None:
@@ -22,11 +22,11 @@ class MessageBuilder:
         self._call_ids = call_ids
         self.has_calls = False
         self._is_in_call = False
-        """True after the start of a call that special tokens mark, until its end."""
+        """True while a tool call delimited by special tokens is open."""
 
     @property
     def ends_with_calls(self) -> bool:
-        """True if the message has calls and none of them was cut off, by a stop string for example."""
+        """True if the message has calls and none of them was cut off, for example by a stop string."""
         is_cut_off = self._is_in_call or (self._parser is not None and self._parser.is_cut_off)
         return self.has_calls and not is_cut_off
 
@@ -58,7 +58,7 @@ class MessageBuilder:
 
 
 def whole_message(deltas: Iterable[Document]) -> Document:
-    """Join message deltas into one message, as a non-streamed response contains it."""
+    """Merge message deltas into the message of a non-streamed response."""
     content, reasoning = "", ""
     calls: list[Document] = []
     for delta in deltas:

@@ -1,4 +1,4 @@
-"""Renders a conversation into a prompt, and derives from the chat template how to read the model's answer."""
+"""Renders a conversation into a prompt, and derives from the chat template how to parse the model's answer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _features(template: ChatTemplate | None) -> TemplateFeatures | None:
     try:
         return None if template is None else template.features()
     except TemplateRefused:
-        # Requests fail with the reason.
+        # Each request that renders the template fails with the reason.
         return None
 
 
@@ -72,11 +72,12 @@ def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -
             code="unsupported_parameter",
         )
     if markers is HARMONY:
-        # Any message may end with the end marker. The prompt's tokens show whether it ends within the reasoning.
+        # In the harmony format, the end marker can end any message. Whether the prompt ends within the reasoning is
+        # determined later, from its tokens.
         reasoning = Reasoning(markers, is_open=False)
     elif markers is not None:
         last = last_marker(text, markers, _continued(body))
-        # If the prompt has closed the thinking, the answer has none.
+        # If the prompt has already ended the reasoning, the answer contains none.
         if last != markers.end:
             reasoning = Reasoning(markers, is_open=last == markers.begin)
     return ChatPrompt(text, reasoning, chosen_parser(parsers, source) if body.offered_tools else None)
@@ -89,7 +90,9 @@ def _continued(body: ChatRequest) -> str:
 
 
 def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str, Any]:
-    """Return the arguments of a template's `render`. Raises InvalidRequest if the template does not support one."""
+    """Return the arguments for a template's `render`. Raises InvalidRequest if the template does not support one of
+    them.
+    """
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
     if tools is not None and (features is None or not features.tools):
         raise InvalidRequest(

@@ -35,9 +35,9 @@ class CompletionAnswer:
     num_choices: int = 1
     num_generated: int = 1
     num_alternatives: int = 0
-    """Number of most likely tokens in `top_logprobs`."""
+    """Number of most likely tokens per position in `top_logprobs`."""
     num_prompt_logprobs: int | None = None
-    """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for this field."""
+    """Number of most likely tokens per position in `prompt_logprobs`. None if the client did not ask for this field."""
     echoed_tokens: Sequence[Sequence[int]] = ()
     """The token IDs of each choice's prompt, if `logprobs` also covers the prompt. Otherwise empty."""
     _begun: set[int] = field(default_factory=set)
@@ -144,16 +144,16 @@ class CompletionAnswer:
         try:
             return spelled.decode()
         except UnicodeDecodeError:
-            # Each part of a character would be shown as U+FFFD, so spell out its bytes as OpenAI does.
+            # A token that is not valid UTF-8 would be shown as U+FFFD, so spell out its bytes as OpenAI does.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def _text_offsets(tokens: Sequence[str], begin: int) -> list[int]:
-    """The offset of each token in the text, and of the end of the text."""
+    """Return the offset of each token in the text, followed by the offset of the end."""
     return list(accumulate((len(token) for token in tokens), initial=begin))
 
 
 def _mean_logprob(choice: ChoiceDelta) -> float:
-    # An empty choice has no tokens to rank it by.
+    # An empty choice has no log-probabilities, so it ranks last.
     logprobs = [entry.logprob for entry in choice.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else -inf

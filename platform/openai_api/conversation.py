@@ -54,8 +54,9 @@ class ToolCall(StrictModel):
 class ChatMessage(StrictModel):
     """One message.
 
-    Clients send our answers back, with any number of calls. The null-only fields come from our answers and from
-    OpenAI's clients, whose helpers also add `parsed`. litellm adds `provider_specific_fields`.
+    Clients send the server's answers back, with any number of calls. The fields that can only be null or empty appear
+    in these answers or are added by OpenAI's clients, whose helpers also add `parsed`. litellm adds
+    `provider_specific_fields`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -31,7 +31,7 @@ class Prepared:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token ids of words that the answer must not contain."""
     activations: tuple[int | None, ...] = ()
-    """See `Plan.activations`; set once the prompts are truncated."""
+    """See `Plan.activations`. Set after the prompts have been truncated."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[B]):
-    """A request with its checked body. `num_bytes` is the body's length."""
+    """A request with its validated body. `num_bytes` is the body's length."""
 
     request_id: str
     body: B
@@ -66,4 +66,4 @@ class Endpoint(Generic[B]):
     constraint: Callable[[Target, B, Prepared], Constraint | None]
     """The constraint on the answer. Raises InvalidRequest."""
     shape: Callable[[GatewayServices, Target, Received[B], Prepared], Awaitable[Answer]]
-    """Creates the builder of response bodies, before generation starts."""
+    """Creates the object that builds the response bodies. Called before generation starts."""

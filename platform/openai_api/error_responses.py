@@ -60,7 +60,9 @@ TRANSLATIONS: Mapping[type[Exception], Translation] = {
 
 
 class ErrorResponses:
-    """Turns exceptions into responses. `translations` turn other exceptions, and their subclasses, into an ApiError."""
+    """Turns exceptions into responses. `translations` maps further exception types to functions that turn them and
+    their subclasses into ApiErrors.
+    """
 
     def __init__(self, translations: Mapping[type[Exception], Translation] | None = None) -> None:
         self._known = {**TRANSLATIONS, **(translations or {})}
@@ -77,7 +79,7 @@ class ErrorResponses:
 
 
 def install_error_handling(app: FastAPI, errors: ErrorResponses | None = None) -> None:
-    """Make an app return every error in the envelope and add `x-request-id` to every response."""
+    """Make an app return every error as an error envelope and add `x-request-id` to every response."""
     errors = errors or ErrorResponses()
     for kind in errors.kinds:
         app.add_exception_handler(kind, errors.answer)
@@ -107,7 +109,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # The ID is always ours. An ID chosen by a client could collide in the ledger.
+        # Never use an ID that the client chose, because it could collide with another one in the ledger.
         request_id = new_id("req")
         scope.setdefault("state", {})["request_id"] = request_id
         has_started = False

@@ -28,10 +28,10 @@ def health_router(
 ) -> APIRouter:
     """Routes that report whether this process is live, and whether it is ready to serve requests.
 
-    Live means that the engine is making progress or is idle. A restarting engine recovers on its own. Only a hung
-    engine that cannot be killed makes the process not live. Ready means that the engine is running, the database
-    answers, and the gateway knows of no `trouble` with the database, such as rejected writes. `tells_why` adds the
-    reasons to `ready`, for operators.
+    Live means that the engine is making progress or is idle. While the engine restarts, the process also counts as
+    live. From the time that the engine hangs until its process is gone, the process is not live. Ready means that the
+    engine is running, the database answers, and the gateway knows of no `trouble` with the database, such as rejected
+    writes. `tells_why` adds the reasons to `ready`, for operators.
     """
     router = APIRouter()
     ping = _Ping(database)
@@ -62,7 +62,8 @@ def health_router(
 class _Ping:
     """Pings the database, one ping at a time, so that an unresponsive database occupies only one thread.
 
-    It uses its own thread, not the pool that serves calls, so a flood of calls does not make the server look unhealthy.
+    It runs on asyncio's default thread pool, not on the pool that serves calls, so a flood of calls does not make the
+    server look unhealthy.
     """
 
     def __init__(self, database: Database) -> None:

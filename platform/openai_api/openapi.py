@@ -47,13 +47,13 @@ _IDEMPOTENCY_KEY: Json = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "For 24 hours, a repeated call with the same key is not executed; it returns the first response.",
+    "description": "For 24 hours, a call with the same key returns the first response and is not executed again.",
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 
 
 def takes(model: type[BaseModel], *others: type[BaseModel]) -> Json:
-    """For `openapi_extra`: a JSON body that the handler reads, in one of several forms."""
+    """For `openapi_extra`: a JSON body that the handler reads. It conforms to one of the models."""
     forms: Any = Union[(model, *others)]
     schema = TypeAdapter[Any](forms).json_schema(ref_template=_COMPONENTS + "{model}")
     if others:
@@ -74,7 +74,7 @@ def answers_bytes() -> Responses:
 
 
 def answers(document: type) -> Responses:
-    """For `responses`: a generation, whole as JSON or as a stream of events."""
+    """For `responses`: generated output, as a JSON document or as a stream of events."""
     stream: Json = {"schema": {"type": "string"}, "example": 'data: {"object": "chat.completion.chunk"}\n\n'}
     return {200: {"model": document, "content": {"text/event-stream": stream}}}
 
@@ -124,7 +124,7 @@ def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idemp
 
 
 def operations(document: Json) -> Iterator[tuple[str, Json, str]]:
-    """Yield the path, object and method of every operation in a document."""
+    """Yield each operation in a document as its path, its operation object and its method."""
     for path, item in document["paths"].items():
         for method in METHODS:
             if method in item:

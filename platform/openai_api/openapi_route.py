@@ -29,7 +29,7 @@ class ListenerDocument:
         return describe(app, description=self.description, public=self.public, is_idempotent=self.is_idempotent)
 
     def router(self, caller: Depends) -> APIRouter:
-        """Return the route that serves the document to callers that the dependency `caller` admits."""
+        """Return a router that serves the document to callers that the dependency `caller` admits."""
         router = APIRouter()
 
         @router.get(

@@ -11,7 +11,9 @@ from typing_extensions import TypedDict
 
 
 class HealthDocument(TypedDict):
-    """`/health/ready` adds `engine` and `database`. If they are not ready, the admin listener also adds a `reason`."""
+    """`/health/ready` adds `engine` and `database`. If one of them is not ready, the admin listener also adds a
+    `reason`.
+    """
 
     status: str
     engine: NotRequired[bool]
@@ -88,7 +90,7 @@ class CompletionDocument(TypedDict):
 
 
 class CalledFunctionDocument(TypedDict):
-    """A called function. `arguments` is JSON as the model wrote it."""
+    """A called function. `arguments` is a string of JSON."""
 
     name: str
     arguments: str

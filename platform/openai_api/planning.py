@@ -1,4 +1,4 @@
-"""Turns tokenised prompts into a plan, applying every limit on a single request."""
+"""Turns tokenised prompts into a plan, and checks the limits on the size of a single request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 
 TOKENS_AT_ONCE = 16
-"""Number of tokens per engine report for a non-streamed response. Fewer reports mean less work for the gateway."""
+"""Maximum number of tokens per SequenceOutput if the response is not streamed and has no stop strings. Fewer outputs
+mean less work for the gateway.
+"""
 
 
 def check_untokenised(services: GatewayServices, target: Target, body: GenerationRequest) -> None:
@@ -34,7 +36,9 @@ def check_untokenised(services: GatewayServices, target: Target, body: Generatio
 
 
 def truncated(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> Prompts:
-    """Return the last `truncate_prompt_tokens` tokens of each prompt. -1 leaves room for the answer in the context."""
+    """Return the last `truncate_prompt_tokens` tokens of each prompt. The value -1 leaves room for the answer in the
+    context.
+    """
     limit = body.truncate_prompt_tokens
     if limit is None:
         return prompts
@@ -115,10 +119,10 @@ def _multiplier(body: GenerationRequest) -> str:
 
 
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, max_new_tokens: int | None) -> int:
-    """Return each choice's token limit: the body's if it is set, otherwise the model's `max_new_tokens` or the
-    endpoint's default.
+    """Return the token limit of each choice: the limit in the body if it is set, otherwise the model's `max_new_tokens`
+    or the endpoint's default.
 
-    Raises InvalidRequest if a prompt is empty, or if the longest prompt leaves no room for the body's limit.
+    Raises InvalidRequest if a prompt is empty, or if the longest prompt leaves no room for the answer.
     """
     if not all(prompts):
         raise InvalidRequest("the prompt is empty", param=body.PROMPT)

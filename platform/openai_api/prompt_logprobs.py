@@ -1,4 +1,4 @@
-"""Shows the log-probabilities of prompts as vLLM does."""
+"""Formats the log-probabilities of prompts as vLLM does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def prompt_logprobs_body(
 
 
 def shared_by_choices(choices: Sequence[ChoiceDelta], num_generated: int) -> list[ChoiceDelta]:
-    """Give all choices of a prompt the prompt's log-probabilities. Only the first choice's sequence computes them."""
+    """Copy the log-probabilities of each prompt to all its choices. Only the sequence of the first choice computes
+    them.
+    """
     return [
         replace(choice, prompt_logprobs=choices[place - place % num_generated].prompt_logprobs)
         for place, choice in enumerate(choices)

@@ -21,7 +21,9 @@ BODY_TIMEOUT_S = 60.0
 BODY_STALL_S = 10.0
 """Longest pause while a client sends a body, in seconds."""
 MAX_PARSED_AT_ONCE = 64 * 1024
-"""Largest body parsed on the event loop, in bytes. Parsing it takes under a millisecond. Longer bodies would block."""
+"""Largest body parsed on the event loop, in bytes. Parsing it takes under a millisecond. Larger bodies are parsed on a
+thread.
+"""
 
 _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
@@ -29,7 +31,8 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_p
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read the whole body.
 
-    Raises PayloadTooLarge as soon as the body exceeds the limit, or InvalidRequest if it is late or incomplete.
+    Raises PayloadTooLarge as soon as the body exceeds the limit, or InvalidRequest if it arrives too slowly or is
+    incomplete.
     """
     too_large = PayloadTooLarge(f"the body must not exceed {max_bytes} bytes")
     declared = request.headers.get("content-length", "")

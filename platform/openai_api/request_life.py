@@ -1,6 +1,4 @@
-"""A request's life from the reading of its body to settlement: the steps that both generation endpoints share, in
-order.
-"""
+"""The steps of a request that both generation endpoints share, in order, from reading the body to settlement."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ async def run_and_settle(services: GatewayServices, generation: Generation) -> N
 
 
 async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Received[B]:
-    """Read and check the body. Raises InvalidRequest or PayloadTooLarge."""
+    """Read and validate the body. Raises InvalidRequest or PayloadTooLarge."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent, endpoint.body)
     body.check()
@@ -76,8 +74,8 @@ async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B
 async def resolve(services: GatewayServices, caller: Principal, name: str, user: str | None = None) -> Target:
     """Resolve the model to a version.
 
-    If an alias stands for several versions, each `user` always gets the same version. Raises ModelNotFound,
-    AdapterNotValidated, InvalidRequest, PermissionDenied, Unavailable or DatabaseTrouble.
+    If an alias stands for several versions, requests with the same `user` always get the same version. Raises
+    ModelNotFound, AdapterNotValidated, InvalidRequest, PermissionDenied, Unavailable or DatabaseTrouble.
     """
     recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
 
@@ -90,7 +88,7 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
         return Target(caller.tenant_id, caller.key_id, model, share, settings, tokenizer, services.model.vocab_size)
 
     with traced("resolve"):
-        # The base and cached shares need no database and thus no thread.
+        # The base with a cached share needs no database and therefore no thread.
         if recent is not None and name == services.resolver.served_name:
             return find()
         return await services.call(find)
@@ -129,7 +127,7 @@ async def constrain(services: GatewayServices, target: Target, constraint: Const
 async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest) -> dict[str, str]:
     """Reserve quota and return the response headers that report the limits.
 
-    Raises Unavailable if the engine is not ready. Otherwise raises as `RunningRequests.reserve` does.
+    Raises Unavailable if the engine is not ready, or an exception that `RunningRequests.reserve` raises.
     """
     model, tenant_id = plan.target.model, plan.target.tenant_id
     describe(model=model.name, tenant_id=tenant_id, prompt_tokens=plan.prompt_tokens, stream=bool(body.stream))
@@ -155,9 +153,9 @@ async def answer(
     headers: dict[str, str],
     started_s: float,
 ) -> Response:
-    """Return the response, whole or streamed, once the first token has arrived.
+    """Wait for the first token, then return the response, whole or streamed.
 
-    An earlier failure therefore gets an error status.
+    A failure before the first token therefore gets an error status, even if the response is to be streamed.
     """
     deltas = generation.deltas()
     first = await anext(deltas, None)

@@ -1,4 +1,4 @@
-"""The fields of a body that constrain its answer: OpenAI's `response_format`, and vLLM's extensions."""
+"""The request fields that constrain the answer: OpenAI's `response_format`, and vLLM's extensions."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _schema(schema: Schema | str, param: str) -> Constraint:
 
 
 def _structural_tag(tag: StructuralTag, param: str) -> Constraint:
-    """Return the constraint for a structural tag. Raises InvalidRequest if a structure begins with no trigger."""
+    """Return the constraint for a structural tag. Raises InvalidRequest if a structure begins without a trigger."""
     for index, structure in enumerate(tag.structures):
         if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI calls: strict types, no unknown fields, and no unsupported options.
+"""The request bodies of the OpenAI API, with strict types, no unknown fields, and no unsupported options.
 
 A field that cannot change the answer is accepted and ignored. An unsupported field that would change it is accepted
 only with a value that has no effect. The number of errors per body is bounded: lists fail at their first invalid item,
@@ -80,7 +80,7 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
 def _usable_bias(value: Any) -> Any:
-    """Check that keys are token IDs in canonical form, so that no token is named twice."""
+    """Check that keys are token IDs in canonical form, so that no token appears under two keys."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASED_TOKENS:
@@ -105,7 +105,7 @@ class GenerationRequest(StrictModel):
         "length_penalty": (None, 1),
         "early_stopping": (None, False),
     }
-    """Unsupported fields, and their values that have no effect."""
+    """Unsupported fields, each with the values that are accepted because they have no effect."""
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {"guided_decoding_backend", "stream_options.include_obfuscation"}
     )
@@ -113,7 +113,7 @@ class GenerationRequest(StrictModel):
     PROMPT: ClassVar[str]
     """The name of the field that holds the prompt."""
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
-    """The token limit for a body without a limit. None means the rest of the context."""
+    """The default token limit of a choice. None means the rest of the context."""
 
     model: str = Field(max_length=MAX_MODEL_NAME)
     n: int | None = Field(None, ge=1, le=128)
@@ -150,7 +150,7 @@ class GenerationRequest(StrictModel):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_LOGPROBS)
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
-    # Beam search.
+    # Fields of beam search, which is not supported.
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
@@ -332,12 +332,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        # The engine chooses at least one token.
+        # The engine generates at least one token.
         return 1 if self.max_tokens == 0 else self.max_tokens
 
     @property
     def echoes_logprobs(self) -> bool:
-        """True if the log-probabilities of each choice include the prompt's."""
+        """True if the log-probabilities of each choice also cover the prompt."""
         return bool(self.echo) and self.logprobs is not None
 
     @property
@@ -392,7 +392,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
 
-    # Options of the chat template. All except `reasoning_effort` are vLLM extensions.
+    # Options of the chat template and the reasoning. All except `reasoning_effort` are vLLM extensions.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""The gateway's services, composed once at startup."""
+"""The gateway's services, assembled once at startup."""
 
 from __future__ import annotations
 
@@ -69,13 +69,15 @@ class GatewaySettings:
     logs_answers: bool = False
     """Whether to log each response."""
     base_defaults: SamplingDefaults = NO_DEFAULTS
-    """The sampling defaults of the base model's directory."""
+    """The sampling defaults from the base model's directory."""
     applies_adapter_defaults: bool = True
     """Whether to apply the sampling defaults uploaded with adapters."""
     base_parsers: AnswerParsers = NO_CHOICE
     """The answer parsers for prompts rendered with the base's template."""
     max_request_tokens: int = 1024 * 1024
-    """Maximum total tokens of a request's sequences: n (or best_of) times (tokens + max_tokens), over all prompts."""
+    """Maximum total tokens of a request's sequences: the sum over all prompts of n (or best_of) times (tokens +
+    max_tokens).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +188,9 @@ class GatewayServices:
         )
 
     def close(self) -> None:
-        """Stop all services. Waiting commits and running computations finish, and queued computations are dropped."""
+        """Stop all services. Waiting commits may take CLOSE_WAIT_S. Running computations finish, and queued ones are
+        dropped.
+        """
         self.cache_invalidation.close()
         self.commit.close(CLOSE_WAIT_S)
         self.settler.close()
@@ -218,7 +222,7 @@ class GatewayServices:
         return await self.compute(function, *args, **kwargs)
 
     def trouble(self) -> str | None:
-        """For operators: the reason that requests are refused although the engine is ready, or None."""
+        """Why requests are refused although the engine is ready, for operators. None if there is no such reason."""
         troubles = [one for one in (self.database_health.trouble, self.settler.trouble) if one is not None]
         return "; ".join(troubles) or None
 
@@ -233,6 +237,6 @@ class GatewayServices:
 
     @property
     def quantization(self) -> str | None:
-        """The format of the base's weights, or None if they are floats or the engine is down."""
+        """The format of the base's weights. None if they are floating-point or no engine is running."""
         info = self.engine.info
         return None if info is None else info.quantization

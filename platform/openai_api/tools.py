@@ -1,4 +1,4 @@
-"""The tools that a chat request offers, and its choice among them."""
+"""The tools that a chat request offers, and its `tool_choice`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class TraceMiddleware:
         if scope["type"] != "http" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
-        # The path is one of a few known paths, but the method can be anything that a client sends.
+        # The path is one of a few known paths, but a client can send any method, so only POST becomes part of the name.
         name = f"POST {scope['path']}" if scope["method"] == "POST" else scope["path"]
         trace = self._tracing.begin(name, Headers(scope=scope))
         trace.root.set("loramux.request_id", scope["state"]["request_id"])

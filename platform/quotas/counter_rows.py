@@ -96,7 +96,7 @@ class CounterRows:
         return database.moment_of(moment.fetchall()[0])
 
     def _ask(self, run: Run, keys: Collection[CounterKey]) -> psycopg.Cursor[Any]:
-        """Send the query for these counters. `_take` stores the rows that it returns."""
+        """Send the query for these counters. `_take` stores the resulting rows."""
         text = text_of(_locking(self._is_locking), self._connection.dialect)
         return run(text, {ROWS: document([_KeyRow(*key) for key in keys])})
 
@@ -127,7 +127,7 @@ class CounterRows:
         self._changed.add(key)
 
     def writes(self) -> Write:
-        """Return the statement that writes all changed counters, with its rows."""
+        """Return the statement that writes all changed counters, and its rows."""
         return _WRITE, [_CounterRow(*key, *self.counters[key]) for key in self._changed]
 
     def write(self) -> None:

@@ -27,14 +27,15 @@ class Counter(NamedTuple):
     reserved: int
     """Amount reserved by running requests."""
     used: int
-    """Amount of a budget's window used by settled requests."""
+    """Amount that settled requests have used in a budget's window."""
     exceeded: int
     """Number of times that a soft or shadow policy admitted or extended a request beyond its limit."""
     refilled_us: int
 
     @classmethod
     def fresh(cls, burst: int, now_us: int) -> Counter:
-        # Only rates use the level. Other kinds repeat their limit as the burst, and it can exceed the largest bucket.
+        # Only rates use the level. Policies of other kinds repeat the limit as the burst, which can then exceed the
+        # largest bucket.
         return cls(min(burst, MAX_RATE) * UNITS, 0, 0, 0, now_us)
 
     def refilled(self, limit: int, burst: int, now_us: int) -> Counter:

@@ -1,4 +1,4 @@
-"""Admission decisions without a database: the refusing policy, a request's reserved amounts, and the headers."""
+"""Makes admission decisions without a database, including the amounts to reserve and the response headers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RateLimit:
     limit: int
     remaining: int
     reset_us: int
-    """Time until the bucket is full again if nothing more is used."""
+    """Time until the bucket is full again if nothing more is used, in microseconds."""
 
 
 class QuotaExceeded(RateLimited):
@@ -107,8 +107,8 @@ def verdicts(
 
 
 def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTooLarge | None:
-    """Return the error for a cost that is never admitted, otherwise for the longest wait, or None if the request is
-    admitted.
+    """Return the error if a hard policy refuses the request, otherwise None. A policy that can never admit the cost
+    takes precedence, then the policy with the longest wait.
     """
     against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
     for verdict in against:
@@ -197,7 +197,7 @@ def exceeded_headers(exceeded: Sequence[QuotaPolicy]) -> dict[str, str]:
 
 
 def _limits(standing: Sequence[tuple[Binding, Counter]], now_us: int) -> tuple[RateLimit, ...]:
-    """Return the rates of requests and tokens per minute, each from the limit with the least remaining."""
+    """For requests and for tokens per minute, return the limit with the least remaining amount."""
     tightest: dict[str, RateLimit] = {}
     for binding, counter in standing:
         kind = _HEADER_KINDS.get(binding.policy.metric)

@@ -30,7 +30,7 @@ class Unit(StrEnum):
     REQUESTS = "requests"
     TOKENS = "tokens"
     NANOS = "nanos"
-    """Billionths of the currency unit of the prices."""
+    """Billionths of the currency's unit."""
     ADAPTERS = "adapters"
     BYTES = "bytes"
     LOADS = "loads"

@@ -36,7 +36,7 @@ class EffectiveLimit:
 
     policy: QuotaPolicy
     is_inherited: bool
-    """True if the policy is the platform's."""
+    """True if the tenant inherits the policy from the platform."""
     used: int
     """The amount used in a budget's window, taken from a rate's bucket, or stored."""
     reserved: int
@@ -68,7 +68,9 @@ class QuotaOverview:
         self._prices = PriceReader(database)
 
     def effective(self, caller: QuotaCaller) -> tuple[EffectiveLimit, ...]:
-        """List the caller's limits by metric: the tenant's first, then the key's and the adapter's."""
+        """List the caller's limits, sorted by metric. For each metric, limits of the tenant come first, then limits of
+        the key and of the adapter.
+        """
         with self._database.read() as connection:
             cache, counters, bindings, now_us = self._read(connection, caller, None)
             standing = [(binding, binding.current(counters.get(binding.key), now_us)) for binding in bindings]
@@ -89,8 +91,8 @@ class QuotaOverview:
     ) -> Admissibility:
         """Check whether the caller's request would be admitted now, or with the policy `trial` in force.
 
-        A trial, from `QuotaPolicies.propose`, continues from the counter of the policy that it would change. A new
-        policy starts from zero.
+        `QuotaPolicies.propose` returns such a policy. The check uses the counter of the policy that `trial` would
+        change, or an unused counter if `trial` is a new policy.
         """
         with self._database.read() as connection:
             cache, counters, bindings, now_us = self._read(connection, caller, trial)

@@ -1,4 +1,4 @@
-"""Quota policies, which limit the usage of tenants, keys and adapters. Each subject has one policy per metric.
+"""Quota policies, which limit the usage of tenants, keys and adapters. Each subject has at most one policy per metric.
 
 A policy limits one metric of one subject: the platform, a tenant, a key or an adapter. A tenant without a hard or soft
 policy of its own inherits the platform's policy, but has its own counter. Every policy that applies to a request must
@@ -9,7 +9,7 @@ admit it.
 - `soft` and `shadow` policies never refuse requests. Under a rate or concurrency limit, only requests within the limit
   are charged, so `exceeded` counts the admissions and extensions that a hard policy would refuse. Under a budget, all
   usage is charged. The header `x-loramux-quota-exceeded` tells callers about exceeded soft limits, never about shadow
-  policies. A refusal names its policy in `x-loramux-quota-policy`.
+  policies. A refusal names its policy in `x-loramux-quota-policy`, unless another tenant owns the policy.
 - Contradictions are refused: a daily budget above the monthly budget if both are hard, a burst for a metric that is not
   a rate, and a burst with a limit of 0. A key's limit can exceed its tenant's limit. The lower limit applies.
 """
@@ -35,7 +35,7 @@ from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind
 PLATFORM = "platform"
 
 ADAPTER = "adapter"
-"""The scope of policies that limit each tenant's calls to an adapter: the owner's calls and each grantee's."""
+"""The scope of policies that limit calls to an adapter, separately for the owner and for each tenant with a grant."""
 
 HARD, SOFT, SHADOW = MODES = ("hard", "soft", "shadow")
 
@@ -85,8 +85,8 @@ class _Held:
 class QuotaPolicies:
     """The policies in the database. A metric without a policy is unlimited.
 
-    A tenant's own policy replaces the platform's for that metric. A shadow policy only counts, and leaves the
-    platform's policy in force. Policies of keys and adapters apply in addition to the tenant's.
+    A tenant's own policy replaces the platform's policy for the same metric. A shadow policy only counts, and leaves
+    the platform's policy in force. Policies of keys and adapters apply in addition to the tenant's.
     """
 
     def __init__(self, database: Database) -> None:

@@ -18,7 +18,7 @@ from loramux.platform.quotas.policies import PLATFORM, SHADOW, QuotaPolicy, poli
 from loramux.platform.quotas.rules import Binding
 
 MAX_ENTRIES = 200_000
-"""Maximum number of entries in a cache: subjects, callers, and policies with charges. A full cache is emptied."""
+"""Maximum number of entries in a cache: subjects, callers, and bindings of charges. A full cache is emptied."""
 
 _policies, _tenants = schema.quota_policies, schema.tenants
 
@@ -41,7 +41,7 @@ class PolicyCache:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.has_costs = False
-        """True if any of the cached policies is a budget in money."""
+        """True if any of the cached policies is a cost budget."""
         self._has_windows = False
         self._reading = threading.Lock()
         self._policies: dict[str, QuotaPolicy | None] = {}
@@ -177,7 +177,7 @@ class PolicyReader:
 
 
 def among(dialect: str, wanted: Column[Any], values: Sequence[str]) -> ColumnElement[bool]:
-    """Match rows that have one of the values in the column."""
+    """Match rows in which the column has one of the values."""
     if dialect == "postgresql":
         # An array of any length is a single parameter, so the server plans the statement only once.
         return wanted == any_(bindparam(None, list(values), type_=ARRAY(String)))

@@ -43,7 +43,9 @@ class Spent:
     has_begun: bool = True
 
     def keeps(self, metric: Metric) -> bool:
-        """True if the amount taken from a rate at admission stays used. For a load, True if the engine received it."""
+        """Return whether a rate keeps the amount charged at admission. For loads, it does if the request reached the
+        engine. Otherwise, it does if the request ran.
+        """
         return self.has_begun if metric.unit is Unit.LOADS else self.has_run
 
     def of(self, metric: Metric) -> int:
@@ -63,7 +65,7 @@ class Binding:
     def of(cls, policy: QuotaPolicy, tenant_id: str, window: Window = NO_WINDOW) -> Binding:
         """Bind a policy to the caller's tenant.
 
-        If the policy belongs to another tenant, each calling tenant has a separate counter.
+        If the policy belongs to the platform or to another tenant, each calling tenant has a separate counter.
         """
         subject_id = policy.subject_id if tenant_id == policy.tenant_id else tenant_id
         return cls(policy, METRICS[policy.metric], CounterKey(policy.id, subject_id, window.start_us), window)
@@ -85,7 +87,7 @@ class Binding:
         return counter
 
     def never_admits(self, cost: int) -> bool:
-        """True if waiting cannot help because even an unused counter is too small. False for a limit of 0."""
+        """True if even an unused counter could not admit `cost`. False for a limit of 0 and for concurrency limits."""
         if self.policy.limit == 0 or self.metric.kind is Kind.CONCURRENCY:
             return False
         return cost > (self.policy.burst if self.metric.kind is Kind.RATE else self.policy.limit)
@@ -130,7 +132,9 @@ class Binding:
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 
     def take(self, counter: Counter, cost: int) -> Counter:
-        """Charge `cost`. Requests and loads are used immediately. Tokens and money are reserved until settlement."""
+        """Charge `cost`. A rate of requests or loads counts it as used immediately. Other metrics reserve it until
+        settlement.
+        """
         if self.metric.kind is Kind.RATE and self.metric.unit is not Unit.TOKENS:
             return counter.changed(level=-cost * UNITS)
         return counter.changed(reserved=cost)
@@ -141,7 +145,7 @@ class Binding:
         return self.metric.unit in (Unit.TOKENS, Unit.NANOS)
 
     def is_settled_by(self, spent: Spent) -> bool:
-        """True if a settlement changes the counter. Requests and loads are charged at admission."""
+        """True if a settlement changes the counter. Rates of requests and loads are charged at admission."""
         return self.metric.kind is not Kind.RATE or self.metric.unit is Unit.TOKENS or not spent.keeps(self.metric)
 
     def give_back(self, counter: Counter, held: int, spent: Spent) -> Counter:

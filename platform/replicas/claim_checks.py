@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class ClaimChecks:
-    """Decides whose claims to trust.
+    """Decides which servers' claims to trust.
 
     Claims are hints, but a server with false claims would attract requests for adapters that it has yet to load.
     """

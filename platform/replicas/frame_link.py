@@ -13,11 +13,11 @@ LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
 """Longest frame, in bytes. The longest message is an Add whose prompt fills a whole request body."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum number of unsent bytes. With more, the other server is not reading, and the connection is closed."""
+"""Maximum number of unsent bytes. If there are more, the other server is not reading, so the connection is closed."""
 PULSE_S = 1.0
 """Interval between empty frames, in seconds. They let each side notice that the other is unreachable."""
 MAX_SILENT_PULSES = 10
-"""A connection is lost after this many pulses without a frame from the other server."""
+"""A connection counts as lost after this many pulses without a frame from the other server."""
 
 
 class FrameRefused(Exception):
@@ -127,7 +127,7 @@ class FrameLink(asyncio.Protocol):
     def _beat(self) -> None:
         if self.lost.done():
             return
-        # Count pulses instead of measuring time, so that a process that was suspended does not blame the other server.
+        # Count pulses instead of measuring time, so that suspending this process does not end the connection.
         if self._num_silent >= MAX_SILENT_PULSES:
             self.abort(f"the other server was silent for {MAX_SILENT_PULSES * PULSE_S:.0f} s")
             return

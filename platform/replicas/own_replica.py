@@ -15,7 +15,7 @@ from loramux.platform.routing.views import ReplicaView
 
 
 class OwnReplica:
-    """This server's row and the summary of its adapters, as of the last `observe`."""
+    """This server's row and the summary of its adapters, as of the last call of `observe`."""
 
     def __init__(self, row: ReplicaRow, certificates: OwnCertificates) -> None:
         self.row = row

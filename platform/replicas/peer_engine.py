@@ -52,5 +52,5 @@ class PeerEngine(FollowedEngine):
         return connection
 
     def _log_loss(self) -> None:
-        # Other servers stop whenever their operators restart them, and this server then runs requests elsewhere.
+        # This is no error. Operators restart servers at any time, and requests then run elsewhere.
         log.info("a replica is gone", replica=self.peer.row.id, address=self.peer.row.address)

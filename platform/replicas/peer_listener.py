@@ -16,7 +16,7 @@ from loramux.platform.replicas.peer_relay import PeerRelay, RelayedEngine
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 128
-"""Maximum number of connections, including handshakes. Further connections wait in the kernel's backlog."""
+"""Maximum number of connections, including those in a handshake. Further connections wait in the kernel's backlog."""
 MAX_CONNECTIONS_EACH = 2
 """Maximum number of connections from one server. The second replaces a connection that is about to be lost."""
 CLOSE_WAIT_S = 1.0
@@ -129,7 +129,8 @@ class PeerListener:
                 lambda: relay.link, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
             )
         except OSError as error:
-            # This is a port scanner, an attacker, or a server whose certificate has expired or is not known yet.
+            # The other side is a port scanner, an attacker, or a server whose certificate has expired or is not known
+            # yet.
             log.info("a connection was refused: it presented no accepted certificate", reason=str(error))
             self._count_refusal("handshake")
             return

@@ -18,7 +18,7 @@ from loramux.platform.replicas.frame_link import FrameLink, FrameRefused
 MAX_EARLY_FRAMES = 16
 """Maximum number of frames that can arrive before the other server's certificate has been checked."""
 MAX_SEQUENCES = 65_536
-"""Maximum number of unfinished sequences of one connection."""
+"""Maximum number of unfinished sequences per connection."""
 DEATH_POLL_S = 0.02
 DEATH_WAIT_S = 2.0
 """Longest wait for the supervisor to determine which sequences a dead engine was running, in seconds."""
@@ -28,7 +28,7 @@ FromPeer = Add | Extend | Abort | Load | Credit | StatsRequest
 
 
 class RelayedEngine(Protocol):
-    """The local engine, as the listener sees it."""
+    """The attributes of the local engine that the listener and its relays use."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -38,7 +38,7 @@ class RelayedEngine(Protocol):
 
     @property
     def ran_at_death(self) -> frozenset[str]:
-        """The sequences that the last engine was running when it died."""
+        """IDs of the sequences that the last engine was running when it died."""
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -51,8 +51,8 @@ class _Envelope(msgspec.Struct, frozen=True):
 class PeerRelay:
     """Connects to the engine on behalf of another server, which the engine treats as one more gateway.
 
-    When the connection ends, the engine ends its sequences. When the engine dies, the other server learns which of its
-    sequences were running. Sequences that were still waiting can run elsewhere.
+    When the connection ends, the engine ends the connection's sequences. When the engine dies, the other server learns
+    which of its sequences were running. Sequences that were still waiting can run elsewhere.
     """
 
     def __init__(self, context: zmq.asyncio.Context, engine: RelayedEngine) -> None:
@@ -72,7 +72,9 @@ class PeerRelay:
         return len(self._prompt_tokens)
 
     async def run(self) -> str:
-        """Relay until either side ends the connection, and return the reason. Check the peer's certificate first."""
+        """Relay until either side ends the connection, and return the reason. The caller must check the peer's
+        certificate first.
+        """
         self._socket = socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             socket.setsockopt(option, 0)

@@ -29,7 +29,7 @@ from loramux.platform.routing.views import ReplicaView
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 BEAT_S = 1.0
-"""Interval between two beats, in seconds."""
+"""Interval between beats, in seconds. Each beat publishes this server's row and reads the rows of other servers."""
 STATS_WAIT_S = 1.0
 DRAIN_POLL_S = 0.1
 EXCHANGE_WAIT_S = 2.0
@@ -94,7 +94,9 @@ class Presence:
         return self._listener.num_sequences
 
     def reports(self) -> list[ReplicaReport]:
-        """This server first, then its peers and the refused servers, each sorted by identifier."""
+        """Report on this server first, then on its peers, then on refused servers. Peers and refused servers are each
+        sorted by identifier.
+        """
         own, now_s = self._own.view(self._clock()), self._clock()
         found = [report_of(self._own.row, len(own.holds), self._own.row.state, 0.0, is_own=True)]
         for name, peer in sorted(self._book.peers.items()):
@@ -149,7 +151,7 @@ class Presence:
         self._route()
 
     async def check_claims(self) -> None:
-        """Check the claims of one peer. Successive calls take turns among the peers."""
+        """Check the claims of one peer. Successive calls check the peers in turn."""
         ready = sorted(name for name, engine in self._peers.items() if engine.is_ready and name in self._book.peers)
         if not ready:
             return

@@ -1,4 +1,4 @@
-"""What a server publishes about itself in the table `replicas`."""
+"""The row that a server publishes about itself in the table `replicas`."""
 
 from __future__ import annotations
 

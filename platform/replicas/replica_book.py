@@ -1,4 +1,4 @@
-"""The other servers as seen by one reader of the tables: which are alive, and which are refused and why."""
+"""Tracks which other servers are alive, and which are refused and why."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from loramux.platform.replicas.replica_table import Summary, TableReading
 from loramux.platform.replicas.residency import SummaryRefused, read_summary
 
 GONE_S = 5.0
-"""A server whose beat has not changed for this many seconds is gone."""
+"""A server whose beat has not changed for this many seconds counts as gone."""
 FORGOTTEN_S = 600.0
 """The rows of a server whose beat has not changed for this many seconds are deleted."""
 MAX_GAP_S = 2.0
-"""Longest time counted between two readings, in seconds. In longer gaps, the database may have been unreachable."""
+"""Maximum time counted between two readings, in seconds. During longer gaps, the database may have been unreachable."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another live server with the same version, and with the same base or one that takes part in the same draw."""
+    """Another live server with the same version, and with either the same base or a base in the same draw."""
 
     row: ReplicaRow
     certificates: tuple[PublishedCertificate, ...]
@@ -45,7 +45,7 @@ class Peer:
 
 @dataclass(slots=True)
 class _Sighting:
-    """The reader's memory of one row. Beats are compared with each other, never with a clock."""
+    """The state that the reader keeps for one row. Beats are compared with each other, never with a clock."""
 
     beat: Any
     changed_s: float
@@ -60,7 +60,7 @@ class _Sighting:
 class ReplicaBook:
     """Derives `peers` and `refused` from readings of the tables. Pass each reading to `note`.
 
-    `count_refusal` receives the reason when a server is refused or its summary is ignored: `base`, `version`,
+    `count_refusal` is called with the reason when a server is refused or its summary is ignored: `base`, `version`,
     `protocol`, `certificate`, `summary` or `malformed`. Each refusal is logged and counted once.
     """
 
@@ -91,7 +91,7 @@ class ReplicaBook:
 
     @property
     def forgotten(self) -> Mapping[str, Any]:
-        """The last beats of the servers whose rows should be deleted."""
+        """The last beats of the servers whose rows should be deleted, by the server's identifier."""
         return {name: one.beat for name, one in self._sightings.items() if one.unchanged_s > FORGOTTEN_S}
 
     def note(self, reading: TableReading) -> None:

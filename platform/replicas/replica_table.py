@@ -74,7 +74,7 @@ class ReplicaTable:
         return TableReading(rows=[_columns(row) for row in rows], summaries=summaries, shares=shares)
 
     def remove(self, replica_id: str, beat: int | None = None) -> None:
-        """Delete a server's rows. If `beat` is given, delete them only if the server's beat is still this one."""
+        """Delete a server's rows. If `beat` is given, delete them only if the row still has this beat."""
         with self._database.write() as connection:
             found = select(replicas.c.id).where(replicas.c.id == replica_id)
             if beat is not None:
@@ -86,5 +86,5 @@ class ReplicaTable:
 
 
 def _columns(row: Row[Any]) -> Mapping[str, Any]:
-    # SQLAlchemy's names are a subclass of str, which msgspec does not accept.
+    # SQLAlchemy's column names belong to a subclass of str, which msgspec does not accept.
     return {str(name): value for name, value in row._mapping.items() if name != "held_version"}

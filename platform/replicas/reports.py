@@ -38,7 +38,7 @@ class ReplicaReport:
     state: ReplicaState
     reason: str | None = None
     age_s: float | None = None
-    """Seconds since this server last noticed a new beat, by its own clock."""
+    """Seconds since the reporting server last saw a new beat of this server, by the reporting server's clock."""
     figures: ReplicaFigures | None = None
 
 

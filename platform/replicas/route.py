@@ -1,4 +1,4 @@
-"""Where a sequence runs, and what a router needs to know about it."""
+"""Tracks where a sequence runs, and describes the sequence to a router."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX_TOKENS = 64
 
 
 class Route:
-    """Where one sequence runs."""
+    """The replica that runs one sequence, and the record of its moves."""
 
     def __init__(self, add: Add, order: BaseOrder | None, now_s: float) -> None:
         self.add = add

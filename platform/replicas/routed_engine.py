@@ -36,7 +36,7 @@ class RoutedEngine:
     """Runs sequences on the replicas that a router chooses. `load`, `unload`, `pin` and `stats` use the local engine.
 
     A sequence runs on this server's base, `base_id`, unless it comes with an order of bases. Then it runs on the first
-    base with a replica that can run it. Each base has its own router, which `new_router` makes.
+    base with a replica that can run it. Each base has its own router, which `new_router` creates.
 
     If a replica refuses a sequence because the replica is draining, or is lost before the sequence is known to have
     run, the sequence is submitted elsewhere under the same id. A sequence that has started ends with
@@ -45,8 +45,8 @@ class RoutedEngine:
     Only the last Finished reaches the caller, so nothing is charged twice.
 
     `count_forwarded` receives the outcome of each forwarded sequence: `completed`, `failed` or `lost`. It also receives
-    `moved` for each move away from another server. `count_fallback` is called once for each sequence that runs on
-    another base than the drawn one.
+    `moved` for each move away from another server. `count_fallback` is called once for each sequence that runs on a
+    base other than the drawn one.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class RoutedEngine:
         return stream
 
     def _bases_of(self, route: Route) -> Sequence[BaseReplicas]:
-        """The bases that may run the sequence and have a replica, the preferred one first. This server's own is always
-        included if it may run the sequence.
+        """The bases that may run the sequence and have a replica, in order of preference. This server's own base is
+        always included if it may run the sequence.
         """
         if route.order is None:
             return (self._own,)

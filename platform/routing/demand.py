@@ -1,4 +1,4 @@
-"""How much of this gateway's traffic each adapter receives."""
+"""Measures each adapter's share of this gateway's traffic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Count:
         self.at_s = at_s
 
     def decay(self, now_s: float) -> None:
-        # If the clock stands still or goes back, the weights do not decay.
+        # If the clock stands still or is set back, the weights do not decay.
         if now_s > self.at_s:
             self.num_recent *= math.exp((self.at_s - now_s) / AVERAGE_S)
         self.at_s = now_s

@@ -11,16 +11,16 @@ FULL_POOL_COST = 1.0
 """Penalty for a pool without free pages, in units of load."""
 
 LOCAL_CREDIT = 0.05
-"""Credit of the gateway's own engine, in units of load, because it needs no forwarding."""
+"""Credit for the gateway's own engine, in units of load, because it needs no forwarding."""
 
 
 class KnownReplica:
     """A replica's cost and residency.
 
-    `load` is the number of running and waiting sequences divided by the capacity. The number is the reported one plus
-    the change in this gateway's own sequences since the report. A report is already old when it arrives, so it may lack
-    requests that this gateway had sent before. The change is therefore measured from this gateway's lowest number of
-    sequences during the previous report. This can count a request twice until the next report, but never misses one.
+    `load` is the number of running and waiting sequences divided by the capacity. This number is the reported number
+    plus the change in this gateway's own sequences since the report. A report is already old when it arrives, so it may
+    lack requests that this gateway had sent before. The change is therefore measured from this gateway's lowest number
+    of sequences during the previous report. This can count a request twice until the next report, but never misses one.
 
     `cost` is the load, plus a penalty for a pool that is short of pages, minus the credit of the local engine.
     """

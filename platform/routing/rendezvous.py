@@ -33,7 +33,7 @@ class RendezvousOrder:
             self._orders.clear()
 
     def order(self, key: int) -> tuple[str, ...]:
-        """Return all replicas, the first home first."""
+        """Return the ids of all replicas, in the order in which they become homes of the key."""
         order = self._orders.get(key)
         if order is not None:
             self._orders.move_to_end(key)

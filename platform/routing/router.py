@@ -17,7 +17,7 @@ COPY_PART = 1 / 4
 """Fraction of a replica's capacity that one copy of an adapter should serve. More demand requires more copies."""
 
 NUM_SPARE_HOMES = 1
-"""Number of homes in excess of copies, so that each copy can be placed on the emptier of two replicas."""
+"""Number of homes in addition to the copies, so that each copy can be placed on the better of two homes."""
 
 HELD_COST = 2.0
 """Cost of placing an adapter in a pool that holds the mean number of adapters, in units of load."""
@@ -26,7 +26,7 @@ LOAD_BOUND = 1.2
 """Cost above which a home's requests may go elsewhere, relative to the mean load of all replicas."""
 
 LEAST_BOUND = 0.5
-"""Cost below which no request leaves its homes, regardless of the mean load."""
+"""Cost below which no request leaves the homes of its adapter, regardless of the mean load."""
 
 COLD_COST = 0.8
 """Cost of loading an adapter, in units of load. Smaller differences in load do not justify another copy."""
@@ -37,7 +37,7 @@ PREFIX_CREDIT = 0.5
 PREFIX_TOKENS = 4096
 
 FULL_FLEET = 0.95
-"""Fraction of used sequence slots at or above which shares are held to their weighted parts."""
+"""If at least this fraction of sequence slots is used, shares over their weighted part stay on existing copies."""
 
 MAX_PREFETCHES = 8
 """Maximum number of adapters per replica that one call of `prefetches` returns."""
@@ -51,10 +51,10 @@ class Router:
 
     **Homes.** An adapter needs k copies, where k is proportional to its share of the recent traffic (`AdapterDemand`).
     The router assumes that all gateways see the same share, and applies it to the sequences that the replicas report.
-    The adapter's homes are the first k + 1 replicas of its rendezvous order, so gateways agree on them if they agree
-    on k. A copy is placed on the home with the lowest load and the fewest adapters (the power of two choices; Azar et
-    al., "Balanced allocations", 1999). If k has grown or the homes have changed, requests go to existing copies, and
-    `prefetches` names the adapters to load.
+    The adapter's homes are the first k + 1 replicas of its rendezvous order, so gateways agree on them if they agree on
+    k. A copy is placed on the cheapest home, where each adapter that a home already holds adds to its cost (the power
+    of two choices; Azar et al., "Balanced allocations", 1999). If k has grown or the homes have changed, requests go to
+    existing copies, and `prefetches` returns the adapters to load.
 
     **Choice.** A request goes to the cheaper of two random copies on the homes. The router does not choose the cheapest
     of all copies: views are up to two reports old, so all gateways would choose the same replica until the next report
@@ -128,7 +128,7 @@ class Router:
         return self._choose_for_adapter(request, request.digest).id
 
     def note_started(self, replica_id: str, request: RoutingRequest) -> None:
-        """Count a request that was sent to a replica. For each call, later call `note_ended` exactly once."""
+        """Count a request that was sent to a replica. The caller must later call `note_ended` exactly once."""
         self._demand.start(_prefix(request))
         self._shares.start(request.share_key, request.weight)
         if request.prefix_key is not None:
@@ -169,7 +169,8 @@ class Router:
         copies = [replica for replica in homes if replica.holds(prefix)]
         elsewhere = place = None
         if len(copies) < num_copies:
-            # A copy elsewhere serves until a home holds the adapter. All gateways choose the first in the order.
+            # Until a home holds the adapter, a replica elsewhere that holds it runs the requests. All gateways choose
+            # the first such replica in the order.
             elsewhere = next((replica for replica in order[len(homes) :] if replica.holds(prefix)), None)
             place = min((replica for replica in homes if not replica.holds(prefix)), key=self._placement_cost)
             if (copies or elsewhere) and not is_held_back and len(self._wanted) < MAX_WANTED:
@@ -211,7 +212,9 @@ class Router:
         return chosen, cost
 
     def _spill(self, prefix: int, order: Sequence[KnownReplica], chosen: KnownReplica, cost: float) -> KnownReplica:
-        """Return a cheaper replica than the overloaded `chosen`, or `chosen`. Loading the adapter adds to the cost."""
+        """Return a replica that is cheaper than the overloaded `chosen`, if there is one, or `chosen`. The cost
+        includes loading the adapter.
+        """
         for replica in order:
             if replica.cost < cost and replica.holds(prefix):
                 chosen, cost = replica, replica.cost

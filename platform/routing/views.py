@@ -40,7 +40,7 @@ class RoutingRequest:
     digest: str | None
     """The adapter's digest, in hexadecimal. None means the base model."""
     prefix_key: bytes | None
-    """A key that is equal for requests that can share cached pages, such as a conversation's turns, or None."""
+    """A key that is equal for requests that can share cached pages, such as the turns of a conversation."""
     share_key: str
     weight: int
     num_prompt_tokens: int

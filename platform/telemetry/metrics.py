@@ -1,7 +1,7 @@
 """Prometheus metrics of a gateway.
 
-Labels come from small fixed sets, never from tenants, keys or paths. The only exception is the list of the quota
-policies with the most refusals, at most ten. docs/metrics.md lists every metric.
+Labels come from small fixed sets, never from tenants, keys or paths. The only exception is the list of the ten quota
+policies with the most refusals. docs/metrics.md lists every metric.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class GatewayMetrics:
             "loramux_forwarded_sequences", "Sequences that other servers ran for this one, by outcome", "outcome"
         )
         self.base_fallbacks = self._counter(
-            "loramux_base_fallbacks", "Sequences that another base than the drawn one ran"
+            "loramux_base_fallbacks", "Sequences that ran on a base other than the drawn one"
         )
         self.replica_refusals = self._counter(
             "loramux_replica_refusals", "Refused servers, claims and connections, by reason", "reason"
@@ -136,7 +136,7 @@ class GatewayMetrics:
 
         self.validations = self._counter("loramux_validations", "Validated uploads, by outcome", "outcome")
         self.base_versions = self._gauge(
-            "loramux_base_versions", "Ready versions by their verdict for the served base", "verdict"
+            "loramux_base_versions", "Ready versions, by verdict for the served base", "verdict"
         )
         self.validation_seconds = self._histogram("loramux_validation_seconds", "Duration of a validation", SECONDS)
         self.admin_requests = self._counter("loramux_admin_requests", "Answered admin calls", "method", "status")

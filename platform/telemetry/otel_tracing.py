@@ -42,7 +42,7 @@ class OtelTracing:
         above, links = Context(), []
         if self._clients != "ignore" and "traceparent" in headers:
             # The propagator ignores a malformed header. `tracestate` and `baggage` are not needed, and a client could
-            # use them to inflate all our messages, so they are not extracted.
+            # use them to inflate internal messages, so they are not extracted.
             theirs = _PROPAGATOR.extract({"traceparent": headers["traceparent"]}, Context())
             of_client = trace.get_current_span(theirs).get_span_context()
             if of_client.is_valid and self._clients == "parent":
@@ -101,7 +101,7 @@ class _Trace:
         try:
             yield span
         except ApiError as error:
-            # Messages can quote client input. Codes cannot.
+            # Messages can quote client input, but codes cannot.
             failure = error.code
             raise
         except BaseException as error:

@@ -65,8 +65,8 @@ class ChatTemplate:
         """Render a conversation as a prompt. Raises InvalidRequest if a limit or the template rejects it.
 
         `tools` are in OpenAI's format, or None if the request has none. `kwargs` are additional variables for the
-        template.
-        `add_generation_prompt` opens the assistant's turn. `continue_final_message` leaves the last message open.
+        template. `add_generation_prompt` appends the start of the assistant's turn. `continue_final_message` leaves the
+        last message open.
         """
         check_kwargs(kwargs or {})
         try:
@@ -82,7 +82,9 @@ class ChatTemplate:
             raise InvalidRequest(refused.message, param=refused.param) from None
 
     def features(self) -> TemplateFeatures:
-        """What the templates support. Raises TemplateRefused if they do not render a plain conversation."""
+        """Return the features that the templates support. Raises TemplateRefused if they do not render a plain
+        conversation.
+        """
         return check_template(self._render)
 
     def _render(self, conversation: Conversation) -> str:

@@ -15,8 +15,8 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read a message's reasoning. Most templates read the first."""
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the message to continue. transformers uses the same mark, and some templates look for it. The space
-shows whether the template strips messages.
+"""Marks the end of the message to continue. transformers uses the same mark, and some templates look for it. The
+trailing space shows whether the template strips messages.
 """
 
 _MAX_REASON_CHARS = 500
@@ -90,7 +90,7 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _message(message: Mapping[str, Any], has_channels: bool) -> dict[str, Any]:
-    """Drop null fields, which many templates would print, and copy the reasoning to each of its names."""
+    """Drop null fields, which many templates would print, and copy the reasoning to the names that templates read."""
     shown = {name: value for name, value in message.items() if value is not None}
     reasoning = next((shown[name] for name in _REASONING_FIELDS if name in shown), None)
     if reasoning is None:

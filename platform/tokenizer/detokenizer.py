@@ -9,7 +9,7 @@ from typing import Protocol
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 CONTEXT_TOKENS = 5
-"""Number of preceding tokens to decode with new ones, so that spaces and split characters come out right."""
+"""Number of preceding tokens to decode with new ones, so that spaces and split characters are decoded correctly."""
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -31,7 +31,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """Decodes tokens of a byte-level vocabulary: the tokens' bytes, concatenated, are the text."""
+    """Decodes tokens of a byte-level vocabulary. The text is the concatenation of their bytes."""
 
     def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._bytes_of = tokenizer.text_bytes if skip_special_tokens else tokenizer.token_bytes
@@ -51,7 +51,7 @@ class ByteDetokenizer:
 
 
 class ContextDetokenizer:
-    """Decodes each token together with the preceding tokens, which works with every decoder of the library.
+    """Decodes each token together with the preceding tokens, which works with every decoder of the tokenizers library.
 
     The text of `ids[start:read]` has been emitted. `ids[read:]` are held back. The bytes of the tokens show whether a
     character is incomplete. U+FFFD in the text does not, because a model can also write U+FFFD itself.
@@ -108,7 +108,7 @@ class StopStrings:
         self.is_found = False
 
     def feed(self, text: str) -> str:
-        """Add `text` and return what can be shown now.
+        """Add `text` and return the text that can be shown now.
 
         If it completes a stop string, set `is_found` and stop before the string, or after it if `is_shown`.
         """

@@ -1,4 +1,5 @@
-"""The Jinja environment of chat templates. It offers what Hugging Face's templates use, within limits.
+"""The Jinja environment of chat templates. It offers the features that Hugging Face's templates use, and enforces
+limits.
 
 Templates read values and build text. They cannot change a message, reach Python's internals, or import anything.
 """
@@ -26,7 +27,7 @@ MAX_RENDER_S = 0.5
 """Limit on one rendering's processor time, in seconds."""
 
 _STEPS_PER_LOOK = 64
-"""Number of accesses to attributes and items, and of calls, between two readings of the clock."""
+"""Number of attribute accesses, item accesses and calls after which the clock is read again."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -51,7 +52,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.template_class.from_code(self, code, self.make_globals(None))
 
     def text(self, template: Template, variables: dict[str, Any]) -> str:
-        """Render a template of this environment, which can raise any exception."""
+        """Render a template of this environment. The template can raise any exception."""
         self._clock.start()
         parts, num_chars = [], 0
         for part in template.generate(variables):

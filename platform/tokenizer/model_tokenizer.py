@@ -1,4 +1,4 @@
-"""Conversion between text and token ids, for one base model."""
+"""Converts between text and token ids for one base model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesErr
 from loramux.platform.tokenizer.extended_tokenizer import extended_tokenizer, next_token_id
 
 MAX_TOKENISED_AT_ONCE = 4 * 1024
-"""Longest text tokenised on the event loop, in characters. This takes under a millisecond. Longer texts would block."""
+"""Longest text, in characters, tokenised on the event loop, which takes under a millisecond. Longer texts are tokenised
+on a thread.
+"""
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -52,8 +54,8 @@ class ModelTokenizer:
     def with_tokens(self, tokens: Sequence[AddedToken]) -> ModelTokenizer:
         """Return a tokenizer that also knows an adapter's own tokens.
 
-        The model is shared, so this takes a few milliseconds and little memory. Raises AdapterRejected if the tokens
-        cannot be added to this tokenizer.
+        The two tokenizers share their model, so this takes a few milliseconds and little memory. Raises AdapterRejected
+        if the tokens cannot be added to this tokenizer.
         """
         return ModelTokenizer(extended_tokenizer(self._tokenizer, tokens), self._chat_template, self)
 
@@ -98,12 +100,12 @@ class ModelTokenizer:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token. For a special token, these are its name."""
+        """Return the bytes of one token. For a special token, return the bytes of its name."""
         return self._bytes.of(token_id)
 
     @property
     def joins_bytes(self) -> bool:
-        """True if the tokens' bytes, concatenated, are the text."""
+        """True if a text is the concatenation of its tokens' bytes."""
         return self._bytes.are_joined
 
     def text_bytes(self, token_id: int) -> bytes:
@@ -116,7 +118,7 @@ class ModelTokenizer:
         return token_id if token_id is not None and self._bytes.is_hidden(token_id) else None
 
     def marker_token_id(self, text: str) -> int | None:
-        """Return the ID that a grammar must use for this text, or None if it can spell the text.
+        """Return the ID that a grammar must use for this text, or None if the grammar can spell it out.
 
         Like llguidance, this treats each added token of the form `<...>` as special, even if it is shown in texts, as
         Qwen's `<tool_call>` is.
@@ -127,8 +129,7 @@ class ModelTokenizer:
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if len(text) <= MAX_TOKENISED_AT_ONCE:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        # Use a batch of one: only for batches does the library release the interpreter lock, which the event loop
-        # needs.
+        # Use a batch of one. The event loop needs the interpreter lock, and the library releases it only for batches.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
@@ -148,7 +149,7 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: Tokenizer, base: TokenBytes | None = None) -> None:
-        """`base` contains the bytes of the tokens of the tokenizer that `tokenizer` extends, if there is one."""
+        """`base` contains the token bytes of the tokenizer that `tokenizer` extends, if it extends one."""
         self._tokenizer = tokenizer
         self._base = base
         added = tokenizer.get_added_tokens_decoder()

@@ -1,4 +1,4 @@
-"""Identifies how requests become token ids, so that servers know whether they prepare them in the same way."""
+"""Identifies how a server turns requests into token ids. Servers with equal hashes do so in the same way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loramux.platform.tokenizer.chat_template import ChatTemplate, read_special_
 
 
 def prompt_sha256(model_dir: Path, vocab_size: int) -> str:
-    """SHA-256 over the tokenizer, the chat templates, the special tokens and the size of the vocabulary.
+    """Return a SHA-256 over the tokenizer, the chat templates, the special tokens and the size of the vocabulary.
 
     Raises OSError, or ModelFilesError if a file is malformed.
     """

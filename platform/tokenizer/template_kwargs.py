@@ -13,7 +13,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 MAX_KWARGS = 32
 MAX_NAME_CHARS = 64
 MAX_DEPTH = 8
-"""Deepest nesting of lists and objects in one value."""
+"""Maximum depth of nested lists and objects in one value."""
 MAX_SIZE = 16 * 1024
 """Maximum total size of all entries: the characters of names and strings, plus one per value."""
 
@@ -24,7 +24,7 @@ _RESERVED = frozenset(
 
 
 def check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest unless these are a few small JSON values and no name hides another variable."""
+    """Raise InvalidRequest unless the entries are few, small JSON values, and no name hides another variable."""
     if len(kwargs) > MAX_KWARGS:
         raise _invalid(f"has more than {MAX_KWARGS} entries")
     for name in kwargs:

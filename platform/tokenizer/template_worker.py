@@ -46,7 +46,9 @@ class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The refusal, or the rendered text or features. The compiled template is included unless the request had it."""
+    """The rendered text, the features, or the reason for a refusal. The compiled template is included unless the
+    request had it.
+    """
 
     text: str | None = None
     features: TemplateFeatures | None = None
@@ -57,7 +59,7 @@ class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 def answer_to(request: TemplateRequest, environment: ChatEnvironment) -> TemplateAnswer:
     try:
-        # An earlier fork made this code from the same tenant's template. Like the template, it runs only in forks.
+        # An earlier fork compiled this code from the same tenant's template. Like the template, it runs only in forks.
         code = marshal.loads(request.code) if request.code else environment.compiled(request.source)  # noqa: S302
         template = environment.template(code)
     except Exception as error:  # a malformed template can raise anything
@@ -74,10 +76,10 @@ def answer_to(request: TemplateRequest, environment: ChatEnvironment) -> Templat
 
 def main() -> int:
     environment, decoder, encoder = ChatEnvironment(), msgspec.json.Decoder(TemplateRequest), msgspec.json.Encoder()
-    # The first use loads state for all forks, such as the time zone, which a confined process cannot read.
+    # Render once before forking, to load state that a confined fork cannot read, such as the time zone.
     first = TemplateRequest(source=_FIRST_TEMPLATE, code=None, special_tokens={}, conversation=None)
     encoder.encode(answer_to(decoder.decode(encoder.encode(first)), environment))
-    # A garbage collection in a fork would copy the objects that exist now.
+    # Otherwise a garbage collection in a fork would copy the memory pages of all existing objects.
     gc.freeze()
     fork_for_each_request(idle_s=None)
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

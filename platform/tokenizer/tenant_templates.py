@@ -26,7 +26,7 @@ from loramux.platform.tokenizer.template_worker import TemplateAnswer, TemplateR
 from loramux.platform.turns import TenantTurns
 
 MAX_TEMPLATE_CHARS = 64 * 1024
-"""Longest template, in characters. The longest template of a supported model family has 17,000."""
+"""Longest template, in characters. The longest template of a supported model family has 17,000 characters."""
 
 WALL_S = 3.0
 """Limit on a rendering's wall time, in seconds. It allows for a busy machine."""
@@ -44,10 +44,10 @@ MAX_KEPT_PER_TENANT = 16
 """Maximum number of compiled templates kept per tenant."""
 
 MAX_CODE_BYTES = 512 * 1024
-"""Longest compiled template that is kept, in bytes. The longest compiled one of a supported model family has 70,000."""
+"""Longest compiled template that is kept, in bytes. For the supported model families, the longest has 70,000 bytes."""
 
 NICENESS = 1
-"""Niceness of a rendering: the engine and the gateway go first, but only slightly, because a request is waiting."""
+"""Niceness of a rendering. The engine and the gateway get only a slight priority, because a request is waiting."""
 
 RETRY_S = 1.0
 
@@ -119,14 +119,14 @@ class TenantTemplates:
         return answer.text
 
     async def features(self, tenant_id: str, source: str) -> TemplateFeatures:
-        """Return what a template supports, checked on its first use. Raises the same errors as `check`."""
+        """Return the features of a template, which is checked on its first use. Raises the same errors as `check`."""
         known = self._known.get((tenant_id, source))
         if known is not None and known.features is not None:
             return known.features
         return await self.check(tenant_id, source)
 
     async def check(self, tenant_id: str, source: str) -> TemplateFeatures:
-        """Return what a template supports. Raises InvalidRequest if it is not usable, RateLimited or Unavailable."""
+        """Return the features of a template. Raises InvalidRequest if it is not usable, RateLimited or Unavailable."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise InvalidRequest(_TOO_LONG, param="chat_template", code="chat_template_refused")
         try:

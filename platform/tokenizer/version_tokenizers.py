@@ -46,7 +46,7 @@ class VersionTokenizers:
         return found
 
     def check_upload(self, vocabulary: AddedVocabulary) -> None:
-        """Raise AdapterRejected if the tokens do not extend the base's tokenizer, or have no embedding rows."""
+        """Raise AdapterRejected if the tokens do not extend the base's tokenizer, or if they have no embedding rows."""
         self._base.with_tokens(vocabulary.tokens)
         num_tokens = self._base.num_tokens + len(vocabulary.tokens)
         if vocabulary.vocab_size < num_tokens:

@@ -1,4 +1,4 @@
-"""The base class of all parsers of text: reads text up to a block of calls, then the block."""
+"""Base class of the parsers that find tool calls in text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CallParser(ABC):
         self._steps = self._parse()
 
     def feed(self, text: str) -> list[Event]:
-        """Return the events that are certain after another piece of the answer."""
+        """Add a piece of the answer, and return the events that are now certain."""
         self._reader.add(text)
         next(self._steps)
         return self._found()
@@ -78,7 +78,7 @@ class CallParser(ABC):
             yield from self._block(marker)
             yield from reader.spaces()
         except Malformed:
-            # At the end of the answer, the parser was still waiting for more of this block.
+            # If the answer has ended, the parser was still waiting for more of this block.
             self.is_cut_off = reader.is_ended and self._num_calls > num_calls
             self._say(reader.taken())
         reader.mark()

@@ -7,7 +7,7 @@ from loramux.platform.tool_calls import harmony
 from loramux.platform.tool_calls.reasoning import HARMONY, REASONING_MARKERS, Markers
 
 _SIGNS = (
-    # Templates without a parser come first, because some use another format's markers.
+    # Formats without a parser come first, because some of their templates contain another format's markers.
     ("<function=", None),
     ("<arg_key>", None),
     ("<|channel|>", harmony.NAME),
@@ -21,14 +21,14 @@ _SIGNS = (
     ("[func_name1(", "pythonic"),
     ('{"name": function name, "parameters":', "llama3_json"),
     ("<|python_tag|>", "llama3_json"),
-    # These come after the instructions above, because a template with these markers can ask for JSON.
+    # This text comes after the texts above, because a template that contains it can also ask for JSON.
     ("<|python_start|>", "pythonic"),
 )
-"""Parsers' names by texts in a template. The first text that the template contains decides."""
+"""Pairs of a text in a template and the name of the parser. The first text that occurs in the template decides."""
 
 
 def parser_name_of(template_source: str) -> str | None:
-    """Return the parser for a template's calls, or None if its calls cannot be read."""
+    """Return the parser for a template's calls, or None if its calls cannot be parsed."""
     return next((name for sign, name in _SIGNS if sign in template_source), None)
 
 

@@ -12,7 +12,7 @@ class TextEvent:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The start of a call: its name is known. `index` counts the answer's calls from 0."""
+    """The start of a call, whose name is now known. `index` counts the answer's calls from 0."""
 
     index: int
     name: str
@@ -20,7 +20,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsEvent:
-    """A piece of the JSON text of a call's arguments, as the model wrote it."""
+    """A piece of the JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -28,7 +28,7 @@ class ArgumentsEvent:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The call is complete. Only calls that special tokens mark have this event."""
+    """The call is complete. Only calls delimited by special tokens have this event."""
 
     index: int
 

@@ -86,7 +86,7 @@ class _GemmaParser(CallParser):
         except Malformed:
             if not reader.is_exhausted:
                 raise
-            # The answer was cut off within a key or a value that has no JSON yet.
+            # The answer was cut off within a key or value before any of it was converted to JSON.
             self.is_cut_off = True
             reader.mark()
         yield from reader.spaces()

@@ -21,7 +21,7 @@ class OfferedTool(msgspec.Struct, frozen=True):
     name: str
     schema: dict[str, Any]
     param: str = "tools"
-    """The place of the schema in the request, for errors."""
+    """The request field that contains the schema, for error messages."""
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ def _thought(lines: list[str], thinking: Thinking, ids: Mapping[str, int]) -> st
 
 
 def _add_objects(lines: list[str], calls: Calls, json_options: Mapping[str, Any]) -> None:
-    """Add the rule `objects`: the calls of one block."""
+    """Add the rule `objects`, which matches the calls of one block."""
     syntax = SYNTAXES[calls.format]
     for index, tool in enumerate(calls.tools):
         before = syntax.before_arguments.replace("NAME", tool.name)
@@ -112,7 +112,7 @@ def _add_objects(lines: list[str], calls: Calls, json_options: Mapping[str, Any]
 
 
 def json_rule(tool: OfferedTool, json_options: Mapping[str, Any]) -> str:
-    """The expression for a tool's arguments."""
+    """Return the expression for a tool's arguments."""
     return f"%json {json.dumps({**tool.schema, 'x-guidance': dict(json_options)})}"
 
 

@@ -84,7 +84,8 @@ _BETWEEN = Place()
 
 
 class Harmony:
-    """The format with the tokens of one model. Reading is a function of the place and the next token.
+    """The format, with the token IDs of one model. The place after a token depends only on that token and the place
+    before it.
 
     Reading never raises, and a place takes bounded memory. A message without an end marker ends where the next header
     begins. Without `<|start|>`, a header begins after the end of a message.
@@ -104,7 +105,9 @@ class Harmony:
 
     @property
     def final_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the client must run a call before the model continues."""
+        """The tokens that end an answer. `<|call|>` does, because the client must run the call before the model
+        continues.
+        """
         return self.ids[RETURN], self.ids[CALL]
 
     def is_text(self, place: Place, token_id: int) -> bool:
@@ -140,7 +143,7 @@ class Harmony:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """How the channels of an answer are read. The answer begins at `place`."""
+    """Decides the destination of each message in an answer. The answer begins at `place`."""
 
     format: Harmony
     place: Place

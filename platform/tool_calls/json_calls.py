@@ -28,7 +28,7 @@ class JsonCallParser(CallParser):
                 break
             if not is_first and not (yield from reader.literal(",")):
                 if has_begun:
-                    return  # only the closing bracket is missing
+                    return  # only the closing brace is missing
                 raise Malformed
             is_first = False
             yield from reader.spaces()

@@ -1,4 +1,6 @@
-"""Python's literals: strings, numbers, True, False, None, lists and dicts. Only single tokens are evaluated."""
+"""Python's literals: strings, numbers, True, False, None, lists and dicts. `ast.literal_eval` is called only on single
+strings and numbers.
+"""
 
 from __future__ import annotations
 

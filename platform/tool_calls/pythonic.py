@@ -17,7 +17,7 @@ _LITERALS = PythonLiterals()
 class PythonicParser(JsonCallParser):
     """Reads a list of calls. Without the marker, the list must be the whole answer.
 
-    The calls of a list begin when the list is complete, because until then it may turn out to be text. A list may also
+    Calls are reported once their list is complete, because until then the list may turn out to be text. A list may also
     contain JSON objects. Forced calls are JSON objects, because these can express every schema.
     """
 

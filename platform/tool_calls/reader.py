@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, read by generators that wait for more."""
+"""Reads text that arrives in pieces, with generators that wait for more."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ REASONING_MARKERS: Mapping[str, Markers] = MappingProxyType(
 class ReasoningSplitter:
     """Splits text that arrives in pieces of any length.
 
-    An answer begins with thinking if the prompt ended inside it (`is_open`) or if the answer starts with the begin
-    marker, after optional whitespace. The thinking ends at the first end marker. If the prompt has already opened the
-    thinking, a begin marker at the start of the answer is dropped. Any other marker is text. Neither part includes the
-    markers or the newlines next to them. Thinking without an end marker lasts to the end of the answer.
+    An answer begins with thinking if the prompt ended inside the thinking (`is_open`) or if the answer starts with the
+    begin marker, after optional whitespace. The thinking ends at the first end marker. If the prompt has already opened
+    the thinking, a begin marker at the start of the answer is dropped. Any other marker is text. Neither part includes
+    the markers or the newlines next to them. Thinking without an end marker lasts to the end of the answer.
     """
 
     def __init__(self, begin: str = THINK.begin, end: str = THINK.end, *, is_open: bool) -> None:
@@ -61,7 +61,7 @@ class ReasoningSplitter:
         return self._is_thinking
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the thinking and the other text that are certain after another piece of the answer."""
+        """Add a piece of the answer. Return the thinking and the other text that are now certain."""
         return self._split(self._held + text, is_last=False)
 
     def flush(self) -> tuple[str, str]:
