@@ -16,9 +16,9 @@ class EngineUnavailable(Exception):
 class EngineClient(Protocol):
     """The interface through which a gateway runs sequences.
 
-    `submit` immediately returns an iterator, which yields SequenceOutput records and then one Finished. If the engine
-    dies, every stream ends with Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and the
-    aborted stream still ends with a Finished record. An unread stream blocks nothing else.
+    `submit` immediately returns an iterator, which yields SequenceOutput records and then one Finished record. If the
+    engine dies, every stream ends with Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and
+    the aborted stream still ends with a Finished record. An unread stream blocks nothing else.
 
     Implementations: `LocalEngine` and `JoinedEngine` for an engine on this machine, `PeerEngine` for the engine of
     another server, `RoutedEngine` for the engines of all servers that share requests, and `ScriptedEngine` for tests.
@@ -33,7 +33,7 @@ class EngineClient(Protocol):
 
     @property
     def is_live(self) -> bool:
-        """True if the engine is making progress or is idle. False from the time it hangs until its process is gone."""
+        """False from the time that the engine hangs until its process is gone, otherwise True."""
 
     @property
     def trouble(self) -> str | None:

@@ -40,7 +40,7 @@ MEMORY_ENVIRONMENT = {
         )
     )
 }
-"""Lets a step reuse memory freed by the previous one, in huge pages if the kernel offers them (GNU libc).
+"""Lets a step reuse memory that the previous step freed, in huge pages if the kernel offers them (GNU libc).
 
 Otherwise each large step would map memory for its activations again. A step with sixteen prompts of 64 tokens would
 cause 20,000 page faults. Reading weights from small pages takes twice as long. 32 MiB is the largest `mmap_threshold`
@@ -75,8 +75,8 @@ class EngineProcess:
                 stdout=output.write_fd,
                 stderr=output.write_fd,
                 pass_fds=(record_fd,),
-                # In its own session, the engine does not receive Ctrl-C from the terminal. The supervisor does, and
-                # drains first.
+                # In its own session, the engine does not receive Ctrl-C from the terminal. The supervisor receives it,
+                # and drains requests before it stops the engine.
                 start_new_session=True,
                 env=_environment(config.program_dir),
             )

@@ -44,7 +44,7 @@ NoteEnd = Callable[[Add, Finished], None]
 
 
 class EngineSession(ABC):
-    """Sends messages to an engine and dispatches the messages it sends back. Subclasses add the transport.
+    """Sends messages to an engine and dispatches the messages that the engine sends. Subclasses add the transport.
 
     A subclass sends `Credit(count=INITIAL_CREDIT)` first, passes each received message to `_dispatch`, and calls
     `_end_all` when the engine is gone.

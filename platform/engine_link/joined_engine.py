@@ -59,7 +59,9 @@ class JoinedEngine(FollowedEngine):
 
 
 def _check_listening(path: Path) -> None:
-    """Raise JoinRefused unless a process listens at the path. ZeroMQ would not report these errors."""
+    """Raise JoinRefused unless a process listens at the path. ZeroMQ itself would keep retrying without reporting an
+    error.
+    """
     if len(str(path).encode()) > MAX_SOCKET_PATH:
         raise JoinRefused(f"{path} is too long for a Unix socket's path: {MAX_SOCKET_PATH} bytes at most")
     try:

@@ -111,7 +111,7 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def ran_at_death(self) -> frozenset[str]:
-        """IDs of the sequences that the last engine was running when it died, from all gateways.
+        """IDs of all gateways' sequences that the last engine was running when it died.
 
         Set before `is_ready` becomes false.
         """

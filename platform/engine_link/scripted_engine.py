@@ -32,7 +32,8 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The behaviour of one sequence: emit `token_ids` up to `max_tokens`, pause there if allowed, then end.
+    """The behaviour of one sequence: emit `token_ids` up to `max_tokens`, pause there if the Add message allows it,
+    then end.
 
     If there are fewer than `max_tokens` tokens, the sequence ends as if the model had chosen an end-of-sequence token,
     which is committed but not emitted.

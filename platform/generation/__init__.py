@@ -1,1 +1,1 @@
-"""Runs requests, from submission to the engine to settlement."""
+"""Runs requests in the engine and settles them."""

@@ -150,7 +150,7 @@ class ChannelText:
         """The destinations of earlier messages that had text, except tool calls."""
         self._num_calls = 0
         self._num_header = 0
-        """Number of tokens of the header that is being read."""
+        """Number of tokens so far in the header that is being read."""
         self._begin()
 
     @property

@@ -18,7 +18,7 @@ class ChoiceDelta:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: str | None
     token_ids: tuple[int, ...] = ()
-    """The new tokens, including one that ended the choice. Their text can be in a later delta."""
+    """The new tokens, including a token that ended the choice. Their text can be in a later delta."""
     reasoning: str = ""
     """New text of the model's reasoning."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()

@@ -1,4 +1,4 @@
-"""A gateway's background work: leases, recovery, sweeps, and the replay of waiting settlements."""
+"""A gateway's background work: renews leases, recovers requests, deletes old counters and replays settlements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEND_INTERVAL_S = 1.0
 """Interval between retries of a failing database and of spooled settlements, in seconds."""
 
 RECOVERY_GRACE_S = LEASE_US / 1_000_000
-"""Delay of recovery after database trouble, in seconds, so that gateways can checkpoint and settle first."""
+"""How long recovery waits after database trouble, in seconds, so that gateways can checkpoint and settle first."""
 
 CHECKPOINT_INTERVAL_S = 5.0
 

@@ -19,7 +19,9 @@ CHUNK_TOKENS = 1024
 """Tokens granted to a choice at a time if the request sets no max_tokens."""
 
 PAUSE_S = 2.0
-"""Time, in seconds, that a sequence waits for an extension after using up its grant. It then ends with `length`."""
+"""Time, in seconds, that a sequence waits for an extension after using up its grant. It then ends with the reason
+`length`.
+"""
 
 
 @dataclass(frozen=True, slots=True)

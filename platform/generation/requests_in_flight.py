@@ -66,7 +66,7 @@ class RequestsInFlight:
     def cancel(self, request_id: str) -> RequestInFlight | None:
         """Ask the gateway that runs the request to end it. The gateway notices at its next checkpoint.
 
-        Returns None if the request is not running. Repeated calls keep the first call's time.
+        Returns None if the request is not running. Repeated calls keep the time of the first call.
         """
         table = schema.reservations
         with self._database.write() as connection:

@@ -129,7 +129,7 @@ class RunningRequests:
             reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
             raise DatabaseTrouble("the reservation took too long") from None
         except TROUBLE:
-            # The reservation may have been committed, with only the answer lost.
+            # The reservation may have been committed although its answer was lost.
             await self._settler.spool_unrun(plan.request_id)
             raise
         return reservation

@@ -44,8 +44,8 @@ class SettlementSpool:
     """A file of settlements in one process's directory. Blocking.
 
     Space is preallocated, so the spool keeps working on a full disk until that space is used up. Each record is a line
-    with its CRC-32 and JSON, written in place after the previous record and fsynced. Zeros fill the rest of the file. A
-    file whose first byte is zero counts as empty, regardless of its other bytes.
+    with a CRC-32 and a JSON document, written in place after the previous record and fsynced. Zeros fill the rest of
+    the file. A file whose first byte is zero counts as empty, regardless of its other bytes.
 
     `begin_replay` reads the waiting records, and `end_replay` marks them as settled. Settling twice changes nothing, so
     records can be replayed repeatedly. Once no record is waiting, the file is overwritten with zeros.

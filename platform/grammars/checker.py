@@ -96,7 +96,7 @@ class GrammarChecker:
         self._turns = TenantTurns(MAX_WAITING_PER_TENANT, _too_many_waiting)
 
     async def grammar(self, tenant_id: str, constraint: Constraint) -> str:
-        """Return the grammar for the engine. Raises InvalidRequest, RateLimited or Unavailable."""
+        """Return the compiled grammar of the constraint. Raises InvalidRequest, RateLimited or Unavailable."""
         key = (tenant_id, constraint.kind, constraint.text)
         started_s = time.monotonic()
         checked = self._kept.get(key)

@@ -72,7 +72,7 @@ class PriceList:
             effective_us = now_us + NOTICE_US if effective_us is None else effective_us
             if not now_us + NOTICE_US <= effective_us <= now_us + MAX_AHEAD_US:
                 raise InvalidRequest(
-                    f"a price takes effect between {NOTICE_US // 1_000_000} s and 10 years from now: "
+                    f"a price must take effect between {NOTICE_US // 1_000_000} s and 10 years from now: "
                     "past usage keeps its price",
                     param="effective_at",
                 )

@@ -50,7 +50,7 @@ class UsageQuery:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start_us < 2**62:
-            raise InvalidRequest("start must be a time after 1970", param="start")
+            raise InvalidRequest("start must not be before 1970", param="start")
         if not self.start_us < self.end_us < 2**62:
             raise InvalidRequest("end must be after start", param="end")
         if self.bucket is not None and self.bucket not in BUCKET_US:

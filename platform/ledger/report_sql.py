@@ -206,7 +206,7 @@ def _within(
     # take seconds to build thousands of expressions.
     name, is_of_tenant = f"{column.table.name}.{column.name}", ""
     if tenant_id is not None:
-        # Repeat the condition in every range, so that SQLite uses the combined index for each.
+        # Repeat the condition in every range, so that SQLite uses the composite index for each.
         is_of_tenant = f" AND {column.table.name}.tenant_id = :tenant_of_range"
     anyone = _any_of([f"({name} >= {start_us} AND {name} < {end_us}{is_of_tenant})" for start_us, end_us in ranges])
     return text(anyone).bindparams(**({} if tenant_id is None else {"tenant_of_range": tenant_id}))

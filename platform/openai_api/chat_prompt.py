@@ -36,7 +36,7 @@ class ChatPrompts:
         self._tenants = tenants
 
     def render(self, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
-        """Render with the base's template. `parsers` are the model's chosen parsers. Raises InvalidRequest."""
+        """Render with the base's template. `parsers` are the parsers chosen for the model. Raises InvalidRequest."""
         if self._base is None:
             raise InvalidRequest(
                 "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
@@ -96,7 +96,7 @@ def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
     if tools is not None and (features is None or not features.tools):
         raise InvalidRequest(
-            "this model's chat template does not show tools", param="tools", code="unsupported_parameter"
+            "this model's chat template does not support tools", param="tools", code="unsupported_parameter"
         )
     as_text = features is not None and features.arguments_as_text
     return {
@@ -120,7 +120,7 @@ def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str
         known["reasoning_effort"] = effort
     if not known and effort != "none":
         raise InvalidRequest(
-            "this model's chat template does not read reasoning_effort",
+            "this model's chat template does not use reasoning_effort",
             param="reasoning_effort",
             code="unsupported_parameter",
         )

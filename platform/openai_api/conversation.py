@@ -23,14 +23,14 @@ def _content(value: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError('only parts {"type": "text", "text": ...} are supported')
         if set(part) != {"type", "text"}:
-            raise ValueError("a text part has no fields other than type and text")
+            raise ValueError("a text part can have only the fields type and text")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 def _called_name(name: str) -> str:
     if not is_function_name(name):
-        raise ValueError(f"a function's name has 1 to {MAX_NAME_LENGTH} printable characters")
+        raise ValueError(f"a function's name must have 1 to {MAX_NAME_LENGTH} printable characters")
     return name
 
 

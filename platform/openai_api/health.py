@@ -29,7 +29,7 @@ def health_router(
     """Routes that report whether this process is live, and whether it is ready to serve requests.
 
     Live means that the engine is making progress or is idle. While the engine restarts, the process also counts as
-    live. From the time that the engine hangs until its process is gone, the process is not live. Ready means that the
+    live. It is not live from the time that the engine hangs until the engine's process is gone. Ready means that the
     engine is running, the database answers, and the gateway knows of no `trouble` with the database, such as rejected
     writes. `tells_why` adds the reasons to `ready`, for operators.
     """

@@ -107,7 +107,7 @@ def _thinking(target: Target, body: GenerationRequest, prepared: Prepared) -> Th
 
 
 def _text_rules(target: Target, body: GenerationRequest, prepared: Prepared) -> TextRules:
-    """Return how tokens become text. Special tokens are shown if they mark calls or reasoning."""
+    """Return the rules for turning tokens into text. Special tokens are shown if they mark calls or reasoning."""
     rules = replace(body.text_rules(), reasoning=prepared.reasoning, channels=prepared.channels)
     if any(target.tokenizer.special_token_id(marker) is not None for marker in prepared.markers):
         rules = replace(rules, skip_special_tokens=False)

@@ -88,7 +88,7 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
         return Target(caller.tenant_id, caller.key_id, model, share, settings, tokenizer, services.model.vocab_size)
 
     with traced("resolve"):
-        # The base with a cached share needs no database and therefore no thread.
+        # If the share is cached, resolving the base needs no database and therefore no thread.
         if recent is not None and name == services.resolver.served_name:
             return find()
         return await services.call(find)

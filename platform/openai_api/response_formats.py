@@ -113,7 +113,7 @@ def _schema(schema: Schema | str, param: str) -> Constraint:
         except InvalidJson as error:
             raise InvalidRequest(f"the schema is not valid JSON: {error}", param=param) from None
         if not isinstance(schema, (dict, bool)):
-            raise InvalidRequest("a schema is an object, true or false", param=param)
+            raise InvalidRequest("a schema must be an object, true or false", param=param)
     return Constraint.of_json("json_schema", schema, param)
 
 

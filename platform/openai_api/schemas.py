@@ -284,7 +284,7 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
-        raise ValueError("a prompt is a string, a list of strings, token ids, or a list of lists of token ids")
+        raise ValueError("a prompt must be a string, a list of strings, token ids, or a list of lists of token ids")
     if not value:
         raise ValueError("the prompt is empty")
     if _is_ids(value):
@@ -359,7 +359,7 @@ class CompletionRequest(GenerationRequest):
         if self.stream and self.echoes_logprobs:
             raise InvalidRequest("echo with logprobs cannot be streamed", param="echo")
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("max_tokens must be at least 1 without echo: true", param="max_tokens")
+            raise InvalidRequest("max_tokens must be at least 1 unless echo is true", param="max_tokens")
 
 
 class ChatRequest(GenerationRequest):

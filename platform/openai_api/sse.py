@@ -26,7 +26,7 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self._events = events
-        # Turn off buffering in proxies, which would deliver the whole stream at its end.
+        # Turn off buffering in proxies, which would deliver the whole stream only at its end.
         self.init_headers({**headers, "cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,1 +1,1 @@
-"""Servers that share requests: how they find one another, and how one forwards a request to another's engine."""
+"""Servers that share requests: how they find one another and forward requests to one another's engines."""

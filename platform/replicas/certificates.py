@@ -68,7 +68,9 @@ class OwnCertificates:
         return settled[-1] if settled else self._certificates[0]
 
     def renew_if_due(self) -> bool:
-        """Create a successor if the newest certificate is past half its lifetime, and drop expired certificates."""
+        """If the newest certificate is past half its lifetime, create a successor, drop expired certificates and return
+        True.
+        """
         now_s = self._clock()
         if now_s - self._certificates[-1].made_s < LIFETIME_S / 2:
             return False

@@ -56,7 +56,7 @@ class FrameLink(asyncio.Protocol):
             return
         transport.write(len(frame).to_bytes(LENGTH_BYTES) + frame)
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self.abort("the other server does not read")
+            self.abort("the other server is not reading")
 
     async def writable(self) -> None:
         """Wait until the send buffer has room, or the connection has ended."""

@@ -52,5 +52,5 @@ class PeerEngine(FollowedEngine):
         return connection
 
     def _log_loss(self) -> None:
-        # This is no error. Operators restart servers at any time, and requests then run elsewhere.
+        # This is not an error. Operators restart servers at any time, and requests then run elsewhere.
         log.info("a replica is gone", replica=self.peer.row.id, address=self.peer.row.address)

@@ -47,7 +47,7 @@ class Call(Protocol):
 class Presence:
     """Tells other servers about this server, and this server's router about the other servers.
 
-    `start` begins work in the background, and `close` ends it.
+    `start` starts the background tasks, and `close` ends them.
 
     While the database is down, known peers are kept until their connections fail. Requests for a lost peer run on the
     remaining servers.

@@ -9,7 +9,8 @@ MAX_PREFIXES = 65_536
 
 
 class RecentPrefixes:
-    """Maps each prefix to the replica that last ran it, which probably still caches its pages.
+    """Maps each prefix to the replica that last ran a prompt with it, and that probably still caches the prefix's
+    pages.
 
     The entries come from this gateway's own requests, and no replica confirms them. A wrong entry costs only a prefill.
     """

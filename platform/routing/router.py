@@ -188,7 +188,7 @@ class Router:
         return chosen
 
     def _cheapest(self, replicas: Sequence[KnownReplica], request: RoutingRequest) -> tuple[KnownReplica, float]:
-        """Return the cheapest of two random `replicas` and its cost.
+        """Return the cheaper of two random `replicas`, and its cost.
 
         The local replica and the one that last ran the request's prefix are also considered if they are in `replicas`.
         """

@@ -21,7 +21,7 @@ def next_token_id(tokenizer: Tokenizer) -> int:
 
 
 def extended_tokenizer(base: Tokenizer, tokens: Sequence[AddedToken]) -> Tokenizer:
-    """Return a tokenizer with additional tokens that shares the model of `base`.
+    """Return a tokenizer that shares the model of `base` and has additional tokens.
 
     Raises AdapterRejected, with the token in `param`, if the base already has a token, if a token's id is not the next
     free id, or if the base cannot add a token.
@@ -35,7 +35,7 @@ def extended_tokenizer(base: Tokenizer, tokens: Sequence[AddedToken]) -> Tokeniz
             message = f"the base's tokenizer has {first_id} tokens, so the id must be {first_id + index}"
             raise AdapterRejected("token_collision", message, f"{param}.id")
         if token.normalized and base.normalizer is not None and not base.normalizer.normalize_str(token.content):
-            message = "nothing remains of this content after the normalization of the base's tokenizer"
+            message = "the base's tokenizer normalizes this content to an empty string"
             raise AdapterRejected("invalid_vocabulary", message, f"{param}.content")
     extended = _shared_copy(base)
     extended.add_tokens([_library_token(token) for token in tokens])

@@ -213,7 +213,7 @@ class TenantTemplates:
 
 def _too_many_waiting() -> RateLimited:
     return RateLimited(
-        "this tenant already has too many requests waiting for their chat template",
+        "this tenant already has too many requests waiting for a chat template to be rendered",
         code="too_many_templates",
         retry_after_s=RETRY_S,
     )

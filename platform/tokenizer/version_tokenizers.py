@@ -1,4 +1,4 @@
-"""The tokenizers of versions that have tokens of their own."""
+"""Tokenizers for adapter versions that add tokens to the base's tokenizer."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _SIGNS = (
     # This text comes after the texts above, because a template that contains it can also ask for JSON.
     ("<|python_start|>", "pythonic"),
 )
-"""Pairs of a text in a template and the name of the parser. The first text that occurs in the template decides."""
+"""Pairs of a text and the parser's name for templates that contain the text. The first text that matches decides."""
 
 
 def parser_name_of(template_source: str) -> str | None:

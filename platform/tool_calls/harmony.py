@@ -105,7 +105,7 @@ class Harmony:
 
     @property
     def final_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer. `<|call|>` does, because the client must run the call before the model
+        """The tokens that end an answer. `<|call|>` is one, because the client must run the call before the model
         continues.
         """
         return self.ids[RETURN], self.ids[CALL]

@@ -7,7 +7,7 @@ from loramux.platform.tool_calls.reader import Steps
 
 
 class Llama3JsonParser(JsonCallParser):
-    """Objects start the answer or follow `<|python_tag|>`."""
+    """The objects are at the start of the answer or after `<|python_tag|>`."""
 
     markers = ("<|python_tag|>",)
     openers = "{"
