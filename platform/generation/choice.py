@@ -1,4 +1,4 @@
-"""One choice of one prompt: turns the engine's tokens into text, applies stop strings, and counts its tokens."""
+"""Turns the engine's tokens for one choice into text, applies stop strings, and counts the tokens."""
 
 from __future__ import annotations
 

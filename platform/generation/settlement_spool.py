@@ -112,7 +112,8 @@ class SettlementSpool:
         return SpoolContents(tuple(closing for _, closing in found if closing is not None), len(self._damaged))
 
     def end_replay(self, refused: Iterable[Closing] = ()) -> None:
-        """Mark all records read by `begin_replay` as settled, and move damaged and `refused` ones to the file REFUSED.
+        """Mark all records read by `begin_replay` as settled, and move damaged and `refused` records to the file
+        REFUSED.
 
         Raises OSError if that file cannot be written. All records then remain waiting.
         """

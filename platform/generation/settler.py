@@ -145,7 +145,7 @@ class Settler:
             self._give_up(closing)
 
     async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
-        """Settle the closings. Log and return the refused ones, or return None if the database is failing."""
+        """Settle the closings. Log and return the refused closings, or return None if the database is failing."""
         refused = []
         for start in range(0, len(closings), REPLAY_AT_ONCE):
             some = closings[start : start + REPLAY_AT_ONCE]

@@ -1,1 +1,1 @@
-"""Structured output: the constraints in request bodies, checked in a confined process."""
+"""Checks the structured-output constraints of requests in a confined process."""

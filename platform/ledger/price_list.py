@@ -174,8 +174,8 @@ class PriceReader:
 
     def _read(self, connection: Connection) -> PriceBook:
         if not self._database.is_sqlite:
-            # The lock waits for a change in progress and blocks later ones. A later change reads a later time, so its
-            # price takes effect at least NOTICE_US after `read_us`.
+            # The lock waits for a change in progress and blocks later changes. A later change reads a later time, so
+            # its price takes effect at least NOTICE_US after `read_us`.
             connection.execute(text("LOCK TABLE prices IN SHARE MODE"))
         read_us = self._database.now_us(connection)
         rows = connection.execute(select(schema.prices)).all()

@@ -1,4 +1,4 @@
-"""Reports over the ledger: sums by bucket and group, or the largest groups only."""
+"""Computes reports over the ledger, either by bucket and group or for the largest groups only."""
 
 from __future__ import annotations
 

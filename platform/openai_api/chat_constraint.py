@@ -1,4 +1,4 @@
-"""The constraint on a chat answer: forced and strict tool calls, a grammar after the reasoning, or both."""
+"""Builds the constraint on a chat answer from the tools, from a grammar that applies after the reasoning, or from both."""
 
 from __future__ import annotations
 

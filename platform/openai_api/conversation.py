@@ -85,7 +85,7 @@ def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: boo
 
 
 def _message(message: ChatMessage, param: str, names: dict[str, str], as_text: bool) -> dict[str, Any]:
-    """Convert one message. `names` has the function's name of each earlier call, by the call's ID."""
+    """Convert one message. `names` maps the ID of each earlier call to the name of its function."""
     # "developer" is OpenAI's newer name for the system role. Chat templates use the older one.
     role = "system" if message.role == "developer" else message.role
     if message.content is None and not (role == "assistant" and message.tool_calls):

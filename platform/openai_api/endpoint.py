@@ -1,4 +1,4 @@
-"""The differences between generation endpoints: how they read prompts from a body and build a response."""
+"""Defines how generation endpoints differ in reading prompts from a body and in building a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of all request bodies: strict types and no unknown fields."""
+"""The base class of all request bodies, which requires strict types and refuses unknown fields."""
 
 from __future__ import annotations
 

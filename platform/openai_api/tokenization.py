@@ -35,7 +35,7 @@ class TokenizePrompt(StrictModel):
 
 
 class TokenizeChat(ChatRequest):
-    """The body of `/tokenize` for a conversation: any body of `/v1/chat/completions`.
+    """The body of `/tokenize` for a conversation. It can have all fields of a `/v1/chat/completions` body.
 
     The template already writes special tokens. With `add_special_tokens`, the rendered text is also surrounded by the
     special tokens of a plain prompt.

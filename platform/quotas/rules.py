@@ -127,7 +127,7 @@ class Binding:
         """Return whether an admitted request is charged to the counter.
 
         A budget counts all usage, in any mode. A soft or shadow limit on a rate or on concurrency does not charge
-        requests beyond the limit, and thus reports exactly the requests that a hard limit would refuse.
+        requests beyond the limit, so it reports exactly the requests that a hard limit would refuse.
         """
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 

@@ -23,7 +23,9 @@ class RequestRouter(Protocol):
 
 
 class BaseReplicas:
-    """`views` are those of the ready replicas. A lost replica is left out until the next update."""
+    """The replicas of one base. `views` contains the views of the ready replicas. A lost replica is left out until the
+    next update.
+    """
 
     def __init__(self, base_id: str | None, router: RequestRouter) -> None:
         self.base_id = base_id

@@ -15,7 +15,7 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 64 << 20
 """Maximum number of unsent bytes. If there are more, the other server is not reading, so the connection is closed."""
 PULSE_S = 1.0
-"""Interval between empty frames, in seconds. They let each side notice that the other is unreachable."""
+"""Interval between empty frames, in seconds. They let each side notice that the other side is unreachable."""
 MAX_SILENT_PULSES = 10
 """A connection counts as lost after this many pulses without a frame from the other server."""
 

@@ -1,4 +1,4 @@
-"""One replica as this gateway sees it: its last report, and the requests that this gateway has sent since."""
+"""Combines a replica's last report with the requests that this gateway has sent to the replica since."""
 
 from __future__ import annotations
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 
 class NoReplica(Exception):
-    """No replica accepts requests: none is known, or all are draining."""
+    """No replica accepts requests, because none is known or all are draining."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
     """The latest report of one replica, as one reader received it.
 
-    Reports may be seconds old. They are hints: the engine itself decides what it holds and when a request runs.
+    Reports may be seconds old. They are only hints, because the engine itself decides which adapters it holds and when
+    a request runs.
     """
 
     id: str

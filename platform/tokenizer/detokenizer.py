@@ -1,4 +1,4 @@
-"""Decodes token IDs incrementally: emits whole characters with correct spacing, and no part of a stop string."""
+"""Decodes token IDs incrementally into whole characters with correct spacing, and searches the text for stop strings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """gpt-oss's harmony format: an answer is a sequence of messages, and each message has a channel.
 
-One message: `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>`.
-Its header ends with `<|message|>`. Only special tokens separate messages and headers: ordinary tokens that spell such a
-marker are text. See https://cookbook.openai.com/articles/openai-harmony.
+One message: `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>`. Its
+header ends with `<|message|>`. Only special tokens separate messages and headers. Ordinary tokens that spell a marker
+are text. See https://cookbook.openai.com/articles/openai-harmony.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Harmony:
     """
 
     def __init__(self, ids: Mapping[str, int], spelled: Callable[[int], bytes]) -> None:
-        """`ids` has the token ID of each marker. `spelled` returns the bytes of a token."""
+        """`ids` maps each marker to its token ID. `spelled` returns the bytes of a token."""
         self.ids = ids
         self._markers = {token_id: marker for marker, token_id in ids.items()}
         self._spelled = spelled
