@@ -1,4 +1,4 @@
-"""Builds the constraint on a chat answer from the tools, from a grammar that applies after the reasoning, or from both."""
+"""Builds the constraint on a chat answer from the tools, from a grammar for the text after the reasoning, or from both."""
 
 from __future__ import annotations
 

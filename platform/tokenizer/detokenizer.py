@@ -1,4 +1,4 @@
-"""Decodes token IDs incrementally into whole characters with correct spacing, and searches the text for stop strings."""
+"""Decodes token IDs incrementally into whole characters with correct spacing, and finds stop strings in the text."""
 
 from __future__ import annotations
 
