@@ -106,7 +106,7 @@ class EngineProcess:
         return await self._process.wait()
 
     def how_it_ended(self) -> str:
-        """The process's exit status and last output, in one line."""
+        """Return the process's exit status and last line of output, in one line."""
         code = self.exit_code
         if code is None:
             end = "it is still running"

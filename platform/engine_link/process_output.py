@@ -43,7 +43,7 @@ class ProcessOutput:
             self.write_fd = -1
 
     def last_line(self) -> str | None:
-        """The last non-blank line printed so far."""
+        """Return the last non-blank line printed so far."""
         while self._read():
             # One read may not return all data in the pipe.
             continue

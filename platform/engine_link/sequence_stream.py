@@ -70,7 +70,7 @@ class SequenceStream:
 
 
 def refused_stream(add: Add) -> SequenceStream:
-    """A stream that ends at once with the code `request_excluded`, because engines died while running the sequence."""
+    """Return a stream that ends with the code `request_excluded`, because engines died while running the sequence."""
     stream = SequenceStream(add)
     stream.put(
         Finished(

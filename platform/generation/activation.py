@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def activations(prompts: Sequence[Sequence[int]], invocation_tokens: Sequence[int]) -> tuple[int | None, ...]:
-    """The position in each prompt from which the adapter applies, or None if the adapter is not activated.
+    """Return the position in each prompt from which the adapter applies, or None if the adapter is not activated.
 
     An adapter without invocation tokens applies from the start.
     """
@@ -14,7 +14,7 @@ def activations(prompts: Sequence[Sequence[int]], invocation_tokens: Sequence[in
 
 
 def activation(prompt: Sequence[int], invocation_tokens: Sequence[int]) -> int | None:
-    """The start of the last occurrence of the invocation tokens in a prompt, or None."""
+    """Return the start of the last occurrence of the invocation tokens in a prompt, or None."""
     # Search reversed text with one character per token. `str.find` takes linear time even for hostile prompts, but
     # `str.rfind` does not.
     text, wanted = ("".join(map(chr, reversed(token_ids))) for token_ids in (prompt, invocation_tokens))

@@ -54,7 +54,7 @@ class Choice:
         """True if the last delta has been returned."""
 
     def feed(self, output: SequenceOutput) -> ChoiceDelta | None:
-        """Return the text and log-probabilities that these tokens add, or None if they add nothing.
+        """Return the text and log-probabilities that `output` adds, or None if it adds nothing.
 
         Tokens after a stop string add nothing.
         """

@@ -8,7 +8,7 @@ RETRY_S = 5.0
 
 
 def engine_failure(code: str | None, message: str | None) -> ApiError:
-    """The API error for a sequence that failed."""
+    """Return the API error for a sequence that failed."""
     match code:
         case "prompt_too_long":
             return InvalidRequest(message or "the prompt is too long", param="prompt", code="context_length_exceeded")

@@ -1,4 +1,4 @@
-"""A gateway's background work: renews leases, recovers requests, deletes old counters and replays settlements."""
+"""Renews leases, recovers requests, deletes old counters and replays settlements in the background."""
 
 from __future__ import annotations
 

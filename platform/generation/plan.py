@@ -64,9 +64,9 @@ class TextRules:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     reasoning: Reasoning | None = None
-    """None if all text belongs to the answer."""
+    """None if the answer contains no reasoning."""
     channels: Channels | None = None
-    """None if only the markers of `reasoning` divide the answer."""
+    """The rules for reading the answer's channels. None if the answer has no channels."""
     only_prompt: bool = False
     """True if the request asks only for the prompt. The engine still generates at least one token, which is free."""
 
@@ -123,7 +123,7 @@ class Plan:
         return len(self.prompts) * self.num_choices
 
     def adds(self, traceparent: str | None = None) -> list[Add]:
-        """One Add message per choice, ordered by choice index. `traceparent` is the parent of the sequences' spans."""
+        """Return one Add message per choice, by choice index. `traceparent` is the parent of the sequences' spans."""
         return [self._add(p, c, traceparent) for p in range(len(self.prompts)) for c in range(self.num_choices)]
 
     def _add(self, prompt_index: int, choice: int, traceparent: str | None) -> Add:

@@ -203,7 +203,7 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
 
 
 def _end_of_records(data: bytes) -> int:
-    """The offset of the next record, after the last completely written line."""
+    """Return the offset of the next record, after the last completely written line."""
     if data.startswith(b"\0"):
         return 0
     end = data.rstrip(b"\0").rfind(b"\n") + 1

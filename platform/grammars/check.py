@@ -25,7 +25,7 @@ NUM_TRIED_TOKENS = 64
 JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ",",
     "key_separator": ":",
-    # Allow at most one space, or a newline and 32 spaces. Without a limit, a model could emit whitespace forever.
+    # Allow at most one space, or a newline and up to 32 spaces. Without a limit, a model could emit whitespace forever.
     "whitespace_pattern": r"( |\n {0,32})?",
     "whitespace_flexible": True,
     "coerce_one_of": False,
@@ -123,7 +123,9 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _answer_grammar(rules: AnswerRules) -> str:
-    """The grammar of an answer with tool calls or reasoning. It refers to the constraint's own grammar as `@answer`."""
+    """Return the grammar of an answer with tool calls or reasoning. It includes the constraint's own grammar as
+    `@answer`.
+    """
     for tool in () if rules.calls is None else rules.calls.tools:
         _refuse_nested_ids(tool.schema)
         if is_endless_schema(tool.schema):

@@ -20,7 +20,7 @@ At this price, the cost of 9 * 10^11 tokens still fits in a 64-bit column.
 """
 
 GENERAL_SCOPES = ALL, BASE, ADAPTERS = ("all", "base", "adapters")
-"""The scopes other than a single adapter."""
+"""All scopes except individual adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LargestRows:
-    """The largest groups as `rows`. `num_groups` and `total` cover all groups."""
+    """`rows` contains the largest groups. `num_groups` and `total` cover all groups."""
 
     rows: tuple[UsageRow, ...]
     num_groups: int

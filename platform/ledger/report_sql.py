@@ -32,7 +32,7 @@ from loramux.platform.ledger.ranges import BUCKET_US, Cut, Range, cut
 Condition = ColumnElement[bool] | ColumnElement[Any] | TextClause
 
 OPTIONAL = {"adapter", "version", "end_user"}
-"""Groups for which some requests have no value. The value "" stands for none."""
+"""Groups for which some requests have no value. Their value is then ""."""
 
 _events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
 _series, _rollups, _tenants = schema.usage_series, schema.usage_rollups, schema.tenants

@@ -75,7 +75,9 @@ class UsageRollups:
         self._numbers = SeriesNumbers()
 
     def fold(self, max_batches: int = MAX_BATCHES) -> int:
-        """Add waiting batches, oldest first, and return their number. Several gateways can fold concurrently."""
+        """Add waiting batches to the rollups, oldest first, and return the number of batches. Several gateways can fold
+        concurrently.
+        """
         waiting = select(_batches.c.id, _batches.c.at_us).order_by(_batches.c.at_us, _batches.c.id).limit(max_batches)
         with self._database.read() as connection:
             if connection.execute(select(_batches.c.id).limit(1)).first() is None:

@@ -24,16 +24,16 @@ class Answer(Protocol):
     """Builds one endpoint's response bodies. Use one object per request, because each chunk depends on earlier ones."""
 
     def chunks(self, delta: ChoiceDelta, usage: Document | None = None) -> list[Chunk]:
-        """The chunks that a stream sends for a delta. Each includes `usage` if the client asked for it."""
+        """Return the chunks that a stream sends for a delta. Each includes `usage` if the client asked for it."""
 
     def usage_chunk(self, usage: Usage) -> Document:
-        """The last chunk of a stream, if the client asked for usage."""
+        """Return the last chunk of a stream, which is sent if the client asked for usage."""
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document: ...
 
 
 def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
-    """One delta per choice, in the order of the choices."""
+    """Return one delta per choice, in the order of the choices."""
     groups: dict[int, JoinedDeltas] = {}
     for delta in deltas:
         groups.setdefault(delta.index, JoinedDeltas()).add(delta)

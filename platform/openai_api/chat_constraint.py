@@ -1,4 +1,4 @@
-"""Builds the constraint on a chat answer from the tools, from a grammar for the text after the reasoning, or from both."""
+"""Builds the constraint on a chat answer from the tools, the reasoning markers and the body's own constraint."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class CompletionAnswer:
         }
 
     def _top(self, entry: TokenLogprobs | PromptLogprob) -> dict[str, float]:
-        """The most likely tokens and the chosen one, best first."""
+        """Return the most likely tokens and the chosen token, best first."""
         top = entry.top[: self.num_alternatives]
         ranked = {self._spelled(token_id): shown_logprob(logprob) for token_id, logprob in top}
         ranked.setdefault(self._spelled(entry.token_id), shown_logprob(entry.logprob))

@@ -27,7 +27,7 @@ class Prepared:
     tool_format: str | None = None
     """The format of tool calls. None if the request offers no tools, or if calls are not parsed."""
     channels: Channels | None = None
-    """How the answer's channels are read. None if the answer has no channels."""
+    """The rules for reading the answer's channels. None if the answer has no channels."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token ids of words that the answer must not contain."""
     activations: tuple[int | None, ...] = ()
@@ -53,7 +53,7 @@ class Received(Generic[B]):
 
 
 def longest_prompt(services: GatewayServices, body: GenerationRequest) -> int | None:
-    """Maximum length of a prompt in tokens, or None if longer prompts are truncated."""
+    """Return the maximum length of a prompt in tokens, or None if longer prompts are truncated."""
     return services.max_model_len if body.truncate_prompt_tokens is None else None
 
 

@@ -234,7 +234,7 @@ class GenerationRequest(StrictModel):
                 raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=param)
 
     def constraint(self) -> Constraint | None:
-        """The constraint on the answer. Raises InvalidRequest if the body sets more than one."""
+        """Return the constraint on the answer. Raises InvalidRequest if the body sets more than one."""
         guided = StructuredOutputs(
             json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
         )
@@ -244,8 +244,8 @@ class GenerationRequest(StrictModel):
         return found[0] if found else None
 
     def sampling(self, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
-        """The sampling parameters. An omitted field takes the model's default, or the API's default if the model has
-        none.
+        """Return the sampling parameters. An omitted field takes the model's default, or the API's default if the model
+        has none.
         """
         bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
         return SamplingParams(

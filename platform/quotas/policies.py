@@ -35,7 +35,7 @@ from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind
 PLATFORM = "platform"
 
 ADAPTER = "adapter"
-"""The scope of policies that limit calls to an adapter, separately for the owner and for each tenant with a grant."""
+"""The scope of policies that limit calls to an adapter, separately for each tenant that uses the adapter."""
 
 HARD, SOFT, SHADOW = MODES = ("hard", "soft", "shadow")
 
@@ -267,7 +267,7 @@ def check_policy(metric: str, limit: int, burst: int | None, mode: str | None) -
 
 
 def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
-    """Raise InvalidRequest if a subject's policies, by metric, contradict each other."""
+    """Raise InvalidRequest if a subject's policies contradict each other. `policies` maps metrics to policies."""
     for day, month in BUDGET_PAIRS:
         if day not in policies or month not in policies:
             continue

@@ -33,7 +33,7 @@ class _Rules:
 
 
 class PolicyCache:
-    """Policies and timezones, valid while the database's epoch is `epoch`.
+    """Caches policies and timezones. The cache is valid while the database's epoch is `epoch`.
 
     Every lookup is cached, even if it finds nothing. Any change to a policy or timezone starts a new epoch.
     """
@@ -162,7 +162,7 @@ class PolicyReader:
         self.latest_us = 0
 
     def cache(self, connection: Connection) -> PolicyCache:
-        """The most recent cache, which may be outdated."""
+        """Return the most recent cache, which may be outdated."""
         if self._cache is None or self._cache.num_entries > MAX_ENTRIES:
             moment = self._database.moment(connection)
             self._cache, self.latest_us = PolicyCache(moment.epoch), moment.now_us

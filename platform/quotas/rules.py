@@ -18,7 +18,7 @@ NEVER_US = 3_600_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The most that a request can use."""
+    """The maximum amounts that a request can use."""
 
     tokens: int
     cost_nanos: int = 0
@@ -43,8 +43,8 @@ class Spent:
     has_begun: bool = True
 
     def keeps(self, metric: Metric) -> bool:
-        """Return whether a rate keeps the amount charged at admission. For loads, it does if the request reached the
-        engine. Otherwise, it does if the request ran.
+        """Return whether a rate keeps the amount charged at admission. A rate of loads keeps it if the request reached
+        the engine. Other rates keep it if the request ran.
         """
         return self.has_begun if metric.unit is Unit.LOADS else self.has_run
 

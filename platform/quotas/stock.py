@@ -21,7 +21,7 @@ _files = schema.adapter_version_files
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """A tenant's amount of `adapters` or `adapter_bytes`, as counted in the database."""
+    """A tenant's number of adapters or of adapter bytes, as counted in the database."""
 
     used: int
     reserved: int = 0

@@ -59,7 +59,7 @@ class OwnCertificates:
 
     @property
     def pem(self) -> str:
-        """All valid certificates, to be published."""
+        """All valid certificates, in PEM format, for publication."""
         return "".join(one.certificate_pem.decode() for one in self._certificates)
 
     @property

@@ -11,7 +11,7 @@ from loramux.engine.messages import Stats
 from loramux.platform.routing.views import digest_prefix
 
 MIN_CLAIMS = 4
-"""Minimum number of claims to check. A server with fewer claims passes."""
+"""Minimum number of claims to check. A server with fewer claims passes the check."""
 MAX_FALSE_SHARE = 0.5
 """A check fails if more than this share of the claims is false.
 

@@ -44,7 +44,7 @@ class FrameLink(asyncio.Protocol):
         self.lost: asyncio.Future[str] = loop.create_future()
 
     def certificate(self) -> bytes | None:
-        """The other server's certificate (DER). None before the handshake is done."""
+        """Return the other server's certificate (DER), or None before the handshake is done."""
         transport = self._transport
         found = None if transport is None else transport.get_extra_info("ssl_object")
         return None if found is None else found.getpeercert(binary_form=True)

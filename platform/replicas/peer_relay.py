@@ -1,4 +1,4 @@
-"""Relays permitted messages from one other server to the local engine, and the engine's messages back."""
+"""Relays permitted messages from another server to the local engine, and the engine's messages to that server."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Presence:
         ]
 
     async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
-        """The statistics of a server's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""
+        """Return the statistics of a server's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""
         engine = self._local if replica_id == self._own.row.id else self._peers.get(replica_id)
         if engine is None:
             raise UnknownReplica(replica_id)
@@ -206,7 +206,7 @@ class Presence:
             return None
 
     async def _exchanged(self) -> TableReading | None:
-        """Write and read the tables. Return None if the database fails or does not answer."""
+        """Write this server's row and read the tables. Return None if the database fails or does not answer."""
         if self._exchange is None:
             self._exchange = asyncio.ensure_future(
                 self._call(self._publish_and_read, self._own.row, self._own.summary, self._book.summary_versions)

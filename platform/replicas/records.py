@@ -48,6 +48,6 @@ def base_fingerprint(ready: EngineReady) -> str:
 
 
 def num_reclaimable_pages(stats: Stats) -> int:
-    """Number of pages available to new requests: free pages, and pages of idle adapters and idle prefixes."""
+    """Return the number of pages available to new requests: free pages, and pages of idle adapters and prefixes."""
     idle = sum(one.num_pages for one in stats.adapters if one.num_users == 0 and not one.is_pinned)
     return stats.num_free_pages + stats.num_idle_prefix_pages + idle

@@ -27,7 +27,9 @@ GONE_S = 5.0
 FORGOTTEN_S = 600.0
 """The rows of a server whose beat has not changed for this many seconds are deleted."""
 MAX_GAP_S = 2.0
-"""Maximum time counted between two readings, in seconds. During longer gaps, the database may have been unreachable."""
+"""Maximum time, in seconds, that the gap between two readings adds to the age of a beat. During a longer gap, the
+database may have been unreachable.
+"""
 
 log = structlog.get_logger()
 

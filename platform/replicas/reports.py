@@ -46,10 +46,12 @@ class Fleet(Protocol):
     """The servers that share requests, as seen by one of them."""
 
     def reports(self) -> Sequence[ReplicaReport]:
-        """This server first, then its peers, then refused servers. Empty if this server does not share requests."""
+        """Report on this server first, then on its peers, then on refused servers. Empty if this server does not share
+        requests.
+        """
 
     async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
-        """The statistics of a server's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""
+        """Return the statistics of a server's engine. Raises UnknownReplica, EngineUnavailable or TimeoutError."""
         ...
 
 

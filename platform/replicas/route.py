@@ -37,7 +37,9 @@ class Route:
         self._begin_s = now_s
 
     def add_now(self, now_s: float) -> Add:
-        """The sequence with its current limits. Time spent on a lost replica counts towards the deadline."""
+        """Return the Add message with the sequence's current limits. Time spent on a lost replica counts towards the
+        deadline.
+        """
         if not self.has_moved:
             return self.add
         timeout_s = self.add.timeout_s

@@ -200,8 +200,8 @@ class RoutedEngine:
         return stream
 
     def _bases_of(self, route: Route) -> Sequence[BaseReplicas]:
-        """The bases that may run the sequence and have a replica, in order of preference. This server's own base is
-        always included if it may run the sequence.
+        """Return the bases that may run the sequence and have a replica, in order of preference. This server's own base
+        is always included if it may run the sequence.
         """
         if route.order is None:
             return (self._own,)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 MAX_ADAPTERS = 16_384
-"""Maximum number of adapters whose demand is remembered. The least recently requested is forgotten first."""
+"""Maximum number of adapters whose demand is remembered. The least recently requested adapter is forgotten first."""
 
 AVERAGE_S = 60.0
 """Seconds after which a request's weight in the recent count has decayed to 1/e."""

@@ -34,7 +34,7 @@ Count = Callable[[AnsweredCall], None]
 
 
 class HttpMetrics:
-    """Measures every call of a listener, except calls to `unmeasured` paths, and passes it to `count`."""
+    """Measures every call to a listener, except calls to `unmeasured` paths, and passes it to `count`."""
 
     def __init__(self, app: ASGIApp, count: Count, unmeasured: frozenset[str] = frozenset()) -> None:
         self._app = app

@@ -239,7 +239,7 @@ class TopRefusals:
                 self._current[policy_id] += 1
 
     def top(self) -> list[tuple[str, int]]:
-        """The policies with the most refusals and their counts, highest first."""
+        """Return the policies with the most refusals and their counts, highest first."""
         with self._lock:
             self._move()
             return (self._current + self._previous).most_common(self._num_shown)

@@ -96,7 +96,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """The spelling of each token in the vocabulary."""
+        """Return each token's spelling in the vocabulary."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -205,8 +205,8 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The GPT-2 alphabet: printable Latin-1 characters stand for themselves, and other bytes map to U+0100 and above,
-    in order.
+    """Return the GPT-2 alphabet, in which printable Latin-1 characters stand for themselves and other bytes map to
+    U+0100 and above, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}

@@ -32,19 +32,19 @@ _RESULT = {"role": "tool", "tool_call_id": "call00001", "name": _NAME, "content"
 
 class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
     system: bool
-    """System messages appear in the prompt."""
+    """True if system messages appear in the prompt."""
     several_turns: bool
-    """Earlier turns, by the user and by the assistant, appear in the prompt."""
+    """True if earlier turns, by the user and by the assistant, appear in the prompt."""
     tools: bool
-    """Tools appear in the prompt."""
+    """True if tools appear in the prompt."""
     tool_results: bool
-    """Calls and their results appear in the prompt."""
+    """True if calls and their results appear in the prompt."""
     arguments_as_text: bool
-    """Calls appear only if their arguments are JSON text, as in the OpenAI API. Most templates read objects."""
+    """True if calls appear only if their arguments are JSON text, as in the OpenAI API. Most templates read objects."""
     thinking_switch: str | None
     """The variable that turns thinking on and off, one of THINKING_SWITCHES, if there is one."""
     reasoning_effort: bool
-    """The variable `reasoning_effort` changes the prompt."""
+    """True if the variable `reasoning_effort` changes the prompt."""
 
 
 def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:

@@ -104,7 +104,7 @@ class CallParser(ABC):
                 return None
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest suffix of `text` that can begin a marker."""
+        """Return the length of the longest suffix of `text` that can begin a marker."""
         longest = max(map(len, self._beginnings), default=0)
         return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
 

@@ -42,7 +42,7 @@ class Calls(msgspec.Struct, frozen=True):
 
 
 class OpenChannels(msgspec.Struct, frozen=True):
-    """The place in harmony's channels where the prompt ends."""
+    """The place in the harmony format where the prompt ends."""
 
     has_start: bool
     """True if the prompt ends after `<|start|>assistant`."""
@@ -69,8 +69,8 @@ def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | No
 
     Each tool's schema is compiled with llguidance's `json_options`.
 
-    Free text cannot contain a marker or opener that the parser would read as a call, or the splitter as thinking. This
-    includes markers that are special tokens, because other tokens can spell the same text.
+    Free text cannot contain a marker or opener that the parser would read as a call or that the splitter would read as
+    thinking. This includes markers that are special tokens, because other tokens can spell the same text.
     """
     lines = ["%llguidance {}"]
     thinking, calls, ids = rules.thinking, rules.calls, rules.special_tokens

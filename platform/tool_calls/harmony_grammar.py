@@ -1,4 +1,4 @@
-"""Grammars of answers in harmony's channels, in llguidance's variant of Lark."""
+"""Grammars of answers in the harmony format, in llguidance's variant of Lark."""
 
 from __future__ import annotations
 

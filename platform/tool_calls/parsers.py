@@ -24,7 +24,7 @@ PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
         "pythonic": PythonicParser,
     }
 )
-"""The parsers by name. Parsers that vLLM also has use vLLM's names. Each answer needs a new parser.
+"""Maps names to parsers. Parsers that also exist in vLLM have the same names there. Each answer needs a new parser.
 
 Harmony is not listed, because `harmony.py` reads token IDs instead of text.
 """

@@ -35,7 +35,7 @@ _SCALAR = re.compile(r"[\w.+-]*")
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     lengths = range(min(len(text), len(marker) - 1), 0, -1)
     return next((length for length in lengths if marker.startswith(text[-length:])), 0)
 
@@ -97,7 +97,7 @@ class Reader:
         return self.text[self.at]
 
     def literal(self, expected: str) -> Steps[bool]:
-        """Read `expected` if it comes next, otherwise nothing."""
+        """Read `expected` if it comes next. Return whether it did."""
         while True:
             found = self.text[self.at : self.at + len(expected)]
             if found == expected:

@@ -30,7 +30,7 @@ HARMONY = Markers("<|channel|>analysis<|message|>", "<|end|>")
 REASONING_MARKERS: Mapping[str, Markers] = MappingProxyType(
     {"harmony": HARMONY, "think": THINK, "mistral": BRACKETED_THINK, "gemma4": CHANNEL}
 )
-"""The markers by their names in the setting `reasoning_parser`. Templates are searched in this order."""
+"""Maps names in the setting `reasoning_parser` to markers. Templates are searched in this order."""
 
 
 class ReasoningSplitter:
