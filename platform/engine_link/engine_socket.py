@@ -43,7 +43,7 @@ class EngineSocketDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise SocketUnusable(f"another server's engine is listening in {directory}") from None
+            raise SocketUnusable(f"another server's engine uses {directory}") from None
         self.path = directory / SOCKET_NAME
         if len(os.fsencode(self.path)) > MAX_SOCKET_PATH:
             self.close()

@@ -213,7 +213,7 @@ class Settler:
     def _give_up(self, closing: Closing) -> None:
         self._metrics.settle_failures.inc()
         log.error(
-            "the gateway stopped before this was settled: add the record to DATA_DIR/spool/replaying.jsonl",
+            "the gateway stopped before it wrote this settlement: add the record to DATA_DIR/spool/replaying.jsonl",
             **_in_full(closing),
         )
 

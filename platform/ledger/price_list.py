@@ -135,7 +135,7 @@ class PriceList:
             if row is None:
                 raise NotFound("there is no such price", code="price_not_found")
             if row.effective_us < now_us + NOTICE_US:
-                raise PriceInForce("the price is in force or about to be: announce a new price that replaces it")
+                raise PriceInForce("the price is in force or about to be: add a new price that replaces it")
             connection.execute(delete(prices).where(prices.c.id == price_id))
             before = _shown(_price(row))
             audit(connection, now_us, "price.withdraw", price_id, tenant_id=row.tenant_id, before=before)

@@ -56,7 +56,7 @@ def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) 
     if tool_format is None:
         if is_limited or has_strict:
             raise InvalidRequest(
-                "this model's tool calls are not parsed, so they cannot be forced",
+                "this model's tool calls are not parsed, so they cannot be constrained",
                 param="tool_choice" if is_limited else "tools",
                 code="unsupported_parameter",
             )

@@ -67,7 +67,7 @@ def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -
     markers, reasoning = chosen_markers(parsers, source), None
     if markers is None and body.thinking_token_budget is not None:
         raise InvalidRequest(
-            "this model's answers have no separate thinking",
+            "this model's answers have no separate reasoning",
             param="thinking_token_budget",
             code="unsupported_parameter",
         )

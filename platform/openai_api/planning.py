@@ -69,7 +69,7 @@ def make_plan(
     most = services.settings.max_request_tokens
     if body.num_generated * sum(len(prompt) + max_tokens for prompt in prompts) > most:
         raise InvalidRequest(
-            f"{_multiplier(body)} times (tokens + max_tokens), over all prompts, must not exceed {most}",
+            f"{_multiplier(body)} times (prompt tokens + max_tokens), summed over all prompts, must not exceed {most}",
             param=_multiplier(body),
         )
     if sampling.min_tokens > max_tokens:

@@ -75,7 +75,7 @@ class GatewaySettings:
     base_parsers: AnswerParsers = NO_CHOICE
     """The answer parsers for prompts rendered with the base's template."""
     max_request_tokens: int = 1024 * 1024
-    """Maximum total tokens of a request's sequences: the sum over all prompts of n (or best_of) times (tokens +
+    """Maximum total tokens of a request's sequences: the sum over all prompts of n (or best_of) times (prompt tokens +
     max_tokens).
     """
 

@@ -131,7 +131,7 @@ class PeerListener:
         except OSError as error:
             # The other side is a port scanner, an attacker, or a server whose certificate has expired or is not known
             # yet.
-            log.info("a connection was refused: it presented no accepted certificate", reason=str(error))
+            log.info("a connection was refused because its TLS handshake failed", reason=str(error))
             self._count_refusal("handshake")
             return
         name = self._replica_of.get(relay.link.certificate() or b"")

@@ -126,7 +126,7 @@ class PeerRelay:
         try:
             message = self._decoder.decode(frame)
         except msgspec.MsgspecError:
-            raise FrameRefused("it sent a message that other servers are not allowed to send") from None
+            raise FrameRefused("it sent a malformed message, or one that other servers must not send") from None
         match message:
             case Add(sequence_id=sequence_id) if self._refuses_new:
                 self._send_lost(sequence_id, 0, "replica_draining", "the server is stopping")
