@@ -52,7 +52,7 @@ class InvalidRequest(ApiError):
 
 
 class Unauthenticated(ApiError):
-    """The key is missing or not valid."""
+    """The key is missing or invalid."""
 
     status = 401
     type = "invalid_request_error"

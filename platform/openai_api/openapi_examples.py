@@ -19,7 +19,7 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
         "The call is malformed.",
         _error("limit: Input should be less than or equal to 100", "invalid_value", "limit"),
     ),
-    401: ("The key is missing or not valid.", _error("the key is unknown, expired or revoked", "invalid_api_key")),
+    401: ("The key is missing or invalid.", _error("the key is unknown, expired or revoked", "invalid_api_key")),
     403: ("The key's scopes do not allow the call.", _error("the call needs another scope", "insufficient_scope")),
     404: (
         "The resource does not exist, or the caller has no access to it.",
