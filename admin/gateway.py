@@ -69,6 +69,7 @@ async def _serve(
             raise StartRefused(str(error)) from error
         stack.push_async_callback(engine.close)
         from loramux.admin.gateway_assembly import assemble_gateway
+        from loramux.admin.server.background import in_background
         from loramux.admin.server.connection_registry import ConnectionRegistry
         from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
 
@@ -87,7 +88,7 @@ async def _serve(
         proxies = TrustedProxies(settings.trusted_proxies)
         openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
         admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
-        maintenance = asyncio.create_task(assembled.maintenance.run(), name="maintenance")
+        await stack.enter_async_context(in_background(assembled.maintenance.run(), "maintenance"))
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai),
             HttpServer(assembled.operations_app, admin_listener, admin),
@@ -97,4 +98,3 @@ async def _serve(
             engine.close,
         )
         await assembled.running.drain(SETTLE_S)
-        maintenance.cancel()

@@ -161,6 +161,7 @@ async def _serve(
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()
             from loramux.admin.assembly import assemble
+            from loramux.admin.server.background import in_background
             from loramux.admin.server.connection_registry import ConnectionRegistry
             from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
 
@@ -188,11 +189,12 @@ async def _serve(
         proxies = TrustedProxies(settings.trusted_proxies)
         openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
         admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
-        maintenance = asyncio.create_task(assembled.maintenance.run(), name="maintenance")
-        upkeep = asyncio.create_task(assembled.upkeep.run(assembled.own_server, signals.drain), name="upkeep")
         if presence is not None:
             stack.push_async_callback(presence.close)
             presence.start(signals.drain)
+        upkeep = assembled.upkeep.run(assembled.own_server, signals.drain)
+        await stack.enter_async_context(in_background(assembled.maintenance.run(), "maintenance"))
+        await stack.enter_async_context(in_background(upkeep, "upkeep"))
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai),
             HttpServer(assembled.admin_app, admin_listener, admin),
@@ -204,8 +206,6 @@ async def _serve(
         await assembled.running.drain(SETTLE_S)
         if presence is not None:
             await presence.drained(signals.hurry, settings.drain_s)
-        maintenance.cancel()
-        upkeep.cancel()
 
 
 def _bind_peers(settings: Settings, stack: ExitStack) -> socket.socket | None:

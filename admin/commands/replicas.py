@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from loramux.admin.commands.bases import NUM_SHOWN
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import connected, print_json, print_table
 
 
 def replicas(as_json: AsJson = False) -> None:
-    """Show the servers that share requests, with their load, memory and adapters."""
+    """Show the servers that share requests, with their base, load, memory and adapters."""
     with connected(as_json) as client:
         document = client.get("replicas")
     if as_json:
@@ -17,11 +18,12 @@ def replicas(as_json: AsJson = False) -> None:
         print("this server does not share requests with others: see --peer-address of 'loramux serve'")
         return
     print_table(
-        ("server", "address", "state", "running", "waiting", "capacity", "free pages", "pages", "adapters"),
+        ("server", "address", "base", "state", "running", "waiting", "capacity", "free pages", "pages", "adapters"),
         [
             (
                 f"{one['id']} (this one)" if one["is_own"] else one["id"],
                 one["address"],
+                (one["base_id"] or "unknown")[:NUM_SHOWN],
                 one["state"],
                 one["num_running"],
                 one["num_waiting"],

@@ -106,7 +106,7 @@ class Presence:
             found.append(report_of(peer.row, len(peer.holds), state, now_s - peer.since_s, is_own=False))
         refused = sorted(self._book.refused.items())
         return found + [
-            ReplicaReport(id=name, address=None, is_own=False, state="refused", reason=reason)
+            ReplicaReport(id=name, address=None, base_id=None, is_own=False, state="refused", reason=reason)
             for name, reason in refused
         ]
 

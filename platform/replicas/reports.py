@@ -34,6 +34,7 @@ class ReplicaReport:
 
     id: str
     address: str | None
+    base_id: str | None
     is_own: bool
     state: ReplicaState
     reason: str | None = None
@@ -59,6 +60,7 @@ def report_of(row: ReplicaRow, num_adapters: int, state: ReplicaState, age_s: fl
     return ReplicaReport(
         id=row.id,
         address=row.address,
+        base_id=row.base_id,
         is_own=is_own,
         state=state,
         age_s=age_s,

@@ -9,6 +9,7 @@ from loramux.platform.engine_link.engine_client import EngineClient, EngineUnava
 from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, ReplicaState, UnknownReplica
 
 OWN, PEER, SILENT, STRANGER = "rep_own", "rep_peer", "rep_silent", "rep_stranger"
+BASE_ID = "b" * 64
 
 
 class ScriptedFleet:
@@ -22,7 +23,9 @@ class ScriptedFleet:
             _report(OWN, "serving", 2),
             _report(PEER, "draining", 5),
             _report(SILENT, "unreachable", 0),
-            ReplicaReport(id=STRANGER, address=None, is_own=False, state="refused", reason="it serves another base"),
+            ReplicaReport(
+                id=STRANGER, address=None, base_id=None, is_own=False, state="refused", reason="it serves another base"
+            ),
         )
 
     async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
@@ -37,6 +40,7 @@ def _report(replica_id: str, state: ReplicaState, num_running: int) -> ReplicaRe
     return ReplicaReport(
         id=replica_id,
         address=f"10.0.0.{num_running}:8002",
+        base_id=BASE_ID,
         is_own=replica_id == OWN,
         state=state,
         age_s=0.5,

@@ -140,7 +140,12 @@ class GatewayLab:
         for gateway in self.gateways:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(gateway.pid, signal.SIGTERM)
-        until(lambda: not any(Path(f"/proc/{gateway.pid}").exists() for gateway in self.gateways))
+        try:
+            until(lambda: not any(Path(f"/proc/{gateway.pid}").exists() for gateway in self.gateways))
+        finally:
+            for gateway in self.gateways:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(gateway.pid, signal.SIGKILL)
         for process in (self._maker, *([] if self._engine is None else [self._engine])):
             assert process.stdin is not None
             process.stdin.close()

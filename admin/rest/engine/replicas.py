@@ -24,6 +24,7 @@ class ReplicaDocument(TypedDict):
     object: Literal["replica"]
     id: str
     address: str | None
+    base_id: str | None
     is_own: bool
     state: Literal["serving", "draining", "unreachable", "refused"]
     reason: str | None
@@ -54,6 +55,7 @@ def _describe(report: ReplicaReport) -> ReplicaDocument:
         "object": "replica",
         "id": report.id,
         "address": report.address,
+        "base_id": report.base_id,
         "is_own": report.is_own,
         "state": report.state,
         "reason": report.reason,

@@ -9,7 +9,7 @@ import pytest
 from loramux.admin.app import create_admin_app
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
-from tests.admin.fleet import OWN, PEER, SILENT, STRANGER, ScriptedFleet
+from tests.admin.fleet import BASE_ID, OWN, PEER, SILENT, STRANGER, ScriptedFleet
 
 pytestmark = pytest.mark.anyio
 
@@ -34,6 +34,7 @@ async def test_replicas_are_listed_with_their_load_or_the_reason_of_their_refusa
         (SILENT, "unreachable", False),
         (STRANGER, "refused", False),
     ]
+    assert [one["base_id"] for one in listed] == [BASE_ID, BASE_ID, BASE_ID, None]
     assert listed[1]["num_running"] == 5
     assert listed[1]["num_free_pages"] == 40
     assert listed[3]["reason"] == "it serves another base"
