@@ -30,14 +30,17 @@ from loramux.kernels.cpu.vectors import FIRST_CACHE, WIDTH, emit_multiply_add, e
 OUTPUTS = 32
 """Outputs in a panel."""
 
-MAX_ROWS = 12 if WIDTH == 16 else 3
-"""Maximum number of rows per block. Their sums fit in the registers together with the operands."""
+MAX_ROWS = 12 if WIDTH == 16 else 6
+"""Maximum number of rows per block."""
 
 AHEAD_BYTES = 8192
 """Distance at which codes are prefetched, in bytes."""
 
 REGISTERS = OUTPUTS // WIDTH
-"""Registers that hold the sums of one row."""
+"""Registers that hold the sums of one row for a whole panel."""
+
+WHOLE_PANEL = slice(0, REGISTERS)
+"""The registers of all outputs of a panel."""
 
 HAS_BYTE_TABLES = WIDTH != 16
 """True if only bytes can be looked up in a register: AVX2. AVX-512 looks up 16-bit integers."""
@@ -81,21 +84,34 @@ def add_codes(
         has_zeros = builder.icmp_signed(">=", places[1], _LONG(0))
         lookup = table_of(context, builder, table, table_array, is_bytes)
 
-        def weights_at(k: Any) -> list[Any]:
-            return (emit_quads if is_bytes else emit_weights)(builder, code_place, k, lookup)
-
         def emit(x_rows: list[Any], y_rows: list[Any]) -> None:
             factor_rows = [builder.add(factors, builder.mul(factor_step, _LONG(r))) for r in range(len(x_rows))]
-            starts = emit_starts(builder, factor_rows, zero_place, has_zeros, UNSIGNED if is_bytes else 0)
             num_words = builder.lshr(num_pairs, _LONG(1)) if is_bytes else num_pairs
-            sums = emit_sums(builder, x_rows, weights_at, num_words, starts, is_bytes)
-            emit_outputs(builder, sums, factor_rows, scale_place, y_rows)
+            for part in parts_of_panel(len(x_rows), lookup is not None):
+
+                def weights_at(k: Any, part: slice = part) -> list[Any]:
+                    return (emit_quads if is_bytes else emit_weights)(builder, code_place, k, lookup)[part]
+
+                starts = emit_starts(builder, factor_rows, zero_place, has_zeros, UNSIGNED if is_bytes else 0, part)
+                sums = emit_sums(builder, x_rows, weights_at, num_words, starts, is_bytes)
+                emit_outputs(builder, sums, factor_rows, scale_place, y_rows, part)
 
         emit_rows(builder, MAX_ROWS, num_rows, x, x_step, y, y_step, emit)
         return context.get_dummy_value()
 
     long = types.int64
     return types.none(long, long, long, x_type, long, long, panels, long, long, long, table, long, long, long), generate
+
+
+def parts_of_panel(num_rows: int, has_table: bool) -> list[slice]:
+    """Divide the registers of a panel into parts, which a block of rows computes one after the other.
+
+    The sums of a part must fit in the registers together with the operands and the table of codes. AVX2 has only 16
+    registers, so most blocks compute half a panel at a time.
+    """
+    if WIDTH == 16 or num_rows == 1 or (num_rows == 2 and not has_table):
+        return [WHOLE_PANEL]
+    return [slice(0, REGISTERS // 2), slice(REGISTERS // 2, REGISTERS)]
 
 
 class _Table:
@@ -207,19 +223,22 @@ def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def emit_starts(builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any, offset: int = 0) -> list[Any]:
-    """`-(zero[o] + offset) * sum of x[r]` for all rows and outputs, with 0 for missing zero points."""
+def emit_starts(
+    builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any, offset: int = 0, part: slice = WHOLE_PANEL
+) -> list[Any]:
+    """`-(zero[o] + offset) * sum of x[r]` for all rows and the outputs of `part`, with 0 for missing zero points."""
     negatives = []
     for row in factor_rows:
         total = builder.load(builder.inttoptr(builder.add(row, _LONG(4)), _INT.as_pointer()))
         negatives.append(_splat(builder, builder.neg(total)))
     offsets = ir.Constant(_WORDS, [offset] * WIDTH)
-    plain = [builder.mul(offsets, negative) for negative in negatives for _ in range(REGISTERS)]
+    plain = [builder.mul(offsets, negative) for negative in negatives for _ in range(part.start, part.stop)]
     entry = builder.block
     given, done = builder.append_basic_block("zeros"), builder.append_basic_block("started")
     builder.cbranch(has_zeros, given, done)
     builder.position_at_end(given)
-    zeros = [builder.sext(lanes, _WORDS) for lanes in emit_loads(builder, zero_place, ir.VectorType(_HALF, WIDTH), 2)]
+    loaded = emit_loads(builder, zero_place, ir.VectorType(_HALF, WIDTH), 2)[part]
+    zeros = [builder.sext(lanes, _WORDS) for lanes in loaded]
     values = [builder.mul(builder.add(zero, offsets), negative) for negative in negatives for zero in zeros]
     builder.branch(done)
     end = builder.block
@@ -249,7 +268,7 @@ def emit_sums(
 ) -> list[Any]:
     """`starts` plus the products of all words of `x`, in integers that stay in registers.
 
-    `weights_at(k)` are the weights of all outputs for the `k`-th word.
+    `weights_at(k)` are the weights of the block's outputs for the `k`-th word.
     """
     x_rows = [builder.inttoptr(row, _INT.as_pointer()) for row in x]
     entry = builder.block
@@ -264,7 +283,7 @@ def emit_sums(
     for row, x_row in enumerate(x_rows):
         word = _splat(builder, builder.load(builder.gep(x_row, [k]), align=4))
         for part, weight in enumerate(weights):
-            totals.append(dot(builder, sums[REGISTERS * row + part], word, weight))
+            totals.append(dot(builder, sums[len(weights) * row + part], word, weight))
     following = builder.add(k, _LONG(1))
     k.add_incoming(_LONG(0), entry)
     k.add_incoming(following, body)
@@ -303,13 +322,15 @@ def emit_scaled(builder: Any, sums: list[Any], factor_row: Any, scales: list[Any
     return added
 
 
-def emit_outputs(builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any]) -> None:
-    """`y[r][o] += factor[r] * scale[o] * sums[r][o]`."""
-    scales = emit_loads(builder, scale_place, _FLOATS, 4)
+def emit_outputs(
+    builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any], part: slice
+) -> None:
+    """`y[r][o] += factor[r] * scale[o] * sums[r][o]` for the outputs of `part`."""
+    scales = emit_loads(builder, scale_place, _FLOATS, 4)[part]
     for row, (factor_row, y_row) in enumerate(zip(factor_rows, y, strict=True)):
         first = builder.inttoptr(y_row, _FLOATS.as_pointer())
-        places = [builder.gep(first, [_LONG(part)]) for part in range(REGISTERS)]
+        places = [builder.gep(first, [_LONG(register)]) for register in range(part.start, part.stop)]
         before = [builder.load(place, align=4) for place in places]
-        own = sums[REGISTERS * row : REGISTERS * (row + 1)]
+        own = sums[len(scales) * row : len(scales) * (row + 1)]
         for place, value in zip(places, emit_scaled(builder, own, factor_row, scales, before), strict=True):
             builder.store(value, place, align=4)

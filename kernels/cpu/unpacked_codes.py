@@ -2,8 +2,8 @@
 
 `integer_blocks.add_codes` unpacks codes again for every `MAX_ROWS` rows, and reads and writes `y` for every block of
 inputs. Here, the unpacked integers stay in the L1 cache while all rows are multiplied, and the outputs of a tile of
-rows stay in registers until the part ends. The operations on each output and their order are the same, so the results
-are bitwise equal.
+rows stay in registers (with AVX2, partly on the stack) until the part ends. The operations on each output and their
+order are the same, so the results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ from loramux.kernels.cpu.integer_blocks import (
     emit_starts,
     emit_sums,
     emit_weights,
+    parts_of_panel,
     table_of,
 )
 from loramux.kernels.cpu.rounded_rows import bytes_of
 from loramux.kernels.cpu.vectors import WIDTH
 
-TILE_ROWS = 6 if WIDTH == 16 else 3
+TILE_ROWS = 6
 """Maximum number of rows per tile. With AVX-512, their sums and outputs fit in the registers."""
 
 UNPACK_ROWS = 2 * MAX_ROWS
-"""With more rows than this, codes are unpacked only once. Every tile then has `TILE_ROWS` rows or one row fewer."""
+"""With more rows than this, codes are unpacked only once."""
+
+LEAST_TILE_ROWS = (UNPACK_ROWS + 1) // -(-(UNPACK_ROWS + 1) // TILE_ROWS)
+"""Minimum number of rows per tile if the rows are divided into as few equal tiles as possible."""
 
 UNPACKED_BYTES = 16384
 """Maximum size of the unpacked integers, in bytes: half of an L1 cache of 32 KiB."""
@@ -112,28 +116,33 @@ def _add_blocks(
 
         def emit(x_rows: list[Any], y_rows: list[Any]) -> None:
             factor_rows = [builder.add(factors, builder.mul(factor_step, _LONG(r))) for r in range(len(x_rows))]
+            for part in parts_of_panel(len(x_rows), has_table=False):
+                emit_part(x_rows, y_rows, factor_rows, part)
+
+        def emit_part(x_rows: list[Any], y_rows: list[Any], factor_rows: list[Any], part: slice) -> None:
             rows = [builder.inttoptr(row, _FLOATS.as_pointer()) for row in y_rows]
-            places = [builder.gep(row, [_LONG(part)]) for row in rows for part in range(REGISTERS)]
+            numbers = range(part.start, part.stop)
+            places = [builder.gep(row, [_LONG(number)]) for row in rows for number in numbers]
 
             def step(b: Any, values: list[Any]) -> list[Any]:
                 group, number, *outputs = values
                 scale_place = builder.gep(data, [group])
                 zero_place = builder.gep(scale_place, [_LONG(4 * OUTPUTS)])
                 factor_places = [builder.add(row, builder.mul(b, _LONG(8))) for row in factor_rows]
-                starts = emit_starts(builder, factor_places, zero_place, has_zeros, UNSIGNED if is_bytes else 0)
+                starts = emit_starts(builder, factor_places, zero_place, has_zeros, UNSIGNED if is_bytes else 0, part)
                 word = builder.mul(b, num_words)
                 x_block = [builder.add(row, builder.mul(word, _LONG(4))) for row in x_rows]
 
                 def weights_at(k: Any) -> list[Any]:
                     at = builder.mul(builder.add(word, k), _LONG(REGISTERS))
-                    found = [builder.gep(registers, [builder.add(at, _LONG(part))]) for part in range(REGISTERS)]
+                    found = [builder.gep(registers, [builder.add(at, _LONG(number))]) for number in numbers]
                     return [builder.load(place, align=_REGISTER_BYTES) for place in found]
 
                 sums = emit_sums(builder, x_block, weights_at, num_words, starts, is_bytes)
-                scale_lanes = emit_loads(builder, scale_place, _FLOATS, 4)
+                scale_lanes = emit_loads(builder, scale_place, _FLOATS, 4)[part]
                 after = []
                 for row, place in enumerate(factor_places):
-                    own = slice(REGISTERS * row, REGISTERS * (row + 1))
+                    own = slice(len(numbers) * row, len(numbers) * (row + 1))
                     after += emit_scaled(builder, sums[own], place, scale_lanes, outputs[own])
                 following = builder.add(number, _LONG(1))
                 is_last = builder.icmp_signed("==", following, group_blocks)
@@ -145,7 +154,7 @@ def _add_blocks(
             for place, value in zip(places, outputs, strict=True):
                 builder.store(value, place, align=4)
 
-        emit_rows(builder, TILE_ROWS, num_rows, x, x_step, y, y_step, emit, least=TILE_ROWS - 1)
+        emit_rows(builder, TILE_ROWS, num_rows, x, x_step, y, y_step, emit, least=LEAST_TILE_ROWS)
         return context.get_dummy_value()
 
     long = types.int64
