@@ -7,11 +7,12 @@ a block is scaled and added to `y`, in float32.
 Two adjacent inputs of a row are one 32-bit word, which is broadcast to all outputs. One instruction multiplies both
 inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, otherwise `vpmaddwd` followed by an addition
 (Intel, "Intrinsics Guide"). Codes of 8 bits are the integers themselves. Codes of 4 bits select from a table of 16
-integers that stays in a register.
+integers that stays in a register. With AVX2, codes of consecutive integers (int4) are not looked up: the codes are
+multiplied, and each sum starts at the first integer times the sum of the row's `x`.
 
 With `x` in 8 bits, a word holds four adjacent inputs. `vpdpbusd`, which AVX512_VNNI and AVX_VNNI both have, multiplies
-them by unsigned bytes. The weight's bytes are therefore its integers plus 128, and each sum starts at -128 times the
-sum of the row's `x` in the block.
+them by unsigned bytes. The weight's bytes are therefore its integers plus 128 (or its codes), and each sum starts at
+-128 times the sum of the row's `x` in the block.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ AHEAD_BYTES = 8192
 
 REGISTERS = OUTPUTS // WIDTH
 """Registers that hold the sums of one row for a whole panel."""
+
+INTERLEAVED = [*range(4), *range(8, 12), *range(4, 8), *range(12, 16)]
+"""The order of 16 outputs that `vpunpcklbw` and similar instructions of AVX2 restore."""
 
 WHOLE_PANEL = slice(0, REGISTERS)
 """The registers of all outputs of a panel."""
@@ -72,8 +76,8 @@ def add_codes(
 
     `x`, `factors` and `y` are addresses, with steps in bytes. A row of `factors` is a float32 factor and the int32
     sum of the row's `x` over `k`. `scales`, `zeros` and `codes` are places in the bytes of `panels`; `zeros` -1 means
-    none. `num_pairs` >= 1 is the number of pairs of `k`. `table` None means that codes are int8. `x_type` is np.int16,
-    or np.int8 for an even number of pairs of integers that fit into 8 bits, on a CPU with VNNI.
+    none. `num_pairs` >= 1 is the number of pairs of `k`. `table` is `CodePanels.table`. `x_type` is np.int16, or
+    np.int8 for an even number of pairs of integers that fit into 8 bits, on a CPU with VNNI.
     """
     is_bytes = x_type.dtype == types.int8
 
@@ -83,16 +87,17 @@ def add_codes(
         scale_place, zero_place, code_place = (builder.gep(data, [place]) for place in places)
         has_zeros = builder.icmp_signed(">=", places[1], _LONG(0))
         lookup = table_of(context, builder, table, table_array, is_bytes)
+        offset = offset_of(lookup, is_bytes)
 
         def emit(x_rows: list[Any], y_rows: list[Any]) -> None:
             factor_rows = [builder.add(factors, builder.mul(factor_step, _LONG(r))) for r in range(len(x_rows))]
             num_words = builder.lshr(num_pairs, _LONG(1)) if is_bytes else num_pairs
-            for part in parts_of_panel(len(x_rows), lookup is not None):
+            for part in parts_of_panel(len(x_rows), isinstance(lookup, _Table)):
 
                 def weights_at(k: Any, part: slice = part) -> list[Any]:
                     return (emit_quads if is_bytes else emit_weights)(builder, code_place, k, lookup)[part]
 
-                starts = emit_starts(builder, factor_rows, zero_place, has_zeros, UNSIGNED if is_bytes else 0, part)
+                starts = emit_starts(builder, factor_rows, zero_place, has_zeros, offset, part)
                 sums = emit_sums(builder, x_rows, weights_at, num_words, starts, is_bytes)
                 emit_outputs(builder, sums, factor_rows, scale_place, y_rows, part)
 
@@ -130,8 +135,7 @@ class _Table:
         """The weights of all outputs for one pair of inputs, as integers. Each output's two weights are adjacent."""
         codes = builder.load(builder.bitcast(place, _PACKED.as_pointer()), align=1)
         if HAS_BYTE_TABLES:
-            low, high = builder.and_(codes, ir.Constant(_PACKED, [15] * 32)), _shifted(builder, codes, 4)
-            return [part for index in (low, high) for part in self._select_bytes(builder, index)]
+            return [part for index in _nibbles(builder, [codes]) for part in self._select_bytes(builder, index)]
         # Only the 5 low bits of an index count, and the table holds the integers twice, so the upper code need not be
         # masked out of the index of the lower code.
         lower = builder.zext(codes, _PAIRS)
@@ -164,24 +168,56 @@ class _ByteTable:
         repeated = ir.Constant(ir.VectorType(_INT, 4 * WIDTH), list(range(16)) * (WIDTH // 4))
         self._table = _plus_128(builder, builder.shuffle_vector(signed, signed, repeated))
 
-    def select(self, builder: Any, codes: list[Any]) -> list[Any]:
-        """The integers of four inputs for all outputs: first from the lower four bits of each byte, then the upper."""
+    def select_bytes(self, builder: Any, codes: list[Any]) -> list[Any]:
+        """The integers plus 128 of four inputs for all outputs."""
         name = "llvm.x86.avx512.pshuf.b.512" if WIDTH == 16 else "llvm.x86.avx2.pshuf.b"
         choose = _function(builder, name, _QUADS, [_QUADS, _QUADS])
-        lower = [builder.and_(each, ir.Constant(_QUADS, [15] * _QUADS.count)) for each in codes]
-        upper = [_shifted(builder, each, 4) for each in codes]
-        return [builder.call(choose, [self._table, index]) for index in (*lower, *upper)]
+        return [builder.call(choose, [self._table, index]) for index in _nibbles(builder, codes)]
+
+
+class _PlainCodes:
+    """Codes of 4 bits that represent consecutive integers, in `INTERLEAVED` order."""
+
+    def __init__(self, builder: Any, data: Any) -> None:
+        self.offset = builder.zext(builder.load(data), _INT)
+        """The integers are the codes minus this number."""
+
+    def select(self, builder: Any, place: Any) -> list[Any]:
+        """The codes of all outputs for one pair of inputs, in 16 bits. Each output's two codes are adjacent."""
+        zeros = ir.Constant(_PACKED, [0] * OUTPUTS)
+        lanes_type = ir.VectorType(_INT, OUTPUTS)
+        selected = []
+        for codes in _nibbles(builder, [builder.load(builder.bitcast(place, _PACKED.as_pointer()), align=1)]):
+            for begin in (0, 8):
+                # Shuffles of AVX2 that stay in their half of a register are faster than `vpmovzxbw`.
+                lanes = [at for half in (0, 16) for byte in range(8) for at in (half + begin + byte, OUTPUTS)]
+                widened = builder.shuffle_vector(codes, zeros, ir.Constant(lanes_type, lanes))
+                selected.append(builder.bitcast(widened, _PAIRS))
+        return selected
+
+    def select_bytes(self, builder: Any, codes: list[Any]) -> list[Any]:
+        """The codes of four inputs for all outputs, as bytes."""
+        return _nibbles(builder, codes)
 
 
 def table_of(context: Any, builder: Any, table: Any, array: Any, is_bytes: bool = False) -> Any:
-    """The table of 4-bit codes, for `x` in bytes or in 16 bits, or None if `table` has the type of None."""
+    """What turns 4-bit codes into integers, for `x` in bytes or in 16 bits, or None if `table` has the type of None."""
     if not isinstance(table, types.Array):
         return None
-    make = _ByteTable if is_bytes else _Table
-    return make(builder, make_array(table)(context, builder, array).data, table.dtype)
+    data = make_array(table)(context, builder, array).data
+    if table.dtype == types.uint8:
+        return _PlainCodes(builder, data)
+    return (_ByteTable if is_bytes else _Table)(builder, data, table.dtype)
 
 
-def emit_weights(builder: Any, codes: Any, k: Any, lookup: _Table | None) -> list[Any]:
+def offset_of(lookup: Any, is_bytes: bool) -> Any:
+    """The number by which the multiplied integers exceed the weight's, as an int32 value."""
+    if isinstance(lookup, _PlainCodes):
+        return lookup.offset
+    return _INT(UNSIGNED if is_bytes else 0)
+
+
+def emit_weights(builder: Any, codes: Any, k: Any, lookup: _Table | _PlainCodes | None) -> list[Any]:
     """The weights of all outputs for the `k`-th pair of inputs, as integers.
 
     Each output's two weights are adjacent. Also prefetches later codes.
@@ -193,8 +229,8 @@ def emit_weights(builder: Any, codes: Any, k: Any, lookup: _Table | None) -> lis
     return [builder.sext(lanes, _PAIRS) for lanes in emit_loads(builder, place, ir.VectorType(_BYTE, 2 * WIDTH), 1)]
 
 
-def emit_quads(builder: Any, codes: Any, k: Any, lookup: _ByteTable | None) -> list[Any]:
-    """The integers plus 128 of inputs `[4 * k, 4 * k + 4)` for all outputs, as bytes. Also prefetches later codes."""
+def emit_quads(builder: Any, codes: Any, k: Any, lookup: _ByteTable | _PlainCodes | None) -> list[Any]:
+    """The integers of inputs `[4 * k, 4 * k + 4)` for all outputs, as unsigned bytes. Also prefetches later codes."""
     pair_bytes = 2 * OUTPUTS if lookup is None else OUTPUTS
     pairs = ir.VectorType(_HALF, pair_bytes // 2)
     first = builder.gep(codes, [builder.mul(k, _LONG(2 * pair_bytes))])
@@ -203,11 +239,18 @@ def emit_quads(builder: Any, codes: Any, k: Any, lookup: _ByteTable | None) -> l
         emit_prefetch(builder, builder.gep(place, [_LONG(AHEAD_BYTES)]), FIRST_CACHE)
         loaded.append(builder.load(builder.bitcast(place, pairs.as_pointer()), align=1))
     quads = []
+    order = INTERLEAVED if isinstance(lookup, _PlainCodes) else range(pairs.count)
     for begin in range(0, pairs.count, WIDTH):
-        mixed = [at for o in range(begin, begin + WIDTH) for at in (o, pairs.count + o)]
+        mixed = [at for o in order[begin : begin + WIDTH] for at in (o, pairs.count + o)]
         both = builder.shuffle_vector(*loaded, ir.Constant(ir.VectorType(_INT, 2 * WIDTH), mixed))
         quads.append(builder.bitcast(both, _QUADS))
-    return [_plus_128(builder, each) for each in quads] if lookup is None else lookup.select(builder, quads)
+    return [_plus_128(builder, each) for each in quads] if lookup is None else lookup.select_bytes(builder, quads)
+
+
+def _nibbles(builder: Any, codes: list[Any]) -> list[Any]:
+    """The lower four bits of all bytes, then the upper four bits."""
+    lower = [builder.and_(each, ir.Constant(each.type, [15] * each.type.count)) for each in codes]
+    return lower + [_shifted(builder, each, 4) for each in codes]
 
 
 def _plus_128(builder: Any, signed: Any) -> Any:
@@ -224,14 +267,17 @@ def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
 
 
 def emit_starts(
-    builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any, offset: int = 0, part: slice = WHOLE_PANEL
+    builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any, offset: Any, part: slice = WHOLE_PANEL
 ) -> list[Any]:
-    """`-(zero[o] + offset) * sum of x[r]` for all rows and the outputs of `part`, with 0 for missing zero points."""
+    """`-(zero[o] + offset) * sum of x[r]` for all rows and the outputs of `part`, with 0 for missing zero points.
+
+    `offset` is an int32 value.
+    """
     negatives = []
     for row in factor_rows:
         total = builder.load(builder.inttoptr(builder.add(row, _LONG(4)), _INT.as_pointer()))
         negatives.append(_splat(builder, builder.neg(total)))
-    offsets = ir.Constant(_WORDS, [offset] * WIDTH)
+    offsets = _splat(builder, offset)
     plain = [builder.mul(offsets, negative) for negative in negatives for _ in range(part.start, part.stop)]
     entry = builder.block
     given, done = builder.append_basic_block("zeros"), builder.append_basic_block("started")
@@ -323,7 +369,7 @@ def emit_scaled(builder: Any, sums: list[Any], factor_row: Any, scales: list[Any
 
 
 def emit_outputs(
-    builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any], part: slice
+    builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any], part: slice = WHOLE_PANEL
 ) -> None:
     """`y[r][o] += factor[r] * scale[o] * sums[r][o]` for the outputs of `part`."""
     scales = emit_loads(builder, scale_place, _FLOATS, 4)[part]

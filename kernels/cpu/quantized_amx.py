@@ -163,7 +163,7 @@ def _add_outputs(
 
         def step(r: Any, values: list[Any]) -> list[Any]:
             factor_row = builder.add(factors, builder.mul(factor_step, r))
-            starts = emit_starts(builder, [factor_row], zero_place, has_zeros)
+            starts = emit_starts(builder, [factor_row], zero_place, has_zeros, _INT(0))
             totals = []
             for half, start in enumerate(starts):
                 upper, lower = (

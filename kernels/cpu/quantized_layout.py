@@ -5,7 +5,8 @@ A panel stores, for one group after the other, everything that a product reads:
 - the float32 scales of the 32 outputs;
 - their int16 zero points, if the weight has any;
 - the codes of each pair of inputs. Codes of 8 bits take 64 bytes, `[output, input of the pair]`. Codes of 4 bits take
-  32 bytes, whose lower bits belong to outputs `[0, 16)` and whose upper bits belong to outputs `[16, 32)`.
+  32 bytes, whose lower bits belong to outputs `[0, 16)` and whose upper bits belong to outputs `[16, 32)`, in the order
+  `INTERLEAVED` if they are not looked up.
 
 A product therefore reads a panel sequentially, and the weight is kept only once.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loramux.kernels.cpu.integer_blocks import HAS_BYTE_TABLES, OUTPUTS
+from loramux.kernels.cpu.integer_blocks import HAS_BYTE_TABLES, INTERLEAVED, OUTPUTS
 from loramux.kernels.quantized import QuantizedWeight
 
 BLOCKS = (128, 64, 32, 16)
@@ -41,7 +42,8 @@ class CodePanels:
     """A quantised weight in panels.
 
     `x` is rounded to integers of at most `limit` in blocks of `block` inputs, so that no sum of a block overflows.
-    `table` contains the integers of 4-bit codes and is None for 8 bits.
+    `table` contains the integers of 4-bit codes and is None for 8 bits. As np.uint8, it contains only the number to
+    subtract from each code, and the outputs are in the order `INTERLEAVED`.
     """
 
     panels: npt.NDArray[np.uint8]
@@ -85,6 +87,7 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
         return None
     scales = (weight.scales.astype(np.float64) * unit).astype(np.float32)
     num_panels = -(-weight.out_features // OUTPUTS)
+    table = None
     parts = [_by_group(scales, num_panels)]
     if zeros is not None:
         parts.append(_by_group(zeros.astype(np.int16), num_panels))
@@ -93,10 +96,11 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
             _pairs_of_8_bits(integers.astype(np.int8).view(np.uint8)[weight.codes], num_panels, num_groups, group)
         )
     else:
-        parts.append(_pairs_of_4_bits(weight.codes, num_panels, num_groups, group))
+        table = _table(integers)
+        parts.append(_pairs_of_4_bits(weight.codes, num_panels, num_groups, group, table.dtype == np.uint8))
     return CodePanels(
         panels=np.concatenate(parts, axis=2).reshape(-1),
-        table=None if weight.bits == 8 else _table(integers),
+        table=table,
         num_panels=num_panels,
         num_groups=num_groups,
         group=group,
@@ -125,7 +129,9 @@ def _integers_of(codebook: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int1
 
 
 def _table(integers: npt.NDArray[np.int16]) -> npt.NDArray[Any]:
-    """The integers of 4-bit codes in the form that this CPU looks up."""
+    """`CodePanels.table` for the integers of 4-bit codes."""
+    if HAS_BYTE_TABLES and -255 <= integers[0] <= 0 and np.array_equal(integers, integers[0] + np.arange(16)):
+        return (-integers[:1]).astype(np.uint8)
     is_byte = HAS_BYTE_TABLES and np.abs(integers).max() <= 127
     return integers.astype(np.int8 if is_byte else np.int16)
 
@@ -153,7 +159,7 @@ def _pairs_of_8_bits(
 
 
 def _pairs_of_4_bits(
-    codes: npt.NDArray[np.uint8], num_panels: int, num_groups: int, group: int
+    codes: npt.NDArray[np.uint8], num_panels: int, num_groups: int, group: int, is_interleaved: bool
 ) -> npt.NDArray[np.uint8]:
     """The codes of each pair of inputs, `[num_panels, num_groups, bytes]`. Missing codes are 0."""
     half = OUTPUTS // 2
@@ -161,6 +167,8 @@ def _pairs_of_4_bits(
     padded[: codes.shape[0], : codes.shape[1]] = codes
     pairs = padded.reshape(num_panels, OUTPUTS, num_groups, group // 2).transpose(0, 2, 3, 1)
     first, second = pairs[..., :half], pairs[..., half:]
+    if is_interleaved:
+        first, second = first[..., INTERLEAVED], second[..., INTERLEAVED]
     # A byte of `codes` belongs to two inputs of one output; a byte of a panel belongs to one input of two outputs.
     even = first & 15 | second << 4
     odd = first >> 4 | second & 240

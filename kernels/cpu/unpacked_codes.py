@@ -21,13 +21,13 @@ from loramux.kernels.cpu.integer_blocks import (
     MAX_ROWS,
     OUTPUTS,
     REGISTERS,
-    UNSIGNED,
     emit_loads,
     emit_quads,
     emit_scaled,
     emit_starts,
     emit_sums,
     emit_weights,
+    offset_of,
     parts_of_panel,
     table_of,
 )
@@ -96,8 +96,8 @@ def _unpack(
 @intrinsic
 def _add_blocks(
     typing_context: Any, num_rows: Any, x: Any, x_step: Any, x_type: Any, factors: Any, factor_step: Any, panels: Any,
-    scales: Any, has_zeros: Any, group_bytes: Any, group_blocks: Any, first: Any, integers: Any, num_blocks: Any,
-    num_pairs: Any, y: Any, y_step: Any,
+    scales: Any, has_zeros: Any, table: Any, group_bytes: Any, group_blocks: Any, first: Any, integers: Any,
+    num_blocks: Any, num_pairs: Any, y: Any, y_step: Any,
 ) -> Any:  # fmt: skip
     """Add the products of `num_blocks` unpacked blocks to `y`, as `add_codes` does for one block.
 
@@ -108,8 +108,9 @@ def _add_blocks(
     lanes = ir.VectorType(ir.IntType(8 if is_bytes else 16), _REGISTER_BYTES // (1 if is_bytes else 2))
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        num_rows, x, x_step, _, factors, factor_step, array, scales, has_zeros, group_bytes, group_blocks, *rest = args
-        first, integers, num_blocks, num_pairs, y, y_step = rest
+        num_rows, x, x_step, _, factors, factor_step, array, scales, has_zeros, table_array, *rest = args
+        group_bytes, group_blocks, first, integers, num_blocks, num_pairs, y, y_step = rest
+        offset = offset_of(table_of(context, builder, table, table_array, is_bytes), is_bytes)
         data = make_array(panels)(context, builder, array).data
         num_words = builder.lshr(num_pairs, _LONG(1)) if is_bytes else num_pairs
         registers = builder.inttoptr(integers, lanes.as_pointer())
@@ -129,7 +130,7 @@ def _add_blocks(
                 scale_place = builder.gep(data, [group])
                 zero_place = builder.gep(scale_place, [_LONG(4 * OUTPUTS)])
                 factor_places = [builder.add(row, builder.mul(b, _LONG(8))) for row in factor_rows]
-                starts = emit_starts(builder, factor_places, zero_place, has_zeros, UNSIGNED if is_bytes else 0, part)
+                starts = emit_starts(builder, factor_places, zero_place, has_zeros, offset, part)
                 word = builder.mul(b, num_words)
                 x_block = [builder.add(row, builder.mul(word, _LONG(4))) for row in x_rows]
 
@@ -158,7 +159,7 @@ def _add_blocks(
         return context.get_dummy_value()
 
     long = types.int64
-    where = (long, long, long, x_type, long, long, panels, long, types.boolean)
+    where = (long, long, long, x_type, long, long, panels, long, types.boolean, table)
     return types.none(*where, *[long] * 8), generate
 
 
@@ -193,6 +194,6 @@ def add_unpacked(
             _add_blocks(
                 end - begin, x + begin * x_step + bytes_of(kind) * first * block, x_step, kind,
                 factors + begin * factor_step + 8 * first, factor_step, panels,
-                place + first // group_blocks * group_bytes, has_zeros, group_bytes, group_blocks,
+                place + first // group_blocks * group_bytes, has_zeros, table, group_bytes, group_blocks,
                 first % group_blocks, integers, count, block // 2, y + begin * y_step, y_step,
             )  # fmt: skip
