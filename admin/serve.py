@@ -55,8 +55,8 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening.
 
-    If the server quantises the model, it measures the quality with `texts(n)`, which returns n texts. `command` starts
-    the engine.
+    If the server quantises the model, it measures the quality with `texts(n)`, which returns n texts. `command` is the
+    command line that starts the engine.
     """
     configure_logs(settings.log_format)
     if settings.sandbox == "required":
@@ -80,7 +80,7 @@ def run(
 
 
 def with_bound_ports(settings: Settings, gateway: socket.socket, admin: socket.socket) -> Settings:
-    """Replace port 0 by the port that the system has chosen, because clients cannot call port 0."""
+    """Replace port 0 with the port that the system has chosen, because clients cannot call port 0."""
     ports = {"port": gateway.getsockname()[1], "admin_port": admin.getsockname()[1]}
     return settings.model_copy(update=ports)
 
@@ -212,7 +212,7 @@ def _bind_peers(settings: Settings, stack: ExitStack) -> socket.socket | None:
     """Bind the listener for other servers, if this server shares requests."""
     if settings.peer_address is None:
         return None
-    # Sharing needs cryptography and a router, which other servers do not import.
+    # Sharing needs cryptography and a router. A server that does not share requests never imports them.
     from loramux.admin.sharing import bind_peers
 
     return stack.enter_context(bind_peers(settings, settings.peer_address))

@@ -1,4 +1,4 @@
-"""Assembles what a server needs to share requests with other servers on its database."""
+"""Assembles the components with which a server shares requests with other servers on its database."""
 
 from __future__ import annotations
 

@@ -25,18 +25,18 @@ log = structlog.get_logger(__name__)
 
 
 class Upkeep:
-    """Runs the periodic work alongside the admin app. Any number of servers can do so concurrently."""
+    """Runs the periodic work alongside the admin app. Several servers on one database can run it concurrently."""
 
     def __init__(self, services: AdminServices) -> None:
         self._services = services
         self._expired = ExpiredRows(services.database)
         self._unpinnable: frozenset[str] = frozenset()
-        """Digests that could not be pinned at the last attempt, so that each failure is logged once."""
+        """Digests that the last attempt could not pin. Their failure is not logged again."""
 
     async def run(self, own: OwnServer, draining: asyncio.Event) -> None:
         """Run until cancelled. `draining` is set when the server starts to drain."""
         async with asyncio.TaskGroup() as group:
-            # Separate, because restoring pins can take minutes.
+            # Reports have their own task, because restoring pins can take minutes.
             group.create_task(self._report(own, draining))
             group.create_task(self._look())
 

@@ -7,7 +7,7 @@
         changed = await services.call(services.things.update, ..., if_match.check_by(describe_thing))
         return tagged(response, describe_thing(changed))
 
-The check runs in the change's transaction, on the state that is about to be changed.
+The check runs in the transaction that makes the change, on the state that is about to be replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TAG = re.compile(r'(?:W/)?"[^"]*"')
 
 
 def etag_of(document: Mapping[str, Any]) -> str:
-    """A document's ETag: equal documents have equal ETags."""
+    """A document's ETag, which is a hash of its content."""
     encoded = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     return f'"{hashlib.sha256(encoded).hexdigest()[:32]}"'
 
@@ -53,7 +53,7 @@ class Precondition:
             raise PreconditionFailed("this has changed since you read it: read it again", param="If-Match")
 
     def check_by(self, describe: Callable[[T], Mapping[str, Any]]) -> Callable[[T], None]:
-        """`check` for a record, as a callback that a service runs before it changes the record."""
+        """Return a callback that checks a record. A service calls it before it changes the record."""
         return lambda record: self.check(describe(record))
 
 
@@ -69,7 +69,7 @@ async def required_precondition(
         return Precondition(None)
     if _TAGS.fullmatch(if_match) is None:
         raise InvalidRequest("If-Match must be an ETag in quotation marks, or *", param="If-Match")
-    # A weak tag only says that two states are equivalent. That is not enough for a change, so it never matches.
+    # A weak tag only says that two states are equivalent. That is not enough for a change, so a weak tag never matches.
     return Precondition(frozenset(_TAG.findall(if_match)))
 
 

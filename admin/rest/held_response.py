@@ -1,4 +1,4 @@
-"""A streamed response that keeps a slot until its client has read it."""
+"""A streamed response that holds a transfer slot until the client has read it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 STALLED_S = 30.0
-"""A client that reads nothing for this many seconds is disconnected, so that it cannot keep a slot."""
+"""A client that reads nothing for this many seconds is disconnected, so that it cannot hold a slot indefinitely."""
 
 
 class HeldResponse(StreamingResponse):
@@ -27,7 +27,7 @@ class HeldResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
-            # `send` returns once the previous part has been sent to the client.
+            # `send` waits while the connection's write buffer is full because the client reads too slowly.
             with anyio.fail_after(STALLED_S):
                 await send(message)
 

@@ -1,7 +1,7 @@
 """`Idempotency-Key`: a POST repeated with the same key runs only once and returns the first call's response.
 
-Every POST route that declares a caller from `access.py` is covered, without code in the route. A call that is refused
-or fails is not stored, so its key can be used again.
+Every POST route that declares a caller from `access.py` is covered, without any code in the route. A call that is
+refused or fails is not stored, so its key can be used again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPLAYED = "idempotent-replayed"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _KEPT_HEADERS = ("content-type", "etag", "location")
 _SECRET_FIELDS = ("secret",)
-"""Fields that are shown only once. They are not stored, and are null in a repeated response."""
+"""Fields that are shown only once. They are not stored, and are null when the response is repeated."""
 
 _EXPIRES_US = "idempotent_answer_expires_us"
 
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 def keep_answer_until(request: Request, expires_us: int) -> None:
-    """Store this call's response only until `expires_us`, when the secrets in the response expire.
+    """Store this call's response only until `expires_us`, when secrets in it, such as presigned URLs, expire.
 
     A call repeated after that time runs again.
     """
@@ -43,7 +43,7 @@ def keep_answer_until(request: Request, expires_us: int) -> None:
 
 
 class Replayed(Exception):
-    """The call has already been made. The exception contains the stored response."""
+    """The call has already been made. `answer` is the stored response."""
 
     def __init__(self, answer: StoredAnswer) -> None:
         super().__init__("this call has already been made")
@@ -51,7 +51,7 @@ class Replayed(Exception):
 
 
 async def begin(request: Request, services: AdminServices, principal: str) -> None:
-    """Claim a POST's idempotency key, if it has one, for the principal.
+    """Claim the idempotency key of a POST, if the call has one, for the principal.
 
     Raises Replayed if this call has already been made. Also raises KeyInUse, OutcomeUnknown, KeyReused or
     InvalidRequest.
@@ -82,7 +82,7 @@ async def answer_again(_: Request, error: Exception) -> Response:
 
 
 class IdempotentAnswers:
-    """Stores the response to a call with a claimed key before sending the response to the client."""
+    """ASGI middleware that stores the response to a call with a claimed key before sending it to the client."""
 
     def __init__(self, app: ASGIApp, services: AdminServices) -> None:
         self._app = app
@@ -132,7 +132,7 @@ class IdempotentAnswers:
         try:
             await self._services.call(function, *args)  # type: ignore[arg-type]
         except SQLAlchemyError as error:
-            # The call itself has taken effect, so a repeated call gets OutcomeUnknown.
+            # The key stays claimed. A repeated call gets KeyInUse at first, and OutcomeUnknown after RUNNING_US.
             log.warning("an idempotency key could not be written", error=str(error))
 
 

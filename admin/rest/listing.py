@@ -42,7 +42,7 @@ class ListDocument(TypedDict, Generic[D]):
 
 
 class Paging(NamedTuple):
-    """The requested page of a list."""
+    """The query parameters that select a page of a list."""
 
     limit: Annotated[int, Query(ge=1, le=100, description="Items per page.")] = 20
     after: Annotated[str | None, Query(pattern=IDENTIFIER, description="Start after this identifier.")] = None
@@ -56,10 +56,10 @@ _PAGING = [
 
 
 def paged(route: Callable[..., Awaitable[D]]) -> Callable[..., Awaitable[D]]:
-    """Add `limit`, `after` and `before` to the end of a list route's query. The route gets them as `paging`.
+    """Add the query parameters `limit`, `after` and `before` to a list route, which gets them as `paging`.
 
-    This is not a dependency, because FastAPI checks dependencies first, and the error would then name `limit` before
-    one of the route's own parameters.
+    They are not a dependency, because FastAPI validates dependencies first. An invalid `limit` would then be reported
+    before an invalid parameter of the route itself.
     """
 
     @wraps(route)
@@ -73,7 +73,7 @@ def paged(route: Callable[..., Awaitable[D]]) -> Callable[..., Awaitable[D]]:
 
 
 def list_document(page: Page[T], describe: Callable[[T], D]) -> ListDocument[D]:
-    """A page of items that have an `id`."""
+    """The document for a page of items that have an `id`."""
     data = [describe(item) for item in page.data]
     return {
         "object": "list",
@@ -85,7 +85,7 @@ def list_document(page: Page[T], describe: Callable[[T], D]) -> ListDocument[D]:
 
 
 def whole_list(data: Sequence[D], has_more: bool = False) -> ListDocument[D]:
-    """A complete, unpaged list, for items without identifiers."""
+    """The document for a list without paging, whose items need no `id`."""
     return {"object": "list", "data": list(data), "first_id": None, "last_id": None, "has_more": has_more}
 
 
@@ -103,10 +103,10 @@ def seconds(time_us: None) -> None: ...
 @overload
 def seconds(time_us: int | None) -> int | None: ...
 def seconds(time_us: int | None) -> int | None:
-    """Convert microseconds to Unix time in whole seconds, as responses and the OpenAI API show it."""
+    """Convert a Unix time from microseconds to whole seconds, the unit of times in responses."""
     return None if time_us is None else time_us // 1_000_000
 
 
 def micros(time_s: int | None) -> int | None:
-    """Convert Unix time in whole seconds, the format of requests, to microseconds."""
+    """Convert a Unix time from seconds, the unit of times in requests, to microseconds."""
     return None if time_s is None else time_s * 1_000_000

@@ -43,8 +43,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NUM_ADMIN_THREADS = 4
-"""Number of threads for the SQL of admin routes. The number is small, because busy threads slow down the event loop of
-inference requests.
+"""Number of threads for the SQL of admin routes. The number is small, because busy threads slow down the event loop
+that serves inference requests.
 """
 NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
@@ -53,11 +53,11 @@ REPORTS_REST = 19.0
 """A tenant's cooldown after a report, as a multiple of the report's duration. Reports slow down inference."""
 MAX_CALLS = 64
 MAX_CALLS_EACH = 4
-"""Maximum concurrent calls per tenant, over all its keys and sessions. Platform calls are not limited."""
+"""Maximum concurrent calls per tenant, across all its keys and sessions. Platform calls are not limited."""
 CALLS_REST = 19.0
 PAGES_REST = 3.0
-"""A tenant's cooldown after a console page, as a multiple of the page's duration. The factor is low, because pages
-mostly wait.
+"""A tenant's cooldown after a console page, as a multiple of the page's duration. The factor is lower than CALLS_REST,
+because a page spends most of its time waiting for its calls.
 """
 MAX_EXPORTS = 16
 """Maximum concurrent exports and long reports. Each uses up to 20 MB of memory while its client reads."""
@@ -74,7 +74,7 @@ MAX_DOWNLOADS_EACH = 4
 
 @dataclass(frozen=True, slots=True)
 class BaseVocabulary:
-    """The base's tokenizer has `num_tokens` tokens; its embedding and head have `vocab_size` rows."""
+    """The base's tokenizer has `num_tokens` tokens. The base's embedding and head have `vocab_size` rows."""
 
     num_tokens: int
     vocab_size: int
@@ -115,10 +115,10 @@ class AdminServices:
     is_loopback: bool
     """True if the admin listener can be reached only from this machine, and no trusted proxy forwards calls to it."""
     executor: Executor
-    """The admin side's own threads, so that its calls never take threads from inference."""
+    """A thread pool for the admin side only. Its calls never take threads from inference."""
     report_executor: Executor
     oidc: OidcSettings | None = None
-    """Settings of single sign-on to the console. If None, people sign in only with keys."""
+    """Single sign-on settings for the console. If None, people sign in only with keys."""
     gateway: ASGIApp | None = None
     """This process's OpenAI API, for the console's playground, or None if the process serves none."""
     api_url: str = "http://127.0.0.1:8000/v1"
@@ -148,7 +148,7 @@ class AdminServices:
         return await call_on(self.executor, function, *args, **kwargs)
 
     async def report(self, caller: Principal, function: Callable[[], R], *, is_patient: bool = False) -> R:
-        """Run a function that reads many rows on a report thread, once the caller has a slot.
+        """Wait for one of the caller's report slots. Then run `function`, which reads many rows, on a report thread.
 
         Platform callers have no cooldown, because their reports cover all tenants and take longer.
         """

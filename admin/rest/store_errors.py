@@ -76,14 +76,14 @@ def api_error(error: Exception) -> ApiError:
         return PreconditionFailed(str(error), param="If-Match")
     if isinstance(error, AdapterUnavailable | BlobStoreUnavailable):
         closed_for_s = error.retry_after_s if isinstance(error, BlobStoreUnavailable) else None
-        # The log contains the bucket and address, which only the operator may see.
+        # Only the operator may see the bucket and the address, so they are in the log but not in the message.
         return Unavailable(
             "the adapter store cannot be reached; try again",
             code="store_unavailable",
             retry_after_s=closed_for_s or RETRY_AFTER_S,
         )
     if isinstance(error, SourceUnavailable):
-        # Only a platform administrator can name a source, so the message may contain its address.
+        # Only a platform administrator can name a source, so the message may contain the source's address.
         return Unavailable(str(error), code="source_unavailable", retry_after_s=RETRY_AFTER_S)
     if type(error) in _NOT_FOUND:
         return NotFound(str(error), code=_NOT_FOUND[type(error)])

@@ -23,7 +23,7 @@ MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
 """Maximum unread bytes of a response that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
 STALL_S = 1.0
-"""A new connection can displace one whose client makes no progress for this many seconds."""
+"""A connection whose client has made no progress for this many seconds can be closed to make room for a new one."""
 
 _BODY = (
     b'{"error":{"message":"this server has reached its limit of connections; try again",'
@@ -84,7 +84,7 @@ class BoundedConnection(H11Protocol):
         self.since_s = self.loop.time()
         if self.flow.write_paused:
             # Do not start the next pipelined request until the client has read this response. A client that does not
-            # read then causes no work.
+            # read then causes no further work.
             self._has_unread_answer = True
         else:
             super().on_response_complete()
@@ -101,7 +101,7 @@ class BoundedConnection(H11Protocol):
             super().on_response_complete()
 
     async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app, but write the chunks of a streamed response without h11, which takes less time.
+        """Call the app, but write the chunks of a streamed response directly, which is faster than through h11.
 
         h11 still reads requests and writes the head and the end of each response. Its state does not depend on the
         chunks in between.
@@ -131,7 +131,7 @@ class BoundedConnection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def shed_rank(self, now_s: float) -> int | None:
-        """Rank for closing connections to make room, 0 first. None while the client waits for the server."""
+        """Rank for closing connections to make room, lowest first. None if this connection must stay open."""
         is_stalled = now_s - self.since_s >= STALL_S
         if self.is_idle:
             # The first request on a new connection may still be arriving.

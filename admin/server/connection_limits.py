@@ -1,4 +1,4 @@
-"""Limits each listener's connections, so that the database, the engine and files never run out of descriptors."""
+"""Limits each listener's connections, so that enough file descriptors remain for the database, the engine and files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ connection that it opens, four for that connection's socket to the engine, and o
 server.
 """
 MIN_CONNECTIONS = 64
-"""A server starts only if both listeners together can accept this many connections."""
+"""A server starts only if both listeners together can accept at least this many connections."""
 
 log = structlog.get_logger(__name__)
 

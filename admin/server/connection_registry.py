@@ -36,7 +36,7 @@ class Connection(Protocol):
         """Close the connection if its client is too slow, and return the reason."""
 
     def shed_rank(self, now_s: float) -> int | None:
-        """Rank for closing connections to make room, 0 first. None if this connection must stay open."""
+        """Rank for closing connections to make room, lowest first. None if this connection must stay open."""
 
 
 class ConnectionRegistry(ServerState):
@@ -59,7 +59,7 @@ class ConnectionRegistry(ServerState):
         self.proxies = proxies or TrustedProxies()
         self._listener = listener
         self._refusals = (metrics or GatewayMetrics()).note_listener(listener, lambda: len(self.connections))
-        # Connections in the order that searches examine them.
+        # Connections in the order in which searches examine them.
         self._members: OrderedDict[Connection, None] = OrderedDict()
         # The same connections, grouped by origin, without the connections of trusted proxies.
         self._members_of: dict[str, OrderedDict[Connection, None]] = {}

@@ -44,7 +44,7 @@ class DataDirectory:
 
 @contextmanager
 def open_data_directory(root: Path) -> Iterator[DataDirectory]:
-    """Create and lock the directory. Raises StartRefused if it is not writable or another server has locked it."""
+    """Create and lock the directory. Raises StartRefused if it is not writable or another process has locked it."""
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (root / "lock").open("w")

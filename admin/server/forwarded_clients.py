@@ -15,7 +15,7 @@ RETRY_AFTER_S = 1.0
 
 
 class ForwardedClients:
-    """ASGI middleware that counts requests instead of connections, because a proxy's connections carry many clients."""
+    """ASGI middleware that counts requests instead of connections, because many clients share a proxy's connections."""
 
     def __init__(
         self, app: ASGIApp, proxies: TrustedProxies, max_per_address: int, on_refusal: Callable[[], None]
@@ -42,7 +42,7 @@ class ForwardedClients:
         client = self._proxies.client_of(peer[0], said[b"x-forwarded-for"].decode("latin-1"))
         scope["client"] = (client, 0)
         if self._proxies.trusts(client):
-            # The call is by the proxy itself, or the proxy does not forward the client's address.
+            # The call comes from the proxy itself, or the proxy does not forward the client's address.
             await self._app(scope, receive, send)
             return
         origin = origin_of(client)

@@ -62,7 +62,7 @@ class HttpServer(uvicorn.Server):
         self.is_listening.set()
 
     async def on_tick(self, counter: int) -> bool:
-        # uvicorn ticks ten times a second.
+        # uvicorn ticks ten times a second, and a sweep is due every second.
         if counter % 10 == 0:
             self._book.sweep(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
@@ -95,11 +95,11 @@ async def serve_until_stopped(
 ) -> None:
     """Serve both listeners, announce them, and drain on a signal.
 
-    The gateway drains first, so that its drain shows in the metrics. After `drain_s`, or at a second signal, the engine
-    is stopped, which ends the remaining requests.
+    The gateway drains first. The admin listener serves metrics until the gateway has stopped. After `drain_s`, or at a
+    second signal, the engine is stopped, which ends the remaining requests.
     """
     freeze_gc()
-    # With the default interval, the event loop would wait ten times as long at every step of a request.
+    # With the default of 5 ms, the event loop could wait ten times as long for the interpreter lock.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     async with asyncio.TaskGroup() as group:
         gateway_task = group.create_task(gateway.run_until_stopped())

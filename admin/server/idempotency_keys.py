@@ -1,4 +1,4 @@
-"""Stores a hash of the request and the response for each Idempotency-Key."""
+"""Stores the response for each Idempotency-Key, with a hash of the request."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ MAX_UNSENT_BYTES = 16 * 1024
 
 
 def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.socket:
-    """Return a bound socket that is not listening yet. Raises StartRefused, naming the setting that chose the port.
+    """Return a bound socket that is not listening yet. Raises StartRefused, which names the setting to change.
 
     Several gateways can bind the same port if all of them set `is_shared`.
     """
@@ -24,8 +24,8 @@ def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # Lets this run bind the port despite lingering connections of an earlier run. The option is cleared after the
-        # bind, because otherwise another starting server could bind the port too.
+        # This option lets the bind succeed while connections of an earlier run linger. It is cleared after the bind,
+        # because otherwise another starting server could bind the port too.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -41,7 +41,7 @@ def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.
 
 def prepare_to_listen(listener: socket.socket) -> None:
     """Set the socket options that accepted connections inherit."""
-    # The next run can bind the port while these connections linger.
+    # This lets the next run bind the port while these connections linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # The kernel would otherwise buffer megabytes for each client that does not read.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)

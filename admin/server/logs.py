@@ -1,4 +1,4 @@
-"""The server's log, written to standard error, so that standard output contains only the startup announcement."""
+"""The server's log, written to standard error, so that standard output contains only the startup messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def configure_logs(log_format: LogFormat = "console") -> None:
 
 
 def hide_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Mask anything that looks like a key, because an exception's text can contain any input."""
+    """Mask anything that looks like a key or a bearer token, because an exception's text can contain any input."""
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = _SECRET.sub("[hidden]", value)

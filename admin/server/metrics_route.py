@@ -1,4 +1,4 @@
-"""`/metrics`, for Prometheus: with a scrape token, or without a token if only this machine can reach the route."""
+"""The `/metrics` route for Prometheus, which requires a scrape token or a call from this machine."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
 
 
 def _is_direct(request: Request) -> bool:
-    """Return whether the call is addressed to this machine and no proxy forwarded it. A local proxy also calls from
-    loopback.
+    """Return whether the call is addressed to this machine and no proxy forwarded it. The client's address does not
+    show this, because a local proxy also calls from loopback.
     """
     if any(name in PROXY_HEADERS or name.startswith("x-forwarded-") for name in request.headers):
         return False

@@ -24,7 +24,7 @@ class RoleRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OidcSettings:
-    """Settings of the provider. The first matching entry of `rules` decides.
+    """Settings of the provider. The first matching entry of `rules` determines a person's role.
 
     Without `client_secret`, loramux is a public client, protected only by PKCE.
     """

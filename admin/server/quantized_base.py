@@ -1,4 +1,4 @@
-"""Quantises the base model when a server starts, or finds the weights that an earlier start has quantised."""
+"""Quantises the base model when a server starts, or finds the weights that an earlier start quantised."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_PROMPT_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBase:
-    """Quantised weights, and a sentence on how far their answers differ from the float model's."""
+    """Quantised weights, and a sentence on how far their predictions diverge from the float model's."""
 
     directory: Path
     quality: str
@@ -40,7 +40,7 @@ class QuantizedBase:
 def quantize_base(
     config: EngineConfig, root: Path, method: str, texts: Callable[[int], Sequence[str]]
 ) -> QuantizedBase:
-    """Quantise the model of `config` below `root` in another process. Raises StartRefused.
+    """Quantise the model of `config` in another process and store the result below `root`. Raises StartRefused.
 
     On a CPU, if the float model fits into memory, the quality is measured on the beginnings of texts. `texts(n)`
     returns n texts.
@@ -75,7 +75,9 @@ def free_memory() -> int:
 
 
 def _prompts(model_dir: Path, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Encode the beginning of each text. The lengths increase, so that the tokens to predict differ in kind."""
+    """Encode the beginning of each text. Prompts get longer from text to text, so that different kinds of next tokens
+    are predicted.
+    """
     try:
         tokenizer = ModelTokenizer.load(model_dir)
     except ModelFilesError as error:
@@ -116,7 +118,7 @@ def _lines(process: subprocess.Popen[bytes]) -> Iterator[QuantizeLine]:
 
 
 def _follow(lines: Iterator[QuantizeLine], method: str) -> QuantizeResult | QuantizeRefused | None:
-    """Show progress on standard error until the last line."""
+    """Show progress on standard error until the result arrives. Return None if there is no result."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(f"quantising to {method}", total=None)
         for line in lines:

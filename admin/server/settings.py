@@ -29,7 +29,7 @@ from loramux.engine.tracing.spans import TraceConfig
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
-"""Variables that only the command line reads. They are not settings of the server."""
+"""Variables of the `loramux` command that are not settings of the server."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 SECRETS = frozenset({"admin_key", "hf_token", "metrics_token", "oidc_client_secret"})
@@ -58,8 +58,8 @@ FLAGS = frozenset(
         "reuse_port",
     }
 )
-"""Settings that are also flags of `loramux serve` or `gateway`. Secrets are not flags, because any process can read a
-command line.
+"""Settings that are also flags of `loramux serve` or `gateway`. Secrets are not flags, because any process on a machine
+can read the command lines of the others.
 """
 SettingsT = TypeVar("SettingsT", bound="DataSettings")
 
@@ -103,7 +103,8 @@ class DataSettings(BaseSettings):
 class Settings(DataSettings):
     """All settings of `loramux serve`."""
 
-    # docs/configuration.md describes a setting by its docstring, unless tests/docs/configuration_page.py has a text.
+    # docs/configuration.md describes a setting with its docstring unless tests/docs/configuration_page.py has a text
+    # for it.
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
     )
@@ -115,13 +116,13 @@ class Settings(DataSettings):
     adapter_generation_config: Literal["auto", "off"] = "auto"
     """`auto`: the `generation_config.json` uploaded with an adapter's version takes precedence over the model's."""
     tool_call_parser: str = AUTO
-    """How tool calls are found in answers to the model's own chat template. `auto`: the template decides. `off`: calls
-    are part of the text. Otherwise `functiongemma`, `gemma4`, `harmony`, `hermes`, `llama3_json`, `mistral`, `phi` or
-    `pythonic`.
+    """How tool calls are found in answers to prompts in the model's own chat template. `auto`: the template decides.
+    `off`: calls are part of the text. Otherwise `functiongemma`, `gemma4`, `harmony`, `hermes`, `llama3_json`,
+    `mistral`, `phi` or `pythonic`.
     """
     reasoning_parser: str = AUTO
-    """How reasoning is separated from the rest of an answer to the model's own chat template. `auto`: the template
-    decides. `off`: reasoning is part of the text. Otherwise `gemma4`, `harmony`, `mistral` or `think`.
+    """How reasoning is separated from the rest of an answer to a prompt in the model's own chat template. `auto`: the
+    template decides. `off`: reasoning is part of the text. Otherwise `gemma4`, `harmony`, `mistral` or `think`.
     """
     host: str = "127.0.0.1"
     port: Port = 8000
@@ -134,8 +135,8 @@ class Settings(DataSettings):
     max_connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
     """Maximum connections to the OpenAI listener. The admin listener accepts another 512."""
     max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
-    """Maximum connections per client address on each listener. Behind a trusted
-    proxy, it limits concurrent requests.
+    """Maximum connections per client address on each listener. For clients behind a trusted proxy, this limits
+    concurrent requests instead.
     """
     admin_key: SecretStr | None = None
     metrics_token: SecretStr | None = None
@@ -145,19 +146,19 @@ class Settings(DataSettings):
     int8. The result is kept in the data directory.
     """
     activations: Literal["int8"] | None = None
-    """`int8`: round the inputs of quantised linears to 8 bits instead of 16, on a CPU with VNNI. This is faster, and
-    loses some accuracy.
+    """`int8`: round the inputs of quantised linear layers to 8 bits instead of 16, on a CPU with VNNI. This is faster,
+    and loses some accuracy.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
     hf_endpoint: str = HUB_ENDPOINT
-    """The Hugging Face hub of `hf://` sources."""
+    """URL of the Hugging Face hub that `hf://` sources refer to."""
     hf_token: SecretStr | None = None
     """An access token for the hub, for private repositories. Read access to the allowed repositories is enough."""
     presigned_uploads: bool = True
     sandbox: Literal["preferred", "required"] = "preferred"
-    """`required`: refuse to start unless uploads can be validated behind landlock, seccomp and no_new_privs."""
+    """`required`: refuse to start unless uploads can be validated under landlock, seccomp and no_new_privs."""
     pool_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -202,7 +203,7 @@ class Settings(DataSettings):
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of requests that are traced. A request inside a client's trace follows the client's sampling decision."""
     traces_of_clients: Literal["ignore", "link", "parent"] = "link"
-    """Use of a client's `traceparent`. With `parent`, clients decide which requests are traced, so they must be
+    """How a client's `traceparent` is used. With `parent`, clients decide which requests are traced, so they must be
     trusted.
     """
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
@@ -247,7 +248,7 @@ class Settings(DataSettings):
         # A variable set from a file often ends with a line break.
         text = "" if secret is None else secret.get_secret_value().strip()
         if not (text.isascii() and text.isprintable()):
-            raise ValueError("it must have only printable ASCII characters, because it is sent in a header")
+            raise ValueError("it must contain only printable ASCII characters, because it is sent in a header")
         return None if secret is None else SecretStr(text)
 
     @field_validator("admin_key")
@@ -307,7 +308,7 @@ class Settings(DataSettings):
     @field_validator("adapter_sources", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
-        """Split a variable's comma-separated values. A TOML value is already a list."""
+        """Split a comma-separated string. A TOML array is already a list."""
         if not isinstance(sources, str):
             return sources
         return [source.strip() for source in sources.split(",") if source.strip()]
@@ -362,7 +363,9 @@ class Settings(DataSettings):
 
 
 def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> SettingsT:
-    """Read the settings once. Raises SettingsError, which lists all errors. Overrides that are None are ignored."""
+    """Read the settings from all sources. Raises SettingsError, which lists all errors. Overrides that are None are
+    ignored.
+    """
     given = {name: value for name, value in overrides.items() if value is not None}
     if "config" not in given and os.environ.get("LORAMUX_CONFIG"):
         given["config"] = Path(os.environ["LORAMUX_CONFIG"])

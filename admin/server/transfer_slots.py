@@ -28,7 +28,7 @@ class _Share:
 
 
 class TransferSlots:
-    """Allows `num_slots` concurrent calls, and `num_each` per tenant, so that other tenants still get slots.
+    """Allows `num_slots` concurrent calls, and `num_each` per tenant, so that no tenant can take all slots.
 
     With `rest`, each call adds `rest` times its duration, but at most MAX_REST_S, to its tenant's cooldown. While more
     than UNRESTED_S of the cooldown remains, the tenant gets no slots. Short calls of one tenant then use at most `1 /

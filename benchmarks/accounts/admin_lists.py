@@ -1,8 +1,8 @@
-"""Measures how long the admin API's lists take over a large company's data.
+"""Measures how long the admin API's lists take on a large company's data.
 
 By default there are 1,000 tenants with one key each, 10,000 adapters, 100,000 versions, 1,000 requests in flight and
-1,000 resident adapters, on SQLite and on PostgreSQL. Every call goes through the whole app without a network, including
-authentication, SQL, and validation of the response against the documented schema. Pages have 100 items.
+1,000 resident adapters, on SQLite and on PostgreSQL. Every call goes through the whole app, including authentication,
+SQL, and validation of the response against the documented schema, but not over a network. Pages have 100 items.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def add_keys_and_requests(database: Database, filled: Filled) -> None:
 
 
 def paths(filled: Filled, choose: random.Random) -> dict[str, str]:
-    """One call of each kind, for a random tenant and a random position in the list."""
+    """The path of one call of each kind, for a random tenant and a random position in the list."""
     tenant = choose.randrange(len(filled.tenant_ids))
     tenant_id, adapter_id = filled.tenant_ids[tenant], choose.choice(filled.adapter_ids[tenant])
     far = sorted(adapter_id for row in filled.adapter_ids for adapter_id in row)[choose.randrange(100, 1000)]
@@ -232,7 +232,7 @@ def main() -> None:
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     worst = max(figures["p95_ms"] for result in results.values() for figures in result.values())
     if worst > TARGET_MS:
-        raise SystemExit(f"a list took {worst:.1f} ms at p95, the target is {TARGET_MS:g} ms")
+        raise SystemExit(f"a list took {worst:.1f} ms at p95; the target is {TARGET_MS:g} ms")
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Measures how many requests per second a gateway can reserve and settle, and the time of each operation.
+"""Measures how many requests per second a gateway can reserve and settle, and how long each operation takes.
 
 Every request reserves quota under its tenant's three policies and then settles. The client sends its next request
 immediately. Two methods are compared in one run, on SQLite and PostgreSQL, with one tenant that all clients share and
@@ -72,7 +72,7 @@ def main() -> None:
             with open_database_at(kind) as (database, url):
                 accounts = _accounts(database, num_tenants)
                 for clients in arguments.clients:
-                    # A tenant's first request fills caches, so it is not measured.
+                    # A tenant's first request fills caches, so an unmeasured warm-up runs first.
                     asyncio.run(_measure(database, accounts, GROUP, clients, WARM_UP_S))
                     # Alternate the methods, so that drift in the machine's speed affects both alike.
                     rounds = [
@@ -185,7 +185,7 @@ def _take_barrier(start: Any) -> None:
 def _gateway(
     url: str, accounts: Sequence[tuple[str, str]], mine: range, clients: int, arguments: argparse.Namespace
 ) -> Any:
-    """Runs in each gateway process: warm up with the clients `mine`, then start together with the other processes."""
+    """In one gateway process, warm up with the clients `mine`, then measure at the same time as the other processes."""
     freeze_gc()
     database = Database(url)
     admission = Admission(database)

@@ -1,7 +1,7 @@
-"""Measures how long the console's pages take over ten million requests from a thousand tenants.
+"""Measures how long the console's pages take with data on ten million requests from a thousand tenants.
 
 The data comes from usage_world.py. Every page is requested once after its cached figures have expired, and again a
-moment later, through the whole app without a network.
+moment later. Requests go through the whole app, but not over a network.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Measures how much quotas add to the time to first token under many concurrent requests.
+"""Measures how much quotas add to the time to first token with many concurrent requests.
 
-Two tenants alternate on one gateway, round by round in one run: one without policies, one with three. Their requests
-run through the real scheduler on a simulated device that takes 10 ms per step. The gateway spends the rest of the time
-authenticating, reserving, submitting, and sending the first chunk. Each round keeps `--concurrency` requests in flight.
+Two tenants, one without quota policies and one with three, alternate on one gateway, round by round in one run. Their
+requests run through the real scheduler on a simulated device that takes 10 ms per step. The gateway spends the rest of
+the time authenticating, reserving, submitting, and sending the first chunk. Each round keeps `--concurrency` requests
+in flight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures how long the registry takes to resolve a name among a large company's adapters.
 
 By default there are 1,000 tenants, 10,000 adapters and 100,000 versions, on SQLite and on PostgreSQL. Each kind of name
-is first checked against the inserted rows and then timed. Pages at the start of the lists and further down are also
-checked and timed.
+is first checked against the inserted rows and then timed. Pages at the start of the lists and further down are timed
+too. The pages of all adapters must contain each adapter exactly once.
 
     bare        tenant/adapter, the default alias; every tenth alias also has a canary
     number      tenant/adapter@3

@@ -48,7 +48,9 @@ class World:
         return None if (tenant + adapter) % 10 else 1 + self.default(tenant, adapter) % self.versions_each
 
     def grantee(self, tenant: int, adapter: int) -> int | None:
-        """The tenant with a grant for the adapter: the next tenant for adapter 0 of each tenant, otherwise None."""
+        """The tenant that the adapter is granted to. Adapter 0 of each tenant is granted to the next tenant, the others
+        to none.
+        """
         return (tenant + 1) % self.num_tenants if adapter == 0 else None
 
 

@@ -1,7 +1,7 @@
 """Measures how long reports over a ledger of ten million requests take.
 
 The benchmark times the reports that the console and operators request, over a month of requests from a thousand tenants
-(usage_world.py). Before timing, the tokens and costs in the reports must exactly equal sums over the events. The rate
+(usage_world.py). Before timing, the amounts in three of the reports must exactly equal sums over the events. The rate
 at which a gateway folds settlements into the rollups is measured on a smaller ledger. The result must equal the rollups
 that the database computes in SQL from the same ledger.
 """

@@ -1,7 +1,7 @@
 """Measures the gateways of loramux and LiteLLM without a model, each in front of a back end with scripted answers.
 
 loramux's gateway is a process in front of a scripted engine's socket. LiteLLM's proxy is in front of a scripted
-OpenAI-compatible server, which is also called directly. Answers are checked before and after each measurement.
+OpenAI-compatible server, which is also called directly. Answers are checked in a warm-up and after each measurement.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _billed_tokens(database: Database) -> int:
 
 
 def _table(cases: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="p50 and p99: of a whole answer, or until the first token of a stream")
+    table = Table(title="p50 and p99 of the time to the whole answer or, for a stream, to the first token")
     table.add_column("load")
     table.add_column("system")
     for title in COLUMNS.values():
@@ -193,8 +193,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="rounds over all loads and systems; medians are reported")
-    add("--seconds", type=float, default=3.0, help="time in which clients begin requests, per load")
-    add("--only", metavar="TEXT", help="only loads whose name contains this text; the file keeps the others' figures")
+    add("--seconds", type=float, default=3.0, help="seconds in which clients begin requests, per load")
+    add("--only", metavar="TEXT", help="measure only loads with this text in their name; the file keeps other loads")
     add("--database", choices=("sqlite", "postgresql"), default="sqlite")
     add("--scratch", type=Path, default=FOLDER / "scratch" / "gateway", help="directory for logs")
     add("--out", type=Path, help="write the figures to this JSON file")

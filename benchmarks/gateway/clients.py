@@ -1,4 +1,4 @@
-"""Load: clients on keep-alive connections that send their next request as soon as the previous answer has ended.
+"""Clients that create load. Each sends its next request on its connection as soon as the previous answer has ended.
 
 The clients keep what they receive, with the time of each read, and `read_answer` parses it after the clock has stopped.
 """
@@ -22,7 +22,7 @@ ANSWER_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What each client requests. A running answer gains one token per `step_us`; 0 means all tokens at once."""
+    """The requests of one load. A running answer gains one token per `step_us`; 0 means all tokens at once."""
 
     num_clients: int
     num_tokens: int

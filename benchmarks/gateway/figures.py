@@ -94,7 +94,7 @@ def cases_of(found: Mapping[tuple[str, str], Sequence[Figures]], direct: str) ->
 
 
 def judged(cases: Sequence[Mapping[str, Any]], system: str) -> list[dict[str, Any]]:
-    """Each goal whose load was measured, with the value of `system`."""
+    """Each goal whose load was measured, with the value that `system` reached and whether it meets the goal."""
     values = {case["load"]: case for case in cases if case["system"] == system}
     return [
         {**asdict(goal), "value": values[goal.load][goal.figure], "is_met": goal.is_met(values[goal.load][goal.figure])}

@@ -15,7 +15,9 @@ METHOD = ("machine", "litellm", "database", "rounds", "seconds")
 
 
 def earlier_run(path: Path | None, method: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The document in the file, if there is one. Raises SystemFailed if its figures were measured in another way."""
+    """The document in the file, if there is one. Raises SystemFailed if its figures were measured under other
+    conditions.
+    """
     if path is None or not path.exists():
         return None
     document: Mapping[str, Any] = json.loads(path.read_text())
@@ -31,7 +33,7 @@ def earlier_run(path: Path | None, method: Mapping[str, Any]) -> Mapping[str, An
 def with_earlier_cases(
     cases: Sequence[Mapping[str, Any]], earlier: Mapping[str, Any] | None
 ) -> list[Mapping[str, Any]]:
-    """Add the earlier cases of other loads."""
+    """Return these cases, plus the earlier cases of loads that were not measured this time."""
     measured = {case["load"] for case in cases}
     others = [] if earlier is None else [case for case in earlier["cases"] if case["load"] not in measured]
     return sorted([*others, *cases], key=itemgetter("load"))

@@ -33,7 +33,7 @@ MASTER_KEY = "sk-master-key-of-the-benchmark"
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running system and the process whose processor time counts as its own."""
+    """A running system. `pid` is the process whose processor time counts as the system's."""
 
     name: str
     address: Address
@@ -94,7 +94,7 @@ def open_loramux(script: Script, folder: Path, database: Database, database_url:
 
 
 def find_litellm(variables: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The peer's Python and its version, or None and advice on what to set."""
+    """The Python of LiteLLM's environment and LiteLLM's version, or None and advice on what to set."""
     if not variables.get(VARIABLE):
         return None, ADVICE
     python = Path(variables[VARIABLE]).absolute()

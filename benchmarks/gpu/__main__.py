@@ -2,11 +2,11 @@
 
 Run it from the repository root: `PYTHONPATH=.src python -m benchmarks.gpu --out FILE.json`. It needs torch >= 2.11,
 triton >= 3.6, numba, numpy, safetensors and msgspec. It finishes within nine minutes, writes each row to one JSON file
-as soon as it is measured, and prints one Markdown table per part. With `--only`, the selected parts get all of that
-time, and their rows are added to the file. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the
-answers on a small model, and `--dry-run` lists the memory and time that each case needs on a card. The exit code is 1
-if a part failed, gave a wrong answer, was cut short or would not fit, and 2 if the benchmark cannot run on this
-machine. `gpu/README.md` describes the parts and their goals.
+as soon as it is measured, and prints one Markdown table per part. With `--only`, the rows of the selected parts are
+added to the file, and a single part gets all of that time. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny`
+checks the answers on a small model, and `--dry-run` lists the memory and time that each case needs on a card. The exit
+code is 1 if a part failed, gave a wrong answer, was cut short or would not fit, and 2 if the benchmark cannot run on
+this machine. `gpu/README.md` describes the parts and their goals.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
             _, errors = process.communicate()
             errors += f"stopped after {WARM_S} s"
         if process.returncode:
-            # Other kernels are compiled on their first launch, before timing starts.
+            # Kernels that this process did not compile are compiled on their first launch, before timing starts.
             failed.append(f"{shard}/{count}: {errors.strip().splitlines()[-1] if errors.strip() else 'no message'}")
     seconds = time.monotonic() - started
     print(f"compiling in {count} processes: {seconds:.1f} s, {len(failed)} failed", flush=True)
@@ -182,7 +182,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=Path, help="write JSON to this file, which keeps other parts of the same commit and card"
+        "--out",
+        type=Path,
+        help="write JSON to this file and keep its other parts, which must have the same commit and card",
     )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="the most important cases only")

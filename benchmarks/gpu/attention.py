@@ -24,7 +24,7 @@ MAX_DENSE_BYTES = 9 << 30
 KEPT_FREE = 24 << 30
 WARM_POOL_BYTES = 1 << 30
 SAMPLED_ROWS = 64
-"""Number of query rows in a prefill that are compared. The other rows only have to be finite."""
+"""Number of random query rows of a prefill that are compared with float64. The other rows only have to be finite."""
 
 QUERY_STD = 2 / POOL_STD
 """Standard deviation of queries. The standard deviation of scores is then 2, so attention is neither uniform nor
@@ -77,7 +77,7 @@ def cases(bench: Bench) -> list[AttentionCase]:
     prefill = [AttentionCase(1, length, length) for length in prefills]
     decode = [AttentionCase(batch, context, 1) for context in contexts for batch in batches]
     if not bench.is_full:
-        # Other context lengths behave like 1,024. For the longest one, keep only the cases with 1 and 64 sequences.
+        # Other context lengths behave like 1,024, so keep only 8,192, with 1 and 64 sequences.
         kept = {(batch, 1024) for batch in batches} | {(1, 8192), (64, 8192)}
         decode = [case for case in decode if (case.num_sequences, case.context) in kept]
     return [*prefill, *decode]
@@ -106,7 +106,7 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 
 def allowed_bytes(bench: Bench) -> int:
-    """Maximum size of a case's pages, in bytes."""
+    """Maximum size of a case's pages on this device, in bytes."""
     return min(MAX_KV_BYTES, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
 
 
@@ -192,7 +192,8 @@ class Attention:
 
 
 def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
-    """Prepare torch's attention over contiguous copies of as many layers as fit. Return its launch and their number.
+    """Prepare torch's attention over contiguous copies of as many layers as fit. Return its launch and the number of
+    copied layers.
 
     In decode, the query heads of a group are passed as query rows.
     """

@@ -29,8 +29,9 @@ MIN_ROUNDS, MAX_ROUNDS = 20, 200
 TINY_ROUNDS = 1
 MIN_SECONDS = 0.05
 MAX_SECONDS = 1.0
-"""Each method is replayed at least `MIN_ROUNDS` times and for `MIN_SECONDS`, but at most `MAX_ROUNDS` times. Slow
-methods stop after `MAX_SECONDS` each, but run at least three rounds."""
+"""Measuring ends after `MIN_ROUNDS` rounds if the fastest method has run for `MIN_SECONDS`, and after `MAX_ROUNDS`
+rounds at the latest. After `MAX_SECONDS` per method, three rounds are enough.
+"""
 
 MAX_WARMERS = 12
 """Maximum number of processes that compile at the same time."""
@@ -43,7 +44,7 @@ POOL_STD = 0.02
 
 
 class CheckError(Exception):
-    """A check failed, so the work is not timed."""
+    """A check of the benchmark's results failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One method's figures for one case. Their names include units. `problem` says why some figures are missing.
+    """One method's figures for one case. A figure's name includes its unit, if it has one. `problem` says why some
+    figures are missing.
 
     `is_failure` is true if loramux failed or a case was skipped, and false for a limitation of a peer.
     """
@@ -79,7 +81,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The card's measured limits: bytes/s and operations/s, and seconds per graph node."""
+    """The card's measured limits: `copy` and `read` in bytes/s, `matmul` in operations/s, and `node` in seconds per
+    node.
+    """
 
     copy: float
     read: float
@@ -172,7 +176,7 @@ class Bench:
     def pool(self, geometry: PageGeometry, num_bytes: int) -> PoolViews:
         """A pool with this geometry over the first `num_bytes` of one shared buffer, which grows if necessary.
 
-        The buffer is filled with random elements, which serve as the adapters.
+        The buffer is filled with random elements, which serve as adapters, keys and values.
         """
         num_pages = num_bytes // geometry.total_page_bytes
         num_bytes = num_pages * geometry.total_page_bytes
@@ -241,7 +245,9 @@ class Bench:
         return torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else HostEvent()
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Capture `launch` as one CUDA graph. It must have run before, so that nothing is compiled during capture."""
+        """Capture `launch` as one CUDA graph. `launch` must have run before, so that nothing is compiled during
+        capture.
+        """
         if self.device.type != "cuda":
             return launch
         torch.cuda.synchronize()

@@ -11,7 +11,7 @@ import triton.language as tl
 from benchmarks.gpu.bench import Bench, Ceilings, Row, require_close
 
 NUM_NODES = 256
-"""Number of kernels in a graph, equal to the LoRA launches in a step of Llama-3.1-8B."""
+"""Number of kernels in a graph, equal to the number of LoRA launches in a step of Llama-3.1-8B."""
 
 READ_BLOCK = 4096
 ELEMENTS = 1 << 30

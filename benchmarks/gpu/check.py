@@ -151,7 +151,7 @@ def _adds(plan: CheckPlan, digests: dict[str, str | None]) -> list[Add]:
 
 
 def reference_backend() -> Backend:
-    """Return a CPU executor with the reference kernels. It shares no kernel with the device."""
+    """Return a CPU backend with the reference kernels. It shares no kernel with the device."""
     return Backend(
         accelerator=HostAccelerator(),
         make_kernels=lambda pool, shapes: ReferenceKernels(pool),
@@ -190,7 +190,7 @@ def compare(found: dict[str, Answer], expected: dict[str, Answer]) -> tuple[floa
     """The largest difference between log-probabilities, and the number of tokens that were compared.
 
     If the two likeliest tokens are close, a different choice is not an error, and the tokens after it are not compared.
-    Raises CheckError for any other difference.
+    Raises CheckError for any other difference, or if fewer than half of the tokens could be compared.
     """
     worst, num_compared, num_tokens = 0.0, 0, 0
     for name, answer in found.items():

@@ -26,7 +26,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 
 
 NUM_DRAWN = (1 << 20) - 3
-"""Number of random codes. It is odd, so that no two rows of a weight are equal."""
+"""Number of random bytes that codes are taken from. It is prime, so that no two rows of a weight are equal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ FORMATS = {
 class SharedCodes:
     """Makes linears and experts whose weights have random codes. Weights of the same shape are shared.
 
-    A linear stays in floats if its number of outputs is in `float_rows`: the head and the routers.
+    Linears whose number of outputs is in `float_rows`, such as the head and the routers, keep float weights.
     """
 
     def __init__(self, form: CodeFormat, device: torch.device, float_rows: Collection[int]) -> None:

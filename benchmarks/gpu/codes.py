@@ -57,7 +57,7 @@ def cases(bench: Bench) -> list[CodesCase]:
 
 
 def linears_of(model: Model) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of fused linears."""
+    """Numbers of outputs and inputs of each linear. The gate and up projections are fused."""
     return {
         "gate/up": (2 * model.intermediate_size, model.hidden_size),
         "down": (model.hidden_size, model.intermediate_size),
@@ -84,7 +84,8 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A method of multiplying, measured only with `min_rows` rows or more. `weight_bytes` is the size of its weight.
+    """A method of computing a product, measured only with `min_rows` rows or more. `weight_bytes` is the size of its
+    weight.
 
     `figures` contains the error of its outputs. It is empty if they need no check.
     """
@@ -96,7 +97,7 @@ class Way:
 
 
 class ScaledFp8:
-    """torch's scaled product with FP8 weights per channel, after rounding each row of `x` to FP8."""
+    """torch's product with FP8 weights and one scale per output, after rounding each row of `x` to FP8."""
 
     def __init__(self, weight: QuantizedWeight, device: torch.device) -> None:
         self._weight = torch.from_numpy(weight.codes).to(device).view(torch.float8_e4m3fn).T
@@ -110,7 +111,7 @@ class ScaledFp8:
 
 
 class ScaledInt8:
-    """torch's integer product with int8 weights per channel, after rounding each row of `x` to int8."""
+    """torch's integer product with int8 weights and one scale per output, after rounding each row of `x` to int8."""
 
     def __init__(self, weight: QuantizedWeight, device: torch.device) -> None:
         self._weight = torch.from_numpy(weight.codes).to(device).view(torch.int8).T
@@ -124,7 +125,7 @@ class ScaledInt8:
 
 SCALED = {"fp8": ScaledFp8, "int8": ScaledInt8}
 SCALED_ROWS = 64
-"""Smallest number of rows for torch's products. Its integer product needs more than 16 rows."""
+"""Smallest number of rows with which torch's products are measured. Its integer product needs more than 16 rows."""
 
 
 def ways_of(bench: Bench, case: CodesCase) -> dict[str, Way]:

@@ -1,4 +1,4 @@
-"""Computes what the `step`, `prefill` and `s_lora` cases need on a card, from the engine's own steps and settings."""
+"""Computes the memory and time that `step`, `prefill` and `s_lora` need, from the engine's own steps and settings."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ def step(bench: Bench) -> Iterator[Need]:
     engine = PlannedEngine(bench, model, settings, gpu_step.num_pages_of(settings, adapter_pages))
     start_s = engine.start_s + random_s(bench, engine.held["pool"])
     yield check()
-    # For the row that checks, on the full-size model, that each adapter changes its answers.
+    # This row checks, on the full-size model, that each adapter changes its answers.
     yield Need("every case", engine.shapes | {"pages": str(engine.num_pages)}, 1, engine.held, start_s)
     needs = [_step_case(bench, engine, case) for case in wanted]
     yield from needs
     if bench.has_pdl:
-        # The first case runs again on another engine, with overlapping launches and a pool that is no larger.
+        # The first case runs again on another engine, without overlapping launches and with a pool that is no larger.
         again = needs[0]
         programs = frozenset(f"no pdl {one}" for one in again.programs if one.startswith(LORA_KERNELS))
         yield replace(again, case=f"{again.case}, no pdl", seconds=start_s + again.seconds, programs=programs)
@@ -197,7 +197,7 @@ def s_lora(bench: Bench) -> Iterator[Need]:
         run = num_steps * full.seconds(bench) + OVER_FLOOR * floor_s(bench, operations=prompts)
         for way, num_pages, counts in (("whole pool", whole, workload.num_adapters), ("capped pool", capped, (most,))):
             problem = f"{num_pages} pages, but the sequences alone need {workload.kv_pages}"
-            # The case with the fewest adapters also runs once without timing. Payloads are generated on the card and
+            # Count one run without timing in addition to the measured runs. Payloads are generated on the card and
             # pinned in host memory.
             seconds = engine.start_s + (len(counts) + 1) * run + random_s(bench, payload) + _captures_s(full)
             pool = num_pages * adapters.page_bytes

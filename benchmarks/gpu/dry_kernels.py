@@ -1,4 +1,4 @@
-"""Computes what the `ceilings`, `lora` and `attention` cases need on a card, using the functions that run the cases."""
+"""Computes the memory and time of `ceilings`, `lora`, `codes` and `attention` with the functions that run them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """No case starts after `total_s` seconds, and compilation may take `warm_s` seconds."""
+    """No case starts after `total_s` seconds, and compilation may take at most `warm_s` seconds."""
 
     total_s: float
     warm_s: float
@@ -100,7 +100,7 @@ def whole_run(parts: Sequence[PlannedPart]) -> tuple[float, float]:
 
 
 def dry_run(bench: Bench, parts: Sequence[Part], limits: Limits, out: Path | None) -> int:
-    """Print the lists, write them to `out` as JSON and next to it as Markdown, and return 1 if a part does not fit."""
+    """Print the report, write it as JSON to `out` and as Markdown next to it, and return 1 if anything does not fit."""
     found = plan(bench, parts, limits)
     compile_s, total_s = whole_run(found)
     problems = [f"{part.name}: {problem}" for part in found for problem in part.problems]

@@ -157,7 +157,7 @@ class RunningEngine:
             self.wake.clear()
 
     def finish(self) -> list[Any]:
-        """Step until no work is left, and return the engine's messages."""
+        """Run steps until no work is left, and return the engine's messages."""
         said = []
         while self.assembled.engine.has_work:
             self.step()
@@ -222,7 +222,7 @@ def device_weights(bench: Bench) -> RandomWeights:
 
 
 def engine_dtype(bench: Bench) -> str:
-    """The dtype of timed engines. The interpreter cannot multiply bfloat16."""
+    """bfloat16, or float32 in a tiny run, because the interpreter cannot multiply bfloat16."""
     return "float32" if bench.is_tiny else "bfloat16"
 
 

@@ -1,4 +1,4 @@
-"""Measures the LoRA work of a step in loramux's shrink and expand, gather + bmm, and the kernels of vLLM and SGLang."""
+"""Measures a step's LoRA products with the kernels of loramux, vLLM and SGLang, and with gather + bmm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIXED = (8, 16, 32, 64)
 
 
 def cases(bench: Bench) -> list[LoraCase]:
-    """Decodes with one adapter per row, one adapter in all rows, and prefills. The most important cases come first."""
+    """Decode cases, with an adapter per row or shared adapters, and prefill cases. The most important come first."""
     if bench.is_tiny:
         return [
             LoraCase(4, 4, (1, 8, 16, 5), "mixed"),
@@ -49,7 +49,7 @@ def cases(bench: Bench) -> list[LoraCase]:
     # One adapter of the largest rank is already listed under that rank.
     listed = [case for case in listed if case.label != "mixed" or case.num_adapters > 1]
     if not bench.is_full:
-        # Ranks 8 and 64 add little to rank 16 and mixed ranks.
+        # Ranks 8 and 64 show little that rank 16 and mixed ranks do not.
         listed = [case for case in listed if case.label in ("16", "mixed") or case.num_adapters in (8, 64)]
     return [*special, *listed]
 
@@ -163,7 +163,9 @@ def _with_copies(make: MakeLaunch, adapters: ResidentAdapters, batch: LoraBatch,
 
 
 def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[torch.Tensor]) -> float:
-    """The largest error of any group, relative to the adapters' contribution. The rows are nonzero beforehand."""
+    """The largest error of any group, relative to the adapters' contribution. The outputs are random beforehand, so the
+    launch must add to them.
+    """
     before = batch.outputs()
     ys = [y.clone() for y in before]
     launch(layer, ys)
@@ -176,8 +178,8 @@ def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[tor
 def _timed(
     bench: Bench, adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes, ways: dict[str, Way]
 ) -> Iterator[Row]:
-    """Time all methods in turn, each as one graph of all layers, and then the launches of loramux alone, with rank
-    0.
+    """Time all methods in turn, each as one graph of all layers. Then time loramux's launches without work, with all
+    ranks set to 0.
     """
     assert bench.ceilings is not None
     case, model = batch.case, batch.model
@@ -228,7 +230,7 @@ def _timed(
             }
             if best_peer is not None:
                 figures["faster_than_peers"] = best_peer / way.seconds
-            # The goals apply to the faster of both settings, because the engine supports both.
+            # The goals apply to the faster of the two settings, because the engine supports both.
             if way.seconds == best_own:
                 goals = _goals(case, has_peers=best_peer is not None)
         elif best_own is not None:

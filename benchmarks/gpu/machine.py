@@ -36,7 +36,7 @@ def describe() -> dict[str, str | int | float]:
     root = str(Path(__file__).parents[2])
     commit = _output(["git", "-C", root, "rev-parse", "--short=12", "HEAD"])
     changes = "+changes" if commit and _output(["git", "-C", root, "status", "--porcelain"]) else ""
-    # A copy of the tree may have no .git, or that of another commit.
+    # A copy of the repository may have no .git folder, or the .git folder of another commit.
     found["commit"] = os.environ.get("LORAMUX_COMMIT") or (commit + changes if commit else "unknown")
     return found
 

@@ -11,7 +11,7 @@ from loramux.kernels.tables import AttentionSpec, ModuleGroup
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The mixture of experts in each layer, in place of the feed-forward."""
+    """The mixture of experts that replaces the feed-forward network of each layer."""
 
     num_experts: int
     top_k: int
@@ -19,7 +19,7 @@ class Experts:
 
     @property
     def fields(self) -> dict[str, object]:
-        """The fields of a Qwen3-MoE's `config.json`."""
+        """The fields of a Qwen3-MoE model's `config.json` that describe the experts."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "num_experts": self.num_experts,

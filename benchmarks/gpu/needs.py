@@ -1,7 +1,7 @@
-"""Computes what a case of the GPU benchmark needs on a card, without a GPU: tensors, bytes, rows and time.
+"""Computes, without a GPU, what a case of the GPU benchmark needs on a card: tensors, bytes, result rows and time.
 
-Each part lists its cases by calling the functions that run them, but over meta tensors, so the list cannot drift from
-the benchmark. Bytes are counted from those tensors. Seconds are derived from bytes, operations and launches, with the
+Each part lists its cases by calling the functions that run them, but over meta tensors, so the list always matches the
+benchmark. Bytes are counted from those tensors. Seconds are derived from bytes, operations and launches, with the
 assumptions in this module.
 """
 
@@ -28,7 +28,7 @@ COMPILE_S = 1.0
 """Assumed seconds to compile one program of a Triton kernel."""
 
 WARM_START_S = 10.0
-"""Assumed seconds for a compiling process to import torch, initialize the card and create its tensors."""
+"""Assumed seconds for a compiling process to import torch, initialise the card and create its tensors."""
 
 HOST_OP_S = 10e-6
 """Assumed seconds for the host to submit one operator or kernel outside a graph."""
@@ -176,7 +176,7 @@ class MetaMemory(TorchDispatchMode):
         return self._kept_bytes + sum(one.num_bytes for one in self._held.values())
 
     def restart(self) -> int:
-        """Reset the peak. Returns the bytes alive now."""
+        """Reset the peak. Returns the bytes of the tensors that are alive now."""
         self._kept = [one for one in (*self._kept, *self._held.values()) if not one.storage.expired()]
         self._held = {}
         self.peak = self._kept_bytes = sum(one.num_bytes for one in self._kept)

@@ -1,8 +1,8 @@
 """The Triton LoRA kernels of vLLM and SGLang, loaded from copies of their files without installing either package.
 
-`--peers` names a folder that contains these files from their wheels: `vllm/lora/ops/triton_ops/` and
-`sglang/kernels/ops/lora/dense/`, and the `*.dist-info` folders, which name the versions. Both import a handful of names
-from elsewhere in their packages. Stubs replace those names here.
+`--peers` names a folder that contains these folders from their wheels: `vllm/lora/ops/triton_ops/` and
+`sglang/kernels/ops/lora/dense/`, and the `*.dist-info` folders, which name the versions. Both import a few names from
+elsewhere in their packages. Stubs replace those names here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAYS = (VLLM, SGLANG, SGLANG_SPLIT)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One method of a peer. `make` lays out the adapters for its kernels."""
+    """One method of a peer. `make` lays out the adapters for the peer's kernels and returns the launch."""
 
     name: str
     version: str
@@ -41,7 +41,7 @@ class Peer:
 
 
 def load_peers(folder: Path, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that can be loaded, and for each other peer the reason why it cannot."""
+    """The methods of the peers that can be loaded, and the reason for each peer that cannot be loaded."""
     peers, problems = [], {}
     for name, load in (("vllm", _load_vllm), ("sglang", _load_sglang)):
         try:
@@ -140,7 +140,8 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
         ]
         meta = metadata.make(len(adapters.ranks), case.num_rows, device)
         meta.prepare_tensors(torch.from_numpy(case.slots).to(device).clamp(max=len(adapters.ranks) - 1))
-        # Size the grid by the active adapters, vLLM's best setting. By default, it is sized by the maximum number.
+        # Size the grid by the number of active adapters, which is vLLM's best setting. The default is the maximum
+        # number.
         arguments = meta.meta_args(case.num_rows, True)
 
         def launch(layer: int, ys: list[torch.Tensor]) -> None:

@@ -75,8 +75,8 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps. The second process gets the first share, because the first compiles the check's
-    kernels.
+    """Compile a share of the steps. The second process gets the first share, because the first process compiles the
+    check's kernels.
     """
     steps = [WarmStep(case.num_prompts, case.num_tokens, rank) for case in cases(bench) for rank in (0, RANK)]
     own = steps[(shard - 1) % num_shards :: num_shards]

@@ -48,7 +48,7 @@ def config_of(model: Model, max_len: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Random weights that preserve the magnitude of activations. Each tensor's name is its seed."""
+    """Random weights that preserve the magnitude of activations. Each tensor's seed is derived from its name."""
 
     device: torch.device
     dtype: torch.dtype

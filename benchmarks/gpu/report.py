@@ -40,7 +40,7 @@ def _number(value: float | None) -> str:
 
 
 def stored(path: Path | None, machine: dict[str, Any]) -> dict[str, Any]:
-    """The parts already in the file. Raises ValueError if they were measured on another card or with other code."""
+    """The parts already in the file. Raises ValueError if a field of IDENTITY differs."""
     if path is None or not path.exists():
         return {}
     document = json.loads(path.read_text())

@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def kv_pages(self) -> int:
-        """Pages of all concurrent sequences, each at its mean full length."""
+        """Number of pages of all concurrent sequences, each at its mean full length."""
         return self.max_sequences * -(-(self.shortest + self.longest) // PAGE_TOKENS)
 
 
@@ -255,7 +255,7 @@ def requests_of(workload: Workload, model: Model, digests: list[str]) -> list[Ad
 
 
 def saturate(bench: Bench, engine: RunningEngine, workload: Workload, digests: list[str]) -> Throughput:
-    """Queue all requests, step until `workload.num_answered` of them are answered, and abort the rest.
+    """Queue all requests, run steps until `workload.num_answered` of them are answered, and abort the rest.
 
     No adapter is resident at the start or at the end.
     """

@@ -20,7 +20,7 @@ from loramux.engine.messages import Add, SamplingParams
 RANK = 16
 PAGE_TOKENS = 16
 BATCH_TOKENS = 2048
-"""Maximum number of tokens in a step, a common server setting that limits the memory for activations."""
+"""Maximum number of tokens in a step, as is common on servers. It limits the memory for activations."""
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
@@ -61,7 +61,7 @@ class Measured:
 
 
 def cases(bench: Bench) -> list[StepCase]:
-    """The cases to measure. Only the first has a goal."""
+    """The cases to measure. Only the first has a goal for `over_base`."""
     if bench.is_tiny:
         return [StepCase(2, 20)]
     if bench.is_quick:
@@ -71,7 +71,7 @@ def cases(bench: Bench) -> list[StepCase]:
 
 
 def adapter_counts(bench: Bench, case: StepCase) -> list[int]:
-    """Numbers of distinct adapters to measure a case with. The goal applies to the first number."""
+    """Numbers of distinct adapters to measure a case with. The goal for `over_base` applies to the first number."""
     counts = (2,) if bench.is_tiny else (16,) if bench.is_quick else (16, 64, 1)
     return [count for count in counts if count <= case.batch] or [case.batch]
 
@@ -86,8 +86,8 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps. The last process gets the first share, because the first compiles the check's
-    kernels.
+    """Compile a share of the steps. The last process gets the first share, because the first process compiles the
+    check's kernels.
     """
     if shard == 0:
         gpu_check.warm(bench)
@@ -178,9 +178,9 @@ def _run_case(
 
 
 def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[str]) -> Measured:
-    """Measure steady decode steps of sequences that cycle through these adapters, or of the base if there are none."""
+    """Measure steady decode steps. The sequences use these adapters in turn, or the base if there are none."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
-    # Center the measured steps, and the sequences' lengths, on the case's context.
+    # Centre the measured steps, and the sequences' lengths, on the case's context.
     num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
     # Drop sequences that a failed case may have left behind.
     engine.abort()

@@ -101,7 +101,7 @@ def _chosen(step: RecordedStep) -> npt.NDArray[np.int64]:
 
 
 def _pairs_by_expert(step: RecordedStep) -> npt.NDArray[np.int64]:
-    """Number of pairs of a token and an expert, `[num_experts]`."""
+    """Number of tokens that choose each expert, `[num_experts]`."""
     return np.bincount(_chosen(step).reshape(-1), minlength=step.num_experts)
 
 
@@ -215,7 +215,7 @@ def _splits_used(arguments: dict[str, Any], num_keys: int, num_splits: int) -> i
 
 
 def _split_rows(arguments: dict[str, Any], step: RecordedStep, num_splits: int) -> tuple[int, int]:
-    """Numbers of rows whose context has one split with keys, and of partial rows of the other contexts."""
+    """Number of query rows whose keys are all in one split, and number of partial results of the other query rows."""
     whole = partial = 0
     for rows, keys in _tiles(arguments, step):
         used = _splits_used(arguments, keys, num_splits)
@@ -238,7 +238,7 @@ def _attend(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     row = num_heads * a["HEAD_DIM"] * a["q_ptr"].itemsize
     num_rows = sum(rows for rows, _ in tiles)
     whole, partial = _split_rows(a, step, num_splits)
-    # A partial row consists of HEAD_DIM floats and a logarithm.
+    # A partial result consists of HEAD_DIM floats and a log-sum-exp.
     rest = (num_rows + whole) * row + partial * num_heads * (a["HEAD_DIM"] + 1) * FLOAT
     return Bytes(distinct * key + rest, sum(keys for _, keys in tiles) * key + rest)
 

@@ -69,17 +69,17 @@ def warm_steps(
     ) as engine:  # fmt: skip
         engine.load(f"r{rank}" for rank in ranks)
         resident = {one.digest: one.slot for one in engine.stats().adapters}
-        # Adapters in unused slots have rank 0, and launch the same kernels.
+        # Unused slots have rank 0 and launch the same kernels.
         unused = [slot for slot in range(settings["max_resident_adapters"]) if slot not in resident.values()]
         for step in steps:
             slots = [resident[f"r{step.rank}"], *unused] if step.rank else [-1]
-            # Few and many rows per adapter have kernels of their own.
+            # Few and many rows per adapter use different kernels.
             for used in (slots[:1], slots):
                 engine.observed.executor.submit(_batch_of(step, used)).choose().tokens()
 
 
 def _batch_of(step: WarmStep, slots: list[int]) -> Batch:
-    """The step with its sequences spread over these slots."""
+    """The step's batch, with its sequences spread over these slots."""
     add = Add(sequence_id="", prompt=(0,) * step.num_rows, max_tokens=1, sampling=GREEDY)
     tables = [PageTable(block_list([0] * -(-step.num_rows // 16)))]
     sequences = [

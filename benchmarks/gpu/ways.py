@@ -48,7 +48,7 @@ class OwnPlanes:
 
 
 def loramux_way(adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes, pdl: bool) -> LayerLaunch:
-    """The kernels under test, launched as in the engine: two per group."""
+    """The kernels under test, launched as in the engine: one shrink and one expand per group."""
 
     def launch(layer: int, ys: list[torch.Tensor]) -> None:
         for group, x, plane, y in zip(batch.model.groups, batch.xs, planes.by_group, ys, strict=True):
@@ -81,7 +81,7 @@ def stacked(adapters: ResidentAdapters, layer: int, module: int, half: int) -> t
 def joined_a(adapters: ResidentAdapters, layer: int, group: ModuleGroup, is_packed: bool = False) -> torch.Tensor:
     """The A matrices of a group's modules, stacked vertically, `[N, num_modules * max_rank, in]`.
 
-    Modules start `max_rank` rows apart. If `is_packed`, they start the adapter's own rank apart.
+    The modules' matrices start `max_rank` rows apart or, if `is_packed`, as many rows apart as the adapter's rank.
     """
     size = (len(adapters.ranks), len(group.modules) * adapters.max_rank, group.in_features)
     dense = torch.zeros(size, dtype=adapters.pool.adapter.dtype, device=adapters.pool.adapter.device)

@@ -1,4 +1,4 @@
-"""`/residency`: the adapters in the page pool, in host memory and on disk, and the used part of each tier."""
+"""`/residency`: the adapters in each tier (page pool, host memory, disk) and how full each tier is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tier = Literal["pool", "host", "disk"]
 
 
 class VersionName(TypedDict):
-    """The name of a version that has the adapter's digest."""
+    """A version that has the resident adapter's digest."""
 
     tenant_id: str
     tenant: str
@@ -32,9 +32,9 @@ class VersionName(TypedDict):
 
 
 class ResidentAdapter(TypedDict):
-    """One adapter in a tier. `slot`, `num_pages` and `num_users` refer to the pool.
+    """One adapter in a tier. Outside the pool, `slot`, `num_pages` and `num_users` are null.
 
-    `slot`, `num_users` and `last_used_at` are null for a tenant.
+    For a tenant, `slot`, `num_users` and `last_used_at` are null.
     """
 
     object: Literal["resident_adapter"]
@@ -50,7 +50,7 @@ class ResidentAdapter(TypedDict):
 
 
 class PoolPages(TypedDict):
-    """Use of the pool's pages. `prefix` is the number of `kv` pages in the prefix cache."""
+    """The number of the pool's pages, by use. `prefix` counts the `kv` pages in the prefix cache."""
 
     total: int
     free: int
@@ -62,7 +62,7 @@ class PoolPages(TypedDict):
 
 
 class TierFill(TypedDict):
-    """A tier's used and total bytes, its adapters, and its evictions since the engine started."""
+    """A tier's current and maximum size, its number of adapters, and its evictions since the engine started."""
 
     tier: Tier
     used_bytes: int
@@ -79,7 +79,7 @@ class ResidencyDocument(ListDocument[ResidentAdapter]):
 
 
 class _Held(TypedDict):
-    """An adapter in a tier, before its names are known."""
+    """An adapter in a tier, before its versions have been looked up."""
 
     digest: str
     num_bytes: int
@@ -97,17 +97,19 @@ async def get_residency(
     tier: Annotated[Tier, Query(description="The tier to list.")] = "pool",
     tenant: TenantParam = None,
     replica: Annotated[
-        str | None, Query(max_length=40, description="A server's identifier from `/replicas`. By default, this server.")
+        str | None,
+        Query(
+            max_length=40,
+            description="The server to query, by its identifier in `/replicas`. The default is this server.",
+        ),
     ] = None,
-    limit: Annotated[
-        int, Query(ge=1, le=MAX_LISTED, description="Number of adapters, most recently used first.")
-    ] = 200,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Maximum number of adapters to list.")] = 200,
 ) -> ResidencyDocument:
-    """List the adapters of one tier, most recently used first, and how full each tier is.
+    """List the adapters of one tier, most recently used first, and report how full each tier is.
 
     The list is a snapshot, because a tier changes too fast for paging. `has_more` means that the tier contains more
-    than `limit` adapters. Each adapter lists all versions with its digest. A tenant sees only its own versions, and a
-    key that is restricted to adapters sees only their versions.
+    than `limit` adapters. Each adapter lists all versions with its digest. A tenant sees only its own versions. A key
+    that is restricted to adapters sees only versions of those adapters.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     stats = await engine_stats(services, with_tiers=True, replica=replica)

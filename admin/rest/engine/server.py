@@ -48,7 +48,7 @@ async def get_server(services: Services, caller: PlatformReader) -> ServerDocume
 
 
 class VocabularyDocument(TypedDict):
-    """The base's vocabulary. The tokenizer's tokens can be fewer than the rows of the embedding and the head."""
+    """The base's vocabulary. The tokenizer can have fewer tokens than the embedding and the head have rows."""
 
     object: Literal["vocabulary"]
     num_tokens: int
@@ -57,13 +57,13 @@ class VocabularyDocument(TypedDict):
 
 @router.get("/vocabulary")
 async def get_vocabulary(services: Services, caller: Reader) -> VocabularyDocument:
-    """Get the size of the base's vocabulary: the ids of an adapter's added tokens begin with `num_tokens`."""
+    """Get the size of the base's vocabulary. The IDs of an adapter's added tokens start at `num_tokens`."""
     base = services.vocabulary
     return {"object": "vocabulary", "num_tokens": base.num_tokens, "vocab_size": base.vocab_size}
 
 
 @router.get("/findings")
 async def list_findings(services: Services, caller: PlatformReader) -> ListDocument[dict[str, Any]]:
-    """Check the engine, the database, the object store and the disk. Each failed check says how to fix the problem."""
+    """Check the engine, the database, the object store and the disk. `mend` says how to fix a problem."""
     findings = await services.call(services.self_check.findings)
     return whole_list([finding.document() for finding in findings])

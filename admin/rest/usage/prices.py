@@ -44,7 +44,7 @@ class PriceDocument(TypedDict):
 
 @router.post("", status_code=201, openapi_extra=takes(NewPrice))
 async def add_price(request: Request, services: Services, caller: PlatformAdmin) -> PriceDocument:
-    """Add a price, which applies from `effective_at` until the next price for the same tenant and scope.
+    """Add a price that applies from `effective_at` until the next price for the same tenant and scope.
 
     `scope` is `all`, `base`, `adapters` or an adapter's identifier. A price in force never changes. A request is
     charged at the price in force when it was admitted.

@@ -1,4 +1,4 @@
-"""Finds the tenant, key or adapter that a request body names, and refuses names that contradict each other."""
+"""Finds the tenant, key or adapter that a request body names, and refuses contradictory combinations."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ async def subject_of(services: AdminServices, caller: Caller, body: QuotaSubject
 
 
 async def caller_of(services: AdminServices, caller: Caller, body: QuotaSubject) -> QuotaCaller:
-    """Return the caller of a hypothetical request. Without a tenant, the key's tenant pays or, without a key, the
-    adapter's owner.
+    """Return the caller of a hypothetical request. If the body names no tenant, the caller belongs to the key's tenant
+    or, without a key, to the adapter's owner.
     """
     if body.scope is not None:
         raise InvalidRequest("specify a tenant, a key or an adapter", param="scope")

@@ -36,7 +36,7 @@ Named = Annotated[str | None, Query(max_length=64)]
 
 
 class QuotaDocument(TypedDict):
-    """One limit. `subject_id` is the limited tenant, key or adapter, or null for the platform's limits."""
+    """One limit. `subject_id` is the ID of the limited tenant, key or adapter, or `platform`."""
 
     id: str
     object: Literal["quota"]
@@ -112,7 +112,7 @@ class QuotaCheckDocument(TypedDict):
 
 @router.post("", openapi_extra=takes(QuotaLimit))
 async def set_quota(request: Request, services: Services, caller: PlatformAdmin) -> QuotaDocument:
-    """Set a limit, which replaces the subject's earlier limit for the metric."""
+    """Set a metric's limit for a tenant, key, adapter or the platform. It replaces any earlier limit."""
     return await _set(services, caller, await read_json(request, QuotaLimit))
 
 
@@ -155,7 +155,7 @@ async def list_quotas(
 async def effective_quotas(
     services: Services, caller: Reader, tenant: Named = None, key: Named = None, adapter: Named = None
 ) -> EffectiveLimits:
-    """List the limits that apply to a tenant, one of its keys or an adapter's requests, with their current use.
+    """List the limits that apply to a tenant, to one of its keys or to requests for an adapter, with their current use.
 
     A key that is restricted to adapters sees its own limits and its adapters' limits, but not the use of the tenant's
     limits.
@@ -173,9 +173,10 @@ async def effective_quotas(
 
 @router.post("/check", openapi_extra=takes(QuotaQuestion))
 async def check_quotas(request: Request, services: Services, caller: Reader) -> QuotaCheckDocument:
-    """Check whether a request would be admitted now, or if `quota` were in force. Nothing is run or reserved.
+    """Check whether a request would be admitted now or, with `quota`, if that limit were in force. Nothing is run or
+    reserved.
 
-    Not available to a key that is restricted to adapters, because the result depends on the whole tenant's usage.
+    A key that is restricted to adapters cannot make this call, because the result depends on the whole tenant's usage.
     """
     if caller.adapter_ids is not None:
         raise PermissionDenied("this key is restricted to certain adapters and cannot check its tenant's limits")

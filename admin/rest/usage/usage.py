@@ -1,4 +1,4 @@
-"""`/usage`: usage as sums, as individual requests, and as an export of any length."""
+"""`/usage`: usage totals, individual requests, and exports of any length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 @router.get("", responses=answers_rows(UsagePage))
 async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
-    """Report sums over the requests that finished in [start, end). The default is the last 30 days, including today.
+    """Report the usage of requests that finished in [start, end). The default is the last 30 days, including today.
 
     Prompt tokens include cached tokens. An adjustment to a request counts at the time of the adjustment. With `top`,
     `num_results` counts all groups, and `total` is the sum over all groups.
@@ -93,7 +93,7 @@ async def export_events(
         raise InvalidRequest("end must be after start", param="end")
 
     async def read(after: UsageEvent | None, is_first: bool = False) -> tuple[UsageEvent | None, str]:
-        """The last event of one part of the export, and the part's text."""
+        """Read the next part of the export. Return its last event, or None if it is empty, and its text."""
 
         def spelled() -> tuple[UsageEvent | None, str]:
             events = services.ledger.export(tenant_id, start_us, end_us, after, caller.adapter_ids)

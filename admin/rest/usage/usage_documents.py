@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 
 class UsageResult(TypedDict):
-    """A sum, together with the fields that it is grouped by. Costs are in billionths of the currency."""
+    """The totals of one group, together with its `group_by` fields. Costs are in billionths of the currency."""
 
     object: Literal["usage.result"]
     requests: int
@@ -19,7 +19,7 @@ class UsageResult(TypedDict):
 
 
 class UsageTotal(TypedDict):
-    """The sum of all groups."""
+    """The totals of all groups."""
 
     requests: int
     prompt_tokens: int
@@ -38,7 +38,7 @@ class UsageBucket(TypedDict):
 
 
 class UsagePage(TypedDict):
-    """A report, bucket by bucket. Even if `top` limits the groups, `num_results` and `total` cover all of them."""
+    """A report, bucket by bucket. `num_results` and `total` are present only with `top`. They cover all groups."""
 
     object: Literal["page"]
     data: list[UsageBucket]
@@ -49,7 +49,7 @@ class UsagePage(TypedDict):
 
 
 class CostsResult(TypedDict):
-    """A cost, together with the fields that it is grouped by."""
+    """The cost of one group, together with its `group_by` fields."""
 
     object: Literal["costs.result"]
     requests: int
@@ -68,7 +68,7 @@ class CostsTotal(TypedDict):
 
 
 class CostsBucket(TypedDict):
-    """The usage totals of one interval, [start_time, end_time)."""
+    """The costs of one interval, [start_time, end_time)."""
 
     object: Literal["bucket"]
     start_time: int
@@ -77,7 +77,7 @@ class CostsBucket(TypedDict):
 
 
 class CostsPage(TypedDict):
-    """A cost report, bucket by bucket. Even if `top` limits the groups, `num_results` and `total` cover all of them."""
+    """A cost report, bucket by bucket. `num_results` and `total` are present only with `top`. They cover all groups."""
 
     object: Literal["page"]
     data: list[CostsBucket]

@@ -21,7 +21,9 @@ from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
 SENT_AT_ONCE_BYTES = 64 * 1024
-"""Part size of long reports, in bytes. A report of several parts occupies a slot until its client has read it."""
+"""Size of the parts in which a long report is sent, in bytes. A report of several parts occupies a slot until its
+client has read it.
+"""
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Unix time in seconds.")]
 Format = Literal["json", "csv", "ndjson"]
@@ -30,7 +32,7 @@ MEDIA_TYPES = {"json": "application/json", "csv": "text/csv; charset=utf-8", "nd
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The parameters that both reports share."""
+    """The query parameters of `/usage` and `/costs`."""
 
     tenant: str | None
     start: int | None
@@ -56,7 +58,8 @@ async def asked(
     ] = "tenant,model",
     timezone: Annotated[str, Query(max_length=64, description="Time zone for days, such as Europe/Berlin.")] = "UTC",
     top: Annotated[
-        int | None, Query(ge=1, le=MAX_TOP, description="Number of largest groups; incompatible with bucket.")
+        int | None,
+        Query(ge=1, le=MAX_TOP, description="Report only this many of the largest groups; incompatible with bucket."),
     ] = None,
     format: Annotated[Format, Query()] = "json",  # noqa: A002 - the query parameter's name
 ) -> Asked:
@@ -78,7 +81,8 @@ async def report_response(
 ) -> Response:
     """Report on requests that finished in [start, end), by default in the last 30 days, in the requested format.
 
-    `columns` are the fields of `describe` that form a flat row. Raises InvalidRequest, Unavailable or ReadTooLong.
+    `columns` are the fields that CSV and NDJSON rows contain in addition to the interval and the groups. Raises
+    InvalidRequest, Unavailable or ReadTooLong.
     """
     tenant_id = await tenant_filter(services, caller, wanted.tenant)
     query = _query(tenant_id, caller.adapter_ids, wanted, services.database.now_us())
