@@ -68,14 +68,14 @@ TARGET = 0.8
 """Lowest throughput of `pool`, relative to `plain`, that meets the target."""
 
 MAX_UNDER_WAY = 6
-"""Maximum number of concurrent loads. Memory is reserved for this many adapters."""
+"""Maximum number of concurrent loads. Memory is reserved for one adapter more."""
 
 MIN_FILES = 8
 """Minimum number of files. With fewer, the first and last loads, which overlap with few other loads, would dominate."""
 
 
 class CheckError(Exception):
-    """The loaded bytes differ from the stored bytes."""
+    """An adapter was not loaded, its bytes are wrong, or a damaged file was accepted."""
 
 
 class OpenPool:
@@ -153,7 +153,7 @@ class Bench:
         self._newest = self._opened
 
     def open_source(self) -> PackedSource:
-        """A source that reads from the disk tier, with an empty blob store behind it."""
+        """Return a source that reads from the disk tier and falls back to an empty blob store."""
         files = self.files
         disk = DiskTier(files.directory, files.tier_bytes, files.target.pack_key)
         return PackedSource(MemoryBlobStore(), disk, files.target, BaseWeights(files.directory), self._slab.allocate)

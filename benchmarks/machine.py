@@ -34,7 +34,9 @@ def add_allow_busy(parser: argparse.ArgumentParser) -> None:
 
 
 def require_idle(is_busy_allowed: bool) -> float:
-    """Return the machine's busy share. Exit if other processes keep the machine busy, unless that is allowed."""
+    """Return the share of the machine's CPU time that is in use. Exit if other processes keep the machine busy, unless
+    that is allowed.
+    """
     share = busy_share()
     if share > BUSY_SHARE and not is_busy_allowed:
         raise SystemExit(

@@ -1,4 +1,4 @@
-"""Measures the memory of a server in each format of weights, compared with the plan of `loramux doctor --plan`.
+"""Measures a server's memory with each format of weights, and compares it with the plan of `loramux doctor --plan`.
 
 A server without adapters answers requests that fill its page pool. Then the proportional set sizes of its
 processes are added up: each page of memory counts once, even if several processes map it.

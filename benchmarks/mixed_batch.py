@@ -53,7 +53,7 @@ class Way:
 
 
 def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtype: str) -> list[PackedAdapter]:
-    """Save peft's adapters, then validate, canonicalize and pack them like an upload."""
+    """Save peft's adapters, then validate, canonicalise and pack them like an upload."""
     directory = scratch / "adapters"
     model.save_pretrained(directory)
     target = pack_target(ModelConfig.load(base), dtype)
@@ -68,8 +68,8 @@ def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtyp
 
 
 def pack_with_magnitudes(base: Path, scratch: Path, num_adapters: int, dtype: str) -> list[PackedAdapter]:
-    """Pack the saved adapters as DoRA adapters with the same result: each magnitude is the norm of its changed
-    weight.
+    """Pack the saved adapters as DoRA adapters with the same effect. The magnitudes are the norms of the changed
+    weight's rows.
     """
     weights, target = BaseWeights(base), pack_target(ModelConfig.load(base), dtype)
     places = {place.a_name: place for place in module_places(target)}

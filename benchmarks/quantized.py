@@ -1,4 +1,4 @@
-"""Measures products and whole decode steps with weights of 8 and 4 bits, compared with bfloat16, on a CPU.
+"""Measures products and whole decode steps with 8-bit and 4-bit weights, compared with bfloat16, on a CPU.
 
 The formats take turns: each product and each step is measured with one format after the other, so that drift in the
 machine's speed affects all formats alike. Medians are compared. Before that, each product is compared with the product
@@ -47,10 +47,12 @@ PROMPT = 16
 CHECKED_TOKENS = 4
 
 TOLERANCE = 1e-3
-"""Largest error of an output, relative to the largest output. Rounding the input to bfloat16 causes about as much."""
+"""Largest accepted error of an output, relative to the largest output. Rounding the input to bfloat16 causes about as
+much.
+"""
 
 COLD_BYTES, MAX_COPIES = 128 << 20, 16
-"""Total bytes of the copies of a weight, more than the caches hold, and the largest number of copies."""
+"""Total size of a weight's copies in bytes, which exceeds the caches, and the maximum number of copies."""
 
 
 class CheckError(Exception):
@@ -74,7 +76,7 @@ class Format:
         return round_to_bytes(x, min(self.group or LARGEST_BLOCK, LARGEST_BLOCK)).float() if self.x_bits == 8 else x
 
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
-        """Round to the nearest value; the largest weight of a group becomes the largest integer."""
+        """Round to the nearest integer. The largest magnitude in a group becomes the largest integer."""
         values = weight.float().view(len(weight), -1, self.group or weight.shape[1])
         largest = 127 if self.bits == 8 else 7
         scales = values.abs().amax(2) / largest
@@ -123,7 +125,7 @@ FORMATS = {
 
 
 def products_of(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a layer's products and of the head."""
+    """Numbers of outputs and inputs of a layer's products and of the head."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     kv = hidden // shape.num_heads * shape.num_kv_heads
     return {

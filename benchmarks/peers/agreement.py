@@ -19,9 +19,9 @@ from benchmarks.peers.workload import (
 
 LOAD = Load(24, 8)
 LEAST_SHARE = 0.5
-"""Minimum share of answers that equal the reference's.
+"""Minimum share of a peer's answers that equal peft's answers.
 
-A peer with a lower share runs another model or no adapters, so its speed is meaningless.
+A peer with a lower share probably runs another model or no adapters, so its speed is meaningless.
 """
 
 TokenIds = tuple[tuple[int, ...], ...]
@@ -33,7 +33,7 @@ class CheckFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The number of answers equal to the reference's and the total number of answers, by kind of work."""
+    """The number of answers that equal the reference's answers, and the total number of answers, by kind of work."""
 
     equal: Mapping[str, int]
     num_answers: Mapping[str, int]
@@ -70,8 +70,8 @@ def check_work(kind: str, files: ModelFiles) -> Work:
 
 
 def require_effect(reference: Mapping[str, TokenIds]) -> None:
-    """Raise CheckFailed if an adapter does not change the base's answer, because the check would then not notice its
-    absence.
+    """Raise CheckFailed if an adapter does not change the base's answer, because the check could then not notice a
+    missing adapter.
     """
     for kind, answers in reference.items():
         if kind != BASE and any(map(tuple.__eq__, answers, reference[BASE])):

@@ -32,7 +32,9 @@ class Goals:
 FLOAT_GOALS = Goals(OVER_PEERS, OVERHEAD)
 
 NEAR = 0.7
-"""A cell below this share of the best speed is not measured again: drift cannot make it the best."""
+"""A cell (system, load and kind of work) below this share of the best speed is not measured again, because drift cannot
+make it the best.
+"""
 
 
 HOPELESS = 0.35

@@ -45,7 +45,7 @@ OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 
 def own_copy(files: ModelFiles, method: str) -> ModelFiles:
-    """The files with the values that loramux's base has after `--quantization`."""
+    """A copy of the files whose base has the values of loramux's base after `--quantization`, as floats."""
     codes = files.directory / f"codes-{method}"
     if not codes.exists():
         quantizing.quantize(files.base, codes, method, lambda done, total: None)
@@ -57,7 +57,7 @@ def own_copy(files: ModelFiles, method: str) -> ModelFiles:
 
 
 def llama_copy(files: ModelFiles, found: LlamaFiles, quantized: str) -> ModelFiles:
-    """The files with the values that llama.cpp's base has in the format `quantized`."""
+    """A copy of the files whose base has the values of llama.cpp's base in the format `quantized`, as floats."""
     source, read = quantize(found, files, quantized), files.directory / "gguf" / f"floats-{quantized}.safetensors"
     command = [str(found.python), "-c", READ_GGUF, str(found.scripts), str(source), str(read)]
     ran = subprocess.run(command, capture_output=True, text=True, env=server_environment({}), check=False)

@@ -33,7 +33,7 @@ BASE_SCRIPT, LORA_SCRIPT = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 START_S = 300.0
 FLOAT32 = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
-"""Options for the check: K and V default to float16, and the rounding of flash attention can swap nearly tied
+"""Options for the check. By default, K and V are in float16, and the rounding of flash attention can swap nearly tied
 logits.
 """
 
@@ -86,7 +86,7 @@ def llama_command(
 ) -> list[str]:
     """The server's command line. Each concurrent request has its own slot, with room for the longest request.
 
-    `outtype` applies to the adapters and, unless it is `quantized`, to the base.
+    `outtype` is the format of the adapters and, without `quantized`, also of the base.
     """
     adapters = ",".join(str(lora_file(files, name, outtype)) for name in files.adapters)
     slots = files.num_adapters
@@ -179,7 +179,7 @@ def open_llama(
 
 
 def locate_llama(variables: Mapping[str, str]) -> LlamaFiles | None:
-    """The paths in the environment variables, which may not exist, or None if one is not set."""
+    """The paths that the environment variables name, which may not exist. None if a required variable is not set."""
     if not (variables.get(SERVER_VARIABLE) and variables.get(SCRIPTS_VARIABLE)):
         return None
     return LlamaFiles(

@@ -1,4 +1,4 @@
-"""Compares a mixture of experts on a CPU with vLLM, and measures what adapters on all experts cost.
+"""Compares a mixture of experts on a CPU with vLLM, and measures the overhead of adapters on all experts.
 
 Sixteen greedy requests arrive together, for the base only and for sixteen adapters on attention and on all experts. No
 peer runs such adapters in one batch: vLLM's CPU build has no LoRA for experts, and peft cannot mix them in a batch.
@@ -87,7 +87,8 @@ def own_system(dtype: str, threads: int, logs: Path) -> System:
 
 
 def check(files: MixtureFiles, threads: int, logs: Path) -> str:
-    """Compare float32 answers with transformers' answers, with each adapter merged into a separate copy of the base.
+    """Compare loramux's float32 answers with transformers' answers, for which each adapter is merged into its own copy
+    of the base.
 
     Raises CheckFailed if an answer differs.
     """
@@ -121,7 +122,7 @@ def _reference(files: MixtureFiles, kind: str) -> TokenIds:
 
 
 def figures(measurement: Measurement, loads: Sequence[Load], num_requests: int) -> list[dict[str, Any]]:
-    """One row per load: tokens per second of the base, of the adapters and of vLLM's base, and the two ratios."""
+    """One row per load: tokens per second with loramux's base, with adapters and with vLLM's base, and two ratios."""
     rows = []
     for load in loads:
 

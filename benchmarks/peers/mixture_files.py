@@ -54,8 +54,9 @@ SHAPES = {
     "4b": MixtureShape(2048, 16, 32, 4, 128, 768, 48, 8),
     "small": MixtureShape(256, 4, 8, 2, 32, 96, 16, 4),
 }
-"""`4b` has 4.0 billion parameters. A token uses 1.0 billion of them. The layers have the shape of Qwen3-30B-A3B's, with
-48 experts instead of 128."""
+"""`4b` has 4.0 billion parameters. A token uses 1.0 billion of them. Its layers have the shape of Qwen3-30B-A3B's
+layers, but with 48 experts instead of 128.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def make_mixture_files(scratch: Path, size: str, num_adapters: int, rank: int) -
 
 
 def write_merged(files: MixtureFiles, adapter: Path, directory: Path) -> None:
-    """Write the base with an adapter's products added to its weights in float32."""
+    """Write a copy of the base with the adapter's products B A added to the weights in float32."""
     shutil.copytree(files.base, directory)
     factors = {name: tensor.float() for name, tensor in load_file(adapter / TENSORS).items()}
     for path in directory.glob("*.safetensors"):

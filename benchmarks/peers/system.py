@@ -14,7 +14,7 @@ LORAMUX = "loramux"
 
 
 class SystemFailed(Exception):
-    """A system did not start, ended early, or gave a wrong answer. The message says why, with the end of its log."""
+    """A system did not start, ended early, or gave a wrong answer. The message says why."""
 
 
 class Running(Protocol):

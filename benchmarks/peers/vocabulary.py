@@ -1,6 +1,6 @@
 """A tokenizer for random models. Every system accepts it, and each token has a unique spelling.
 
-Its format is Llama 2's: BPE without merges, with byte fallback. llama.cpp's converter recognizes this format by the
+Its format is Llama 2's: BPE without merges, with byte fallback. llama.cpp's converter recognises this format by the
 structure of `tokenizer.json`. It accepts other tokenizers only if their hash is in its list.
 """
 

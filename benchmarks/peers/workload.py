@@ -36,7 +36,9 @@ class Load:
             raise ValueError(f"{text!r} is not a load: give numbers of prompt and answer tokens, like 64/32")
         load = cls(int(num_prompt), int(num_output))
         if min(load.num_prompt, load.num_output) < 1 or load.num_prompt + load.num_output > MAX_TOKENS:
-            raise ValueError(f"the load {text} is impossible: both must be at least 1, their sum at most {MAX_TOKENS}")
+            raise ValueError(
+                f"the load {text} is impossible: both must be at least 1, and their sum at most {MAX_TOKENS}"
+            )
         return load
 
     def __str__(self) -> str:
