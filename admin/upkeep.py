@@ -31,7 +31,7 @@ class Upkeep:
         self._services = services
         self._expired = ExpiredRows(services.database)
         self._unpinnable: frozenset[str] = frozenset()
-        """Digests that the last attempt could not pin. Their failure is not logged again."""
+        """Digests that the last attempt could not pin. Their failures are not logged again."""
 
     async def run(self, own: OwnServer, draining: asyncio.Event) -> None:
         """Run until cancelled. `draining` is set when the server starts to drain."""
@@ -46,7 +46,7 @@ class Upkeep:
             try:
                 await self._services.call(own.report, is_draining)
             except SQLAlchemyError as error:
-                log.warning("the server cannot report; trying again", error=str(error))
+                log.warning("the server cannot report its state; trying again", error=str(error))
             if is_draining:
                 await asyncio.sleep(REPORT_INTERVAL_S)
                 continue

@@ -1,4 +1,4 @@
-"""Describes the machine that figures were measured on, and refuses to measure on a busy one."""
+"""Describes the machine on which figures are measured, and refuses to measure on a busy machine."""
 
 from __future__ import annotations
 

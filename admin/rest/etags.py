@@ -50,7 +50,7 @@ class Precondition:
     def check(self, document: Mapping[str, Any]) -> None:
         """Raise PreconditionFailed if the caller has not seen the document's current state."""
         if self.etags is not None and etag_of(document) not in self.etags:
-            raise PreconditionFailed("this has changed since you read it: read it again", param="If-Match")
+            raise PreconditionFailed("the object has changed since you read it: read it again", param="If-Match")
 
     def check_by(self, describe: Callable[[T], Mapping[str, Any]]) -> Callable[[T], None]:
         """Return a callback that checks a record. A service calls it before it changes the record."""

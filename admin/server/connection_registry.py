@@ -15,7 +15,7 @@ from loramux.admin.server.connection_limits import ConnectionLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 MAX_LOOKED_AT = 256
-"""Maximum number of connections examined to find one to shed, so that a flood does not cause full scans."""
+"""Maximum number of connections examined to find one to close, so that a flood does not cause full scans."""
 MAX_COMPARED = 16
 
 

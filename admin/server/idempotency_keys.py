@@ -26,7 +26,9 @@ class KeyInUse(Conflict):
 
 
 class OutcomeUnknown(Conflict):
-    """The server stopped during the first call with this key. Check whether it took effect, then use another key."""
+    """The server stopped during the first call with this key, or could not store the response. Check whether the call
+    took effect, then use another key.
+    """
 
     code = "idempotency_outcome_unknown"
 

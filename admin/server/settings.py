@@ -116,13 +116,14 @@ class Settings(DataSettings):
     adapter_generation_config: Literal["auto", "off"] = "auto"
     """`auto`: the `generation_config.json` uploaded with an adapter's version takes precedence over the model's."""
     tool_call_parser: str = AUTO
-    """How tool calls are found in answers to prompts in the model's own chat template. `auto`: the template decides.
-    `off`: calls are part of the text. Otherwise `functiongemma`, `gemma4`, `harmony`, `hermes`, `llama3_json`,
+    """How tool calls are found in answers to prompts rendered with the model's own chat template. `auto`: the template
+    decides. `off`: calls are part of the text. Otherwise `functiongemma`, `gemma4`, `harmony`, `hermes`, `llama3_json`,
     `mistral`, `phi` or `pythonic`.
     """
     reasoning_parser: str = AUTO
-    """How reasoning is separated from the rest of an answer to a prompt in the model's own chat template. `auto`: the
-    template decides. `off`: reasoning is part of the text. Otherwise `gemma4`, `harmony`, `mistral` or `think`.
+    """How reasoning is separated from the rest of an answer to a prompt rendered with the model's own chat template.
+    `auto`: the template decides. `off`: reasoning is part of the text. Otherwise `gemma4`, `harmony`, `mistral` or
+    `think`.
     """
     host: str = "127.0.0.1"
     port: Port = 8000
@@ -133,7 +134,7 @@ class Settings(DataSettings):
     trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
     """Comma-separated addresses and networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted."""
     max_connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
-    """Maximum connections to the OpenAI listener. The admin listener accepts another 512."""
+    """Maximum connections to the OpenAI listener. The admin listener accepts up to 512 more."""
     max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
     """Maximum connections per client address on each listener. For clients behind a trusted proxy, this limits
     concurrent requests instead.

@@ -16,7 +16,9 @@ RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
 """Maximum cooldown that a single call adds, in seconds."""
 UNRESTED_S = 1.0
-"""A tenant with a longer cooldown than this, in seconds, gets no slots. The calls for a single page stay below it."""
+"""A tenant whose cooldown is longer than this, in seconds, gets no slots. The calls for a single page stay below this
+limit.
+"""
 
 
 class _Share:

@@ -203,10 +203,10 @@ def _gateway(
 async def _run(
     accounts: Sequence[tuple[str, str]], commit: Commit, clients: range, num_clients: int, most_s: float
 ) -> dict[str, Any]:
-    """Run the clients with these numbers for `most_s` seconds. All processes together run `num_clients`.
+    """Run the clients numbered `clients` for `most_s` seconds. All processes together run `num_clients` clients.
 
-    Each client cycles through the tenants. If there are at least as many tenants as clients, clients at the same step
-    use different tenants.
+    After each request, a client moves on by `num_clients` tenants. If there are at least as many tenants as clients,
+    clients that have sent equally many requests use different tenants.
     """
     reserved: list[float] = []
     settled: list[float] = []

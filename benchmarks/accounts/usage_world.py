@@ -88,7 +88,9 @@ class UsageWorld:
 def open_usage_world(
     kind: str, folder: Path, num_events: int, world: World, progress: Progress
 ) -> Iterator[tuple[Database, UsageWorld]]:
-    """Open the world of this size in the folder, creating it if needed. `kind` is one of databases.KINDS."""
+    """Open the database of this size in the folder, and generate its data first if needed. `kind` is one of
+    databases.KINDS.
+    """
     place = folder / f"{kind}-{num_events}-{world.num_tenants}"
     label = place / "made.json"
     if not label.exists():

@@ -24,7 +24,7 @@ class Script:
 
     @staticmethod
     def of(tokenizer: ModelTokenizer) -> Script:
-        """A script of tokens that are each a whole ASCII word or part of a word."""
+        """A script of tokens that are ASCII words or parts of such words."""
         found: dict[int, str] = {}
         for token_id in range(tokenizer.num_tokens):
             text = tokenizer.text_bytes(token_id).decode("ascii", "replace")

@@ -54,7 +54,7 @@ WARM_S = 80
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the benchmark. It checks `bench.seconds_left` between cases and reports the cases that it skips.
+    """One part of the benchmark. `run` checks `bench.seconds_left` between cases and reports the cases that it skips.
 
     `needs` lists the memory and time that its cases need, for a dry run. `warm(bench, shard, num_shards)` compiles a
     share of the kernels that `run` launches, in a separate process.

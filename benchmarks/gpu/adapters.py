@@ -26,7 +26,7 @@ POISON = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class LoraCase:
-    """`num_rows` rows, split evenly among adapters of these `ranks`, with at most `num_sequences` segments."""
+    """`num_rows` rows of `num_sequences` sequences, split evenly among adapters of these `ranks`."""
 
     num_rows: int
     num_sequences: int
@@ -150,7 +150,9 @@ class LoraBatch:
 
 
 def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
-    """The case's rows and segments, as in an engine's step. They are padded to the upper bound of a captured graph."""
+    """The case's rows and segments, as in an engine's step. The segments are padded to the number that a captured graph
+    has room for.
+    """
     generator = bench.generator(4)
     xs = tuple(
         torch.randn(case.num_rows, group.in_features, generator=generator, device=bench.device).to(bench.dtype)

@@ -1,4 +1,4 @@
-"""Data-sheet figures for a few cards, for tables that are computed without a GPU."""
+"""Data-sheet figures for a few cards, for estimates that are computed without a GPU."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 
 
 NUM_DRAWN = (1 << 20) - 3
-"""Number of random bytes that codes are taken from. It is prime, so that no two rows of a weight are equal."""
+"""Number of random bytes from which codes are taken. It is prime, so that no two rows of a weight are equal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

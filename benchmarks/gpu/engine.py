@@ -182,7 +182,7 @@ class RunningEngine:
         self.finish()
 
     def answer(self, requests: Iterable[Add]) -> dict[str, Answer]:
-        """Run requests to completion. Raises CheckError if one ends for a reason other than its length."""
+        """Run requests to completion. Raises CheckError if one ends for any reason other than reaching its length."""
         answers = {}
         for request in requests:
             answers[request.sequence_id] = Answer([], [])
@@ -243,7 +243,7 @@ def open_engine(
     wake = threading.Event()
     if bench.is_tiny:
         settings["num_threads"] = 1
-    # Leave inference mode, because loader threads write to tensors that are allocated here.
+    # Leave inference mode, because the copying thread writes to tensors that are allocated here.
     with torch.inference_mode(False), model_directory(model, max_len) as directory:
         config = EngineConfig(
             model_dir=str(directory),

@@ -176,7 +176,7 @@ class MetaMemory(TorchDispatchMode):
         return self._kept_bytes + sum(one.num_bytes for one in self._held.values())
 
     def restart(self) -> int:
-        """Reset the peak. Returns the bytes of the tensors that are alive now."""
+        """Reset the peak. Return the bytes of the tensors that are alive now."""
         self._kept = [one for one in (*self._kept, *self._held.values()) if not one.storage.expired()]
         self._held = {}
         self.peak = self._kept_bytes = sum(one.num_bytes for one in self._kept)

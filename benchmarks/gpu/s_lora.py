@@ -65,12 +65,14 @@ PAPER = Workload(1200, 256, 8, 512, 2048, (5, 2000, 100, 1000))
 USUAL = Workload(512, 256, 8, 512, 2048, (5, 2000))
 SMALL_CARD_BYTES = 100 * 10**9
 SMALL_CARD_SEQUENCES = 128
-"""Concurrent sequences on a smaller card, with half as many requests. The pages of 256 sequences would take 71 GB."""
+"""Number of concurrent sequences on a card with less than SMALL_CARD_BYTES, which also gets half as many requests. The
+pages of 256 sequences would take 71 GB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens generated and requests answered in `seconds`, with the loads, evictions and preemptions."""
+    """Tokens generated and requests answered in `seconds`, and the loads, evictions and preemptions in that time."""
 
     seconds: float
     num_tokens: int

@@ -20,7 +20,7 @@ from loramux.engine.messages import Add, SamplingParams
 RANK = 16
 PAGE_TOKENS = 16
 BATCH_TOKENS = 2048
-"""Maximum number of tokens in a step, as is common on servers. It limits the memory for activations."""
+"""Maximum number of tokens in a step. Servers often use this setting to limit the memory for activations."""
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2

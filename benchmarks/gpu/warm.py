@@ -21,7 +21,7 @@ from loramux.engine.sequence import PageTable, Sequence, block_list
 
 @dataclass(frozen=True, slots=True)
 class ZeroWeights:
-    """Zero weights, for engines that only have to run."""
+    """Zero weights, for engines whose answers do not matter."""
 
     device: torch.device
     dtype: torch.dtype

@@ -27,7 +27,9 @@ def power_of_two_above(number: int) -> int:
 
 
 class OwnPlanes:
-    """The planes through which shrink passes its sums to expand. Each group has one set, shared by all layers."""
+    """The buffers (planes) through which shrink passes its sums to expand. Each group has one set, shared by all
+    layers.
+    """
 
     def __init__(self, adapters: ResidentAdapters, batch: LoraBatch) -> None:
         case, E = batch.case, adapters.pool.geometry.adapter_elements

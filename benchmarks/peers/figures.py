@@ -88,7 +88,9 @@ def near_the_best(speeds: Mapping[Cell, float]) -> set[Cell]:
 
 
 def is_hopeless(cell: Cell, samples: Mapping[Cell, list[float]]) -> bool:
-    """True if the peer did this work much faster with another setting, so that this one is not worth trying."""
+    """True if the peer did the same work so much faster in another dtype or setting that this one is not worth
+    measuring.
+    """
     others = [
         statistics.median(seconds)
         for other, seconds in samples.items()

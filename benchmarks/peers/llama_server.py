@@ -125,7 +125,9 @@ def convert(found: LlamaFiles, files: ModelFiles, outtype: str) -> None:
 
 
 def quantize(found: LlamaFiles, files: ModelFiles, quantized: str) -> Path:
-    """The base in one of llama.cpp's formats, such as Q8_0, written by its own quantiser unless it exists."""
+    """Return the path of the base in one of llama.cpp's formats, such as Q8_0. llama.cpp's own quantiser writes it if
+    it does not exist.
+    """
     path = base_file(files, quantized)
     if not path.exists():
         convert(found, files, "bf16")
@@ -139,7 +141,9 @@ def _run_script(found: LlamaFiles, script: str, out: Path, outtype: str, *argume
 
 
 def _run(before: Sequence[str], after: Sequence[str], out: Path, advice: str = "") -> None:
-    """Run a command with the output file between its arguments. The file appears only once it is complete."""
+    """Run a command with the output file's path between `before` and `after`. The file appears only once it is
+    complete.
+    """
     part = out.with_suffix(".part")
     command = [*before, str(part), *after]
     ran = subprocess.run(command, capture_output=True, text=True, env=server_environment({}), check=False)

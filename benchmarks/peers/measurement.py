@@ -71,7 +71,9 @@ class Measurement:
                 self._round(number, cells if number == 0 else self._still_open(cells), progress, save)
 
     def _after_trials(self, progress: Progress) -> list[Cell]:
-        """Run the trials, and return all cells except the cells of dtypes far slower than the peer's best dtype."""
+        """Run the trials, and return the cells to measure. These exclude settings that reached less than NEAR of the
+        peer's best speed.
+        """
         cells = [Cell(system, load, kind) for system in self.systems for load in self.loads for kind in system.kinds]
         names = [system.name for system in self.systems]
         tried = [system for system in self.systems if names.count(system.name) > 1]

@@ -32,7 +32,7 @@ from benchmarks.peers.vllm_server import find_vllm
 from benchmarks.peers.workload import BASE, DISTINCT, Load
 
 OVER_VLLM, OVERHEAD = 1.0, 0.25
-"""Targets: throughput of the base over vLLM's, and the adapters' overhead over the base only."""
+"""Targets for the base's throughput relative to vLLM's, and for the overhead of adapters relative to the base only."""
 
 KINDS = (BASE, DISTINCT)
 POOL_BYTES = "5GiB"

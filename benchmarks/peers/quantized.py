@@ -1,4 +1,4 @@
-"""Compares loramux on an 8-bit or 4-bit base with llama-server on a base of the same width, on a CPU.
+"""Compares loramux on an 8-bit or 4-bit base with llama-server on a base of as many bits, on a CPU.
 
 llama-server serves a Q8_0 or Q4_0 file that llama.cpp's own quantiser writes. Sixteen greedy requests arrive together,
 for the base only and for sixteen adapters. Before that, each server's answers on the small model, with K and V in

@@ -19,7 +19,9 @@ class SystemFailed(Exception):
 
 class Running(Protocol):
     def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
-        """Send all questions together and wait for the last answer. Raises SystemFailed if a length is wrong."""
+        """Send all questions together and wait for the last answer. Raises SystemFailed if an answer has the wrong
+        length.
+        """
 
 
 @dataclass(frozen=True, slots=True)

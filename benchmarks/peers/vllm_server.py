@@ -60,7 +60,7 @@ def vllm_command(python: Path, files: ModelFiles, dtype: str, port: int, has_lor
 
 
 def vllm_environment(python: Path, cores: list[int]) -> dict[str, str]:
-    """The server's environment. It names the cores because vLLM reserves one of two cores for other work by default."""
+    """The server's environment. It lists the cores, because vLLM otherwise reserves one of two cores for other work."""
     extra = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

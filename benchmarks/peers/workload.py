@@ -72,7 +72,9 @@ class Answers:
 
 
 def draw_work(kind: str, load: Load, num_questions: int, vocab_size: int, seed: str) -> Work:
-    """Draw work that depends only on the seed. Different seeds share no prompts, so prefix caches do not help."""
+    """Draw work that depends only on the arguments. Different seeds give different prompts, so prefix caches do not
+    help.
+    """
     source = random.Random(f"{seed} {kind} {load}")
     questions = [
         Question(tuple(source.randrange(FIRST_WORD, vocab_size) for _ in range(load.num_prompt)), adapter)

@@ -64,6 +64,6 @@ async def get_vocabulary(services: Services, caller: Reader) -> VocabularyDocume
 
 @router.get("/findings")
 async def list_findings(services: Services, caller: PlatformReader) -> ListDocument[dict[str, Any]]:
-    """Check the engine, the database, the object store and the disk. `mend` says how to fix a problem."""
+    """Check the engine, the database, the object store, the disk and the sandbox. `mend` says how to fix a problem."""
     findings = await services.call(services.self_check.findings)
     return whole_list([finding.document() for finding in findings])

@@ -142,9 +142,8 @@ async def put_quota(
 async def list_quotas(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[QuotaDocument]:
-    """List the limits for a tenant, its keys and its adapters, or all limits, including the platform's.
-
-    A key that is restricted to adapters sees its own limits and its adapters' limits.
+    """List the limits for a tenant, its keys and its adapters, or all limits, including the platform's. A key that is
+    restricted to adapters sees only its own limits and its adapters' limits.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.quotas.list, tenant_id, *paging, caller.subject_ids)
@@ -157,8 +156,7 @@ async def effective_quotas(
 ) -> EffectiveLimits:
     """List the limits that apply to a tenant, to one of its keys or to requests for an adapter, with their current use.
 
-    A key that is restricted to adapters sees its own limits and its adapters' limits, but not the use of the tenant's
-    limits.
+    A key that is restricted to adapters sees only its own limits and its adapters' limits.
     """
     asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
     who = await caller_of(services, caller, asked)
