@@ -227,7 +227,8 @@ def _share(settings: Settings, config: EngineConfig, engine: LocalEngine, peers:
 
 
 def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
-    # The first start on a GPU compiles kernels for every shape, in addition to loading a possibly large model.
+    # The first start on a GPU compiles kernels for every shape, in addition to loading a possibly large model, so it
+    # gets more time.
     supervision = Supervision(step_timeout_s=settings.engine_step_timeout_s)
     return replace(supervision, start_timeout_s=1800.0) if config.device == "cuda" else supervision
 

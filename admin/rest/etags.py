@@ -53,7 +53,7 @@ class Precondition:
             raise PreconditionFailed("the object has changed since you read it: read it again", param="If-Match")
 
     def check_by(self, describe: Callable[[T], Mapping[str, Any]]) -> Callable[[T], None]:
-        """Return a callback that checks a record. A service calls it before it changes the record."""
+        """Return a callback with which a service checks a record before it changes the record."""
         return lambda record: self.check(describe(record))
 
 

@@ -33,7 +33,7 @@ REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: " + str(len(_BODY)).encode() + b"\r\n\r\n" + _BODY
 )
-"""Response to a connection that exceeds the limit."""
+"""Response to a connection that exceeds a limit."""
 
 
 class BoundedConnection(H11Protocol):

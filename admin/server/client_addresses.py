@@ -1,4 +1,4 @@
-"""The address that a call comes from, and the proxies trusted to forward it."""
+"""The address of the client that sent a call, and the proxies that are trusted to report it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class _LossyLogger(structlog.PrintLogger):
 
 
 def configure_logs(log_format: LogFormat = "console") -> None:
-    """Log one line per event, as text (in colour on a terminal) or JSON. A request's lines include its ID."""
+    """Log each event as text (in colour on a terminal) or as a line of JSON. A request's events include its ID."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 2000
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Number of rows of each kind to create. Adapter `a` of tenant `t` is named `tenant-t/adapter-a`."""
+    """How many rows of each kind to create. Adapter `a` of tenant `t` is named `tenant-t/adapter-a`."""
 
     num_tenants: int
     adapters_each: int

@@ -68,7 +68,7 @@ class Row:
     """One method's figures for one case. A figure's name includes its unit, if it has one. `problem` says why some
     figures are missing.
 
-    `is_failure` is true if loramux failed or a case was skipped, and false for a limitation of a peer.
+    `is_failure` is true if loramux failed or a case was skipped, and false if only a peer failed.
     """
 
     case: str

@@ -87,7 +87,7 @@ class Way:
     """A method of computing a product, measured only with `min_rows` rows or more. `weight_bytes` is the size of its
     weight.
 
-    `figures` contains the error of its outputs. It is empty if they need no check.
+    `figures` contains the error of its outputs, and is empty if the outputs need no check.
     """
 
     linear: Linear

@@ -19,7 +19,7 @@ RANK = 16
 PAGE_TOKENS = 16
 NUM_WARM, NUM_MEASURED = 3, 7
 TINY_WARM, TINY_MEASURED = 0, 1
-"""Numbers of untimed and timed runs. Small steps are captured in the second run."""
+"""Numbers of untimed and timed runs. Small steps are captured as graphs in the second run."""
 
 
 @dataclass(frozen=True, slots=True)

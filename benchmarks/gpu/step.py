@@ -24,7 +24,9 @@ BATCH_TOKENS = 2048
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
-"""Numbers of untimed and timed steps. The first step of a shape compiles it, and the second captures it."""
+"""Numbers of untimed and timed steps. The first step of a shape compiles its kernels, and the second is captured as a
+graph.
+"""
 
 BASE = "base only"
 

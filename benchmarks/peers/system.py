@@ -28,7 +28,7 @@ class Running(Protocol):
 class System:
     """A server or library with weights in one dtype. `kinds` are the kinds of work that it supports.
 
-    `open` takes the model files and a flag for runs that compare answers. In these runs, all arithmetic is in float32.
+    `open` takes the model files and a flag that is true if answers will be compared and not timed.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Peer:
     version: str
     systems: tuple[System, ...]
     check: System | None
-    """The float32 system whose answers are compared."""
+    """The system whose answers are compared with the reference."""
     missing: str | None = None
 
 

@@ -50,7 +50,7 @@ class ResidentAdapter(TypedDict):
 
 
 class PoolPages(TypedDict):
-    """The number of the pool's pages, by use. `prefix` counts the `kv` pages in the prefix cache."""
+    """Numbers of pages in the pool, by use, and a page's size. `prefix` counts the `kv` pages in the prefix cache."""
 
     total: int
     free: int

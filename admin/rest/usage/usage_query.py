@@ -122,7 +122,8 @@ def _until_now(now_us: int, wanted: Asked) -> int:
     if wanted.bucket == "1m" or "end_user" in wanted.group_by:
         # Include requests that finish in the current microsecond.
         return now_us + 1
-    # Round up to the end of today, because the coarsest rollups cover whole days. This adds no requests.
+    # Round up to the end of today, because the coarsest rollups cover whole days. This adds no requests, because none
+    # finish in the future.
     return (now_us // DAY_US + 1) * DAY_US
 
 
