@@ -1,4 +1,6 @@
-"""Periodic background work: reporting this server, restoring pins after an engine restart, sweeping expired rows."""
+"""Periodic background work: reporting the server's state, restoring pins after an engine restart, sweeping expired
+rows.
+"""
 
 from __future__ import annotations
 

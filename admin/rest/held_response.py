@@ -9,7 +9,9 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 STALLED_S = 30.0
-"""A client that reads nothing for this many seconds is disconnected, so that it cannot hold a slot indefinitely."""
+"""A client that takes longer than this, in seconds, to read a part of the response is disconnected, so that it cannot
+hold a slot indefinitely.
+"""
 
 
 class HeldResponse(StreamingResponse):

@@ -82,7 +82,9 @@ async def answer_again(_: Request, error: Exception) -> Response:
 
 
 class IdempotentAnswers:
-    """ASGI middleware that stores the response to a call with a claimed key before sending it to the client."""
+    """ASGI middleware that stores the response to a successful call with a claimed key before sending it to the client.
+    If the call was refused or failed, it releases the key.
+    """
 
     def __init__(self, app: ASGIApp, services: AdminServices) -> None:
         self._app = app

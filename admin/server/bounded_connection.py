@@ -21,7 +21,9 @@ READER_TIMEOUT_S = 60.0
 """Time within which a client must read MIN_READ_BYTES of a pending response, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
-"""Maximum unread bytes of a response that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
+"""Number of bytes in a connection's write buffer above which the app must wait before it writes more of a response. The
+kernel buffers up to MAX_UNSENT_BYTES in addition.
+"""
 STALL_S = 1.0
 """A connection whose client has made no progress for this many seconds can be closed to make room for a new one."""
 

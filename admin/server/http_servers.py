@@ -19,7 +19,7 @@ from loramux.admin.server.stop_signals import StopSignals
 from loramux.engine.server.gc_freeze import freeze_gc
 
 SWITCH_INTERVAL_S = 0.0005
-"""Maximum time, in seconds, that a thread keeps the interpreter lock while another waits for it."""
+"""Time, in seconds, after which a thread that runs Python code releases the interpreter lock to a waiting thread."""
 
 LAST_WORDS_S = 2.0
 """Time for streams to end after the engine has been stopped, in seconds."""

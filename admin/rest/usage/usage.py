@@ -81,8 +81,8 @@ async def export_events(
     end: Time = None,
     format: Annotated[Literal["csv", "ndjson"], Query()] = "ndjson",  # noqa: A002 - the query parameter's name
 ) -> Response:
-    """Export all requests settled in [start, end), in the order in which they finished. The default is the last 30
-    days.
+    """Export all settled requests that finished in [start, end), in the order in which they finished. The default is
+    the last 30 days.
 
     The export is streamed and can have any length. A client that stops reading is disconnected.
     """
