@@ -1,7 +1,8 @@
 """Measures how fast adapters load from the disk tier into the pool, compared with a plain read of the same files.
 
-The benchmark runs on a CPU with adapters of several ranks on all linears of a 1B Llama. Files are read from the page
-cache (warm) and, after the operating system has been asked to drop them, from the disk (cold). Six methods alternate:
+The benchmark runs on a CPU with adapters of several ranks on all linear layers of a 1B Llama. Files are read from the
+page cache (warm) and, after the operating system has been asked to drop them, from the disk (cold). Six methods
+alternate:
 
     plain     one thread reads each file's pages in order, straight into the pages of the pool
     memory    one thread fetches adapters from the disk tier into host memory: open, lock, read, verify

@@ -19,7 +19,7 @@ from loramux.kernels.layout import LinearShape, PageGeometry
 
 
 def target_of(shape: Shape) -> PackTarget:
-    """The target for adapters on all seven linears of a Llama of this shape, in bfloat16."""
+    """The target for adapters on all seven linear layers of a Llama of this shape, in bfloat16."""
     hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.hidden_size // shape.num_heads
     queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
     modules = (

@@ -61,7 +61,7 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of the linears' weights, and the bits of their rounded inputs.
+    """A format of the weights of linear layers, and the number of bits to which their inputs are rounded.
 
     `group` None means one scale per output.
     """
@@ -219,8 +219,8 @@ def answers_of(assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: in
 
 
 def make_linears(form: Format, head: Format, vocab_size: int, is_dequantized: bool = False) -> Callable[..., Linear]:
-    """Return a function that makes linears in one format and the head in another. If `is_dequantized`, it makes float32
-    linears with the same values.
+    """Return a function that makes linear layers in one format and the head in another. If `is_dequantized`, it makes
+    float32 layers with the same values.
     """
 
     def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

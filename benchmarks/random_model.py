@@ -55,7 +55,9 @@ def make_base(shape: Shape, directory: Path) -> None:
 
 
 def load_peft(base: Path, num_adapters: int, rank: int, dtype: torch.dtype) -> Any:
-    """Load the base with random adapters `a0`, `a1`, ... on all seven linears. Every dtype gets the same values."""
+    """Load the base with random adapters `a0`, `a1`, ... on all seven linear layers. The values are the same in every
+    dtype.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 

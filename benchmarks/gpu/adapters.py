@@ -54,8 +54,8 @@ class LoraCase:
 
 
 class ResidentAdapters:
-    """Adapters of the given ranks on all seven linears, without rank padding, in shuffled pages. The pool's random
-    elements are the adapters' weights. With `shares_pages`, all adapters share a few pages, which is enough for
+    """Adapters of the given ranks on all seven linear layers, without rank padding, in shuffled pages. The pool's
+    random elements are the adapters' weights. With `shares_pages`, all adapters share a few pages, which is enough for
     compiling kernels but not for measurements.
     """
 

@@ -67,9 +67,9 @@ FORMATS = {
 
 
 class SharedCodes:
-    """Makes linears and experts whose weights have random codes. Weights of the same shape are shared.
+    """Makes linear layers and experts whose weights have random codes. Weights of the same shape are shared.
 
-    Linears whose number of outputs is in `float_rows`, such as the head and the routers, keep float weights.
+    Linear layers whose number of outputs is in `float_rows`, such as the head and the routers, keep float weights.
     """
 
     def __init__(self, form: CodeFormat, device: torch.device, float_rows: Collection[int]) -> None:

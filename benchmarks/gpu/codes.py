@@ -29,7 +29,7 @@ TINY_FORMATS = ("mxfp4", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class CodesCase:
-    """One linear of a layer, to be multiplied in each of `formats` with each number of rows in `rows`."""
+    """One linear layer of the model, measured in each of `formats` with each number of rows in `rows`."""
 
     linear: str
     out_features: int

@@ -68,7 +68,7 @@ class Model:
         return sum(module.in_features * module.out_features for module in self.modules)
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Bytes of weights that a decode step reads: all linears and the head."""
+        """Bytes of weights that a decode step reads: all linear layers and the head."""
         return (self.num_layers * self.linear_elements + self.vocab_size * self.hidden_size) * itemsize
 
     def all_bytes(self, itemsize: int) -> int:
@@ -80,7 +80,7 @@ class Model:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
     def adapter_bytes(self, rank: int, itemsize: int) -> int:
-        """Bytes of one adapter's A and B on all seven linears."""
+        """Bytes of one adapter's A and B on all seven linear layers."""
         elements = sum(module.in_features + module.out_features for module in self.modules)
         return self.num_layers * rank * elements * itemsize
 

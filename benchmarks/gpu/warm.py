@@ -31,7 +31,7 @@ class ZeroWeights:
 
 
 class SharedLinears:
-    """One weight shared by all linears of the same size. This is enough to compile an engine's kernels."""
+    """One weight shared by all linear layers of the same size. This is enough to compile an engine's kernels."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], DenseLinear] = {}

@@ -13,7 +13,7 @@ OVER_PEERS = {BASE: 1.0, DISTINCT: 2.6, SAME: 1.2}
 """Target for throughput relative to the best peer, at any load, by kind of work."""
 
 OVERHEAD = {Load(64, 32): 0.15, Load(32, 128): 0.22}
-"""Target for the overhead of adapters on all seven linears over the base only, by load."""
+"""Target for the overhead of adapters on all seven linear layers relative to the base only, by load."""
 
 ATTENTION_OVERHEAD = 0.10
 """Target for the overhead of adapters on q, k, v and o, at the same loads."""
@@ -22,7 +22,7 @@ ATTENTION_OVERHEAD = 0.10
 @dataclass(frozen=True, slots=True)
 class Goals:
     """Targets for throughput relative to the best peer, by kind of work, and for the overhead of adapters on all seven
-    linears, by load.
+    linear layers, by load.
     """
 
     over_peers: Mapping[str, float]

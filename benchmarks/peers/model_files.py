@@ -20,8 +20,9 @@ TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A base with PEFT adapters `a0`, `a1`, ... on all seven linears, and the same adapters reduced to q/k/v/o as
-    `attention0`, `attention1`, ..."""
+    """A base with PEFT adapters `a0`, `a1`, ... on all seven linear layers, and the same adapters reduced to q/k/v/o as
+    `attention0`, `attention1`, ...
+    """
 
     directory: Path
     shape: Shape
