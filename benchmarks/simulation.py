@@ -2,9 +2,9 @@
 
 The scheduler, pools, prefix cache and fair queue run as in a real engine, on a simulated device with a simulated clock
 and a seeded random source. A fixed number of sequences runs at any time. Prompts have 16 to 100 tokens and answers have
-32 to 128. The sequences use 8 shares and 24 adapters of 3 pages each, with 16 adapter slots. Steps per second are
-computed from CPU time, including the simulated device's. Every answer is compared with the answer that the device
-should generate for its prompt.
+32 to 128. The sequences belong to 8 accounts and use 24 adapters of 3 pages each, with 16 adapter slots. Steps per
+second are computed from CPU time, including that of the simulated device. Every answer is compared with the answer that
+the device should generate for its prompt.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SteadyLoad:
         self.num_running = 0
 
     def run(self, num_steps: int) -> float:
-        """Run `num_steps` steps, and return their CPU seconds, which exclude creating requests and checking answers."""
+        """Run `num_steps` steps. Return their CPU seconds, which exclude creating requests and checking answers."""
         seconds = 0.0
         for _ in range(num_steps):
             while len(self._adds) < self._num_wanted:

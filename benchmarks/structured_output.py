@@ -1,17 +1,17 @@
 """Measures the cost of schemas, and compares structured output with vLLM.
 
-It answers three questions in one run over HTTP, with sixteen adapters on a random model:
+It measures three figures in one run over HTTP, with sixteen adapters on a random model:
 
     every row      the throughput of sixteen requests with distinct adapters and a schema, relative to the same
                    requests without a schema, and relative to vLLM with the same schema
     first use      the additional time to first token of a request whose schema of 20 kB the server has never seen,
                    compared with a request without a schema
-    neighbour      the additional time to first token of a request that arrives together with the first use, compared
-                   with a request that arrives together with a request without a schema
+    neighbour      the additional time to first token of a request without a schema that arrives together with a first
+                   use, compared with one that arrives together with another request without a schema
 
 Every answer has the requested length, which is too short for a complete document. Every answer from loramux must be the
-beginning of a valid document. Invalid answers from vLLM are counted. LORAMUX_PEER_VLLM is the Python interpreter of
-vLLM, as in `benchmarks/peers`.
+beginning of a valid document. Invalid answers from vLLM are counted. LORAMUX_PEER_VLLM is the path of a Python
+interpreter with vLLM, as in `benchmarks/peers`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ LONG_SCHEMA: Document = {
         "additionalProperties": False,
     },
 }
-"""A schema with documents longer than any answer of the benchmark."""
+"""A schema whose documents are all longer than any answer of the benchmark."""
 
 
 def new_schema(number: int, num_bytes: int) -> Document:
@@ -102,7 +102,7 @@ class Checker:
 
     def is_beginning(self, text: str) -> bool:
         """Return whether a valid document can begin with `text`."""
-        # The last character of an answer may be incomplete.
+        # The last character of an answer may be incomplete, and is then decoded as U+FFFD.
         tokens = self._vocabulary.greedy_tokenize(text.rstrip("\ufffd"))
         return bool(text) and self._matcher.deep_copy().validate_tokens(tokens) == len(tokens)
 
@@ -161,7 +161,7 @@ async def first_token(client: httpx.AsyncClient, body: Document) -> float:
 async def measure_first_tokens(
     server: LoramuxServer, files: ModelFiles, num_pairs: int, num_bytes: int, console: Console
 ) -> dict[str, list[float]]:
-    """Times to first token with and without a new schema, alone and together with a request without one."""
+    """Times to first token of requests with and without a new schema, and of requests sent together with either."""
     found: dict[str, list[float]] = {
         name: [] for name in ("with", "without", "neighbour of with", "neighbour of without")
     }
@@ -238,10 +238,10 @@ def report(figures: Figures, num_tokens: int, console: Console) -> dict[str, Any
         "neighbour": figures.extra_s("neighbour of with", "neighbour of without"),
     }
     shown = {
-        "every row": "throughput with a schema on every row, over none",
-        "over vLLM": "throughput with a schema on every row, over vLLM's",
+        "every row": "throughput with a schema on every row, relative to no schema",
+        "over vLLM": "throughput with a schema on every row, relative to vLLM",
         "first use": "additional time to first token of the first use of a schema",
-        "neighbour": "additional time to first token of a neighbour of the first use",
+        "neighbour": "additional time to first token of a request that arrives together with a first use",
     }
     table = Table(title="goals")
     for heading in ("figure", "value", "goal", ""):
@@ -282,7 +282,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--adapters", type=int, default=16)
     add("--rank", type=int, default=16)
     add("--rounds", type=int, default=5, help="measured rounds per system and kind of request")
-    add("--pairs", type=int, default=15, help="pairs of first uses, with and without a schema")
+    add("--pairs", type=int, default=15, help="pairs of requests, with and without a new schema")
     add("--schema-bytes", type=int, default=20_000, help="size of each new schema, in bytes")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))

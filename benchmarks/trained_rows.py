@@ -1,8 +1,8 @@
-"""Measures the memory and time of a trained head on a CPU, compared with the base's head.
+"""Measures the memory that a trained head takes, and its time on a CPU relative to the base's head.
 
-The head has 128,256 rows, the vocabulary of Llama 3, and is narrow enough for a small machine: both sides read memory
-in proportion to its width. The base's head computes the logits of one step's rows. Then the logits of trained tokens
-are replaced. Both are timed in turn, and the fastest times are compared.
+The head has 128,256 rows, like the head of Llama 3. It is narrow enough for a small machine, which hardly affects the
+ratio, because both heads read memory in proportion to their width. The base's head computes the logits of one step's
+rows. Then the logits of trained tokens are replaced. Both are timed in turn, and the fastest times are compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FEW = 64
 """Number of trained tokens of an adapter that adds a few markers."""
 
 OTHER_BYTES = 512 << 20
-"""Number of bytes read before each measurement, more than the caches hold."""
+"""Number of bytes that replace the contents of the caches before each measurement. It exceeds their size."""
 
 TOLERANCE = 0.02
 """Largest accepted error, relative to the largest logit. The base's head may round its input to bfloat16."""
@@ -45,7 +45,7 @@ class CheckError(Exception):
 
 
 class HeadBench:
-    """A base's head in bfloat16, and adapters with `counts` trained rows each in pages of a pool."""
+    """A base's head in bfloat16, and one adapter in the pages of a pool for each number of trained rows in `counts`."""
 
     def __init__(self, vocab_size: int, hidden_size: int, counts: Sequence[int]) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -113,7 +113,7 @@ def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
     others = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
     for _ in range(rounds):
         for name, way in ways.items():
-            # As in a step, other weights have passed through the caches.
+            # Evict the weights from the caches, as the rest of the model does in a real step.
             others.add_(1)
             begin = time.perf_counter()
             way()

@@ -1,4 +1,4 @@
-"""Compares the decoding speed of this version with the speed of another checkout, in one run.
+"""Compares the decoding speed of this checkout with the speed of another checkout, in one run.
 
 One process per version loads the same random 1B model and adapters. The processes take turns, each for a few decode
 steps of the base alone and of one adapter per row, so that drift in the machine's speed affects both alike. Medians of
@@ -95,7 +95,7 @@ for line in sys.stdin:
     engine.take_outbox()
     print(json.dumps([seconds / num_steps, [answers[str(row)][:num_steps] for row in range(len(packed))]]), flush=True)
 """
-"""The program of each process. It runs with the code of either version, so it uses only names that both have."""
+"""The program of each process. It runs with the code of either version, so it uses only names that exist in both."""
 
 
 class CheckError(Exception):
@@ -104,11 +104,11 @@ class CheckError(Exception):
 
 class Decoder(Protocol):
     def decode(self, kind: str, seed: int, num_steps: int) -> tuple[float, list[list[int]]]:
-        """Return the seconds per step, and the tokens of each row."""
+        """Return the time per step, in seconds, and the tokens of each row."""
 
 
 class Version:
-    """A process with the code of one checkout."""
+    """A process that runs the code of one checkout."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

@@ -146,7 +146,7 @@ def markdown(bench: Bench, parts: Sequence[PlannedPart], limits: Limits, problem
         f"# Dry run of the GPU benchmark for {card.name}",
         "",
         "Written by `python -m benchmarks.gpu --dry-run` without a card. Tensor sizes come from the functions that run "
-        f"the cases. Times are estimates from floors at {card.bandwidth / 1e12:g} TB/s, "
+        f"the cases. Times are estimates for {card.bandwidth / 1e12:g} TB/s, "
         f"{limits_of_card.matmul / 1e12:g} TFLOP/s and {card.node_s * 1e6:g} us per launch, with these assumptions:",
         "",
         *(f"- {one}" for one in ASSUMPTIONS),

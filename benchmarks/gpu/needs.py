@@ -57,16 +57,17 @@ RANDOM_SHARE = 0.2
 """Assumed rate at which random numbers are written, as a share of the bandwidth."""
 
 ASSUMPTIONS = (
-    f"work on the card takes {OVER_FLOOR:g} times its floor",
+    f"work on the card takes {OVER_FLOOR:g} times its floor, which is the shortest possible time",
     f"{COMPILE_S:g} s to compile a program in one of {MAX_WARMERS} processes, which take {WARM_START_S:g} s to start",
     f"{HOST_OP_S * 1e6:g} us to submit an operator outside a graph, {CAPTURE_S:g} s to capture a graph",
-    f"{CHECK_OPS} operators to check one sequence, or one adapter in one module; "
+    f"{CHECK_OPS} operators to check one sequence, or one adapter in one module",
     f"{HOST_STEP_S * 1e3:g} ms to schedule a step",
-    f"`s_lora` captures {NUM_SHAPES} shapes, and each of its steps has all sequences at their mean full length",
+    f"`s_lora` captures {NUM_SHAPES} shapes, and each of its steps runs all sequences at their mean full length",
     f"{ENGINE_S:g} s to start an engine and {CHECK_S:g} s to check its answers once",
-    f"random numbers are written at {RANDOM_SHARE:g} of the bandwidth",
-    "torch's attention runs as one fused kernel, which does not store scores",
-    "all kernels of the peers can be loaded; each compiles as many programs as loramux, and moves padded weights once",
+    f"random numbers are written at {RANDOM_SHARE * 100:g} % of the memory bandwidth",
+    "torch's attention runs as one fused kernel that does not store scores",
+    "all kernels of the peers can be loaded; each peer compiles as many programs as loramux and moves padded weights "
+    "once",
     f"a process holds {CONTEXT_BYTES / 1e9:g} GB in addition to its tensors",
 )
 """Assumptions about figures that are neither counted nor on a data sheet."""

@@ -1,8 +1,7 @@
 """Simulates a fleet of replicas and compares the router with simpler policies.
 
-The router is the product's own. Gateways, replicas and time are simulated, so the figures do not depend on the machine,
-and equal seeds give equal figures. At the end, every request must have ended exactly once, or still be running or
-waiting.
+The router is loramux's own code. Gateways, replicas and time are simulated, so the figures do not depend on the
+machine, and equal seeds give equal figures. Each run ends with a check that no request was lost or ended twice.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from benchmarks.routing.setting import Setting
 from benchmarks.tables import open_console
 
 COLD_SETTLE_S = 300.0
-"""Simulated seconds in which empty pools fill before the measurement begins."""
+"""Simulated seconds for empty pools to fill before the measurement begins."""
 
 SCENARIOS: dict[str, Callable[[Setting, MakePolicy], Scenario]] = {
     "dies": replica_dies,
@@ -42,7 +41,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--adapters", type=int, default=defaults.num_adapters)
     parser.add_argument("--replicas", type=int, default=defaults.num_replicas)
     parser.add_argument("--pool", type=int, default=defaults.pool_adapters, help="adapters in one replica's pool")
-    parser.add_argument("--capacity", type=int, default=defaults.capacity, help="sequences that one replica runs")
+    parser.add_argument(
+        "--capacity", type=int, default=defaults.capacity, help="sequences that one replica runs at once"
+    )
     parser.add_argument("--zipf", type=float, nargs="*", default=[0.8, 1.0, 1.2], help="none: only the scenarios")
     parser.add_argument("--load", type=float, nargs="*", default=[0.7, 0.9], help="fractions of the fleet's capacity")
     parser.add_argument("--gateways", type=int, nargs="*", default=[4, 16])

@@ -15,7 +15,7 @@ MAX_IMBALANCE = 1.35
 """The goals: lowest hit rate and highest imbalance."""
 
 WINDOW_S = 10.0
-"""Length of the windows over which the replicas' loads are also compared, in seconds."""
+"""Length of the windows of `imbalance_10_s`, in seconds."""
 
 MAX_GROWTH = 0.1
 """Growth of the queues, relative to the sequence slots, above which a run diverges."""
@@ -23,12 +23,13 @@ MAX_GROWTH = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures of the requests that arrived in a period.
+    """Figures of a fleet over a period.
 
-    `hit_rate` is the share of requests that found their adapter in the replica's pool. `imbalance` is the highest load
-    of a replica divided by the mean load, where the load is the average number of running and waiting sequences.
-    `imbalance_10_s` is the median of the same ratio over windows of ten seconds. `p99_wait_s` is the time from arrival
-    to a sequence slot, including loads. `growth` is the growth of all queues divided by the number of sequence slots.
+    `hit_rate` is the share of the period's requests that found their adapter in the replica's pool. `imbalance` is the
+    highest load of a replica divided by the mean load, where the load is the average number of running and waiting
+    sequences. `imbalance_10_s` is the median of the same ratio over windows of ten seconds. `p99_wait_s` is the p99 of
+    the time from arrival to a sequence slot, including loads. `growth` is the increase in the number of waiting
+    requests divided by the number of sequence slots.
     """
 
     hit_rate: float
@@ -79,9 +80,9 @@ def p99_wait_s(requests: list[Request], now_s: float) -> float:
 def best_hit_rate(setting: Setting) -> float:
     """The highest hit rate of any fixed placement whose imbalance meets the goal.
 
-    The placement is based on the true popularity. An adapter with more load than one replica may have needs several
-    copies, each in its own place in a pool. Adapters are placed in order of popularity until all places are taken.
-    Requests for all other adapters miss.
+    The placement is based on the true popularity. An adapter whose load exceeds the limit of one replica needs several
+    copies, each of which takes a place in a pool. Adapters are placed in order of popularity until all places are
+    taken. Requests for all other adapters miss.
     """
     num_places = setting.num_replicas * setting.pool_adapters
     allowed = MAX_IMBALANCE / setting.num_replicas

@@ -160,7 +160,8 @@ class Fleet:
         return replica
 
     def kill(self, replica_id: str) -> int:
-        """Kill a replica and return the number of cut streams. Requests that had not started run elsewhere."""
+        """Kill a replica and return the number of cut streams. Requests that have not started are routed to other
+        replicas."""
         num_cut = 0
         del self._reports[replica_id]
         for request in self.replicas[replica_id].die():
@@ -173,13 +174,13 @@ class Fleet:
         return num_cut
 
     def check(self) -> None:
-        """Raise CheckError unless every request is running, is waiting, or has ended or been cut exactly once."""
+        """Raise CheckError if the running, waiting, ended and cut requests do not add up to all submitted requests."""
         num_present = sum(replica.num_running + replica.num_waiting for replica in self.replicas.values())
         if self._num_gone + num_present != len(self.submitted):
             raise CheckError(f"{len(self.submitted)} requests, {self._num_gone} gone, {num_present} present")
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Call `event` after some simulated seconds."""
+        """Call `event` after `seconds` of simulated time."""
         heapq.heappush(self._events, (self.now_s + seconds, next(self._numbers), event))
 
     def _clock(self) -> float:
@@ -214,7 +215,7 @@ class Fleet:
         return read
 
     def _fill_pools(self) -> None:
-        """Put each adapter where an idle fleet would load it, the least popular first."""
+        """Fill the pools as if each adapter had been requested once from an idle fleet, least popular first."""
         gateway = self._gateways[0]
         gateway.read(self._reports, self.now_s)
         for adapter in reversed(range(self.setting.num_adapters)):

@@ -13,7 +13,7 @@ from loramux.platform.routing.router import Router
 from loramux.platform.routing.views import Prefetch, ReplicaView, RoutingRequest, digest_prefix
 
 VIRTUAL_NODES = 160
-"""Number of points of each replica on the ring of consistent hashing."""
+"""Number of points of each replica on the ring for consistent hashing."""
 
 BALANCE = 1.25
 """Highest load that bounded-load hashing allows a replica, relative to the mean load."""
@@ -34,7 +34,7 @@ class Policy(Protocol):
 
 
 class RandomChoice:
-    """Chooses any replica that is not draining. Also counts each replica's sequences, for the other policies."""
+    """Chooses a random replica that is not draining. Also counts each replica's sequences for its subclasses."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -75,7 +75,7 @@ class RandomChoice:
 
 
 class ConsistentHash(RandomChoice):
-    """Chooses the next replica on a ring (Karger et al., 1997)."""
+    """Chooses the replica of the first point at or after the adapter's digest on a ring (Karger et al., 1997)."""
 
     def _replicas_changed(self) -> None:
         self._ring = sorted(
@@ -93,7 +93,8 @@ class ConsistentHash(RandomChoice):
 
 
 class BoundedLoadHash(ConsistentHash):
-    """Chooses the next replica with room (Mirrokni et al., "Consistent hashing with bounded loads", 2018)."""
+    """Chooses the first replica on the ring with room (Mirrokni et al., "Consistent Hashing with Bounded Loads",
+    2018)."""
 
     def choose(self, request: RoutingRequest) -> str:
         num_sequences = sum(map(self._num_sequences, self._serving))

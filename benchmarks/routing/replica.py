@@ -61,7 +61,7 @@ class SimulatedReplica:
         self._counted_s = clock()
         # Adapters in the pool, with the number of requests that use each. The least recently used comes first.
         self._users: OrderedDict[int, int] = OrderedDict()
-        # Waiting requests by the adapter that they need, and the adapters that are being loaded.
+        # Adapters that are not yet in the pool, with the requests that wait for each. Some of them are being loaded.
         self._cold: OrderedDict[int, list[Request]] = OrderedDict()
         self._loading: set[int] = set()
         self._ready: deque[Request] = deque()

@@ -10,7 +10,7 @@ from benchmarks.routing.fleet import Fleet, MakePolicy
 from benchmarks.routing.setting import Setting
 
 PHASE_S = 30.0
-"""Length of each of the three phases, in seconds: before the event, right after it, and later."""
+"""Length in seconds of each phase: before the event, right after it, and later."""
 
 BURST_LOAD = 0.2
 """Load of the cold adapter's requests, as a fraction of the fleet's capacity."""
@@ -18,7 +18,7 @@ BURST_LOAD = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Figures of the phases, and remarks about the event itself."""
+    """Figures of the three phases, and additional figures of the event itself."""
 
     name: str
     setting: Setting

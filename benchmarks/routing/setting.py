@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The defaults describe a model with 8 billion parameters and adapters of rank 16, 84 MB each."""
+    """The defaults describe a fleet that serves a model with 8 billion parameters and adapters of rank 16, 84 MB
+    each."""
 
     num_adapters: int = 10_000
     num_replicas: int = 50
     pool_adapters: int = 200
-    """Number of adapters that one replica's pool holds. The least recently used idle adapter is evicted."""
+    """Number of adapters that one replica's pool holds. A full pool evicts the least recently used idle adapter."""
     capacity: int = 32
     """Number of sequences that one replica runs at once. Other sequences wait, first come, first served."""
     zipf: float = 1.0
@@ -21,7 +22,7 @@ class Setting:
     """Offered load, as a fraction of the fleet's capacity."""
     num_gateways: int = 4
     is_warm: bool = True
-    """True if each adapter was requested once before the run, least popular first."""
+    """True to fill the pools before the run as if each adapter had been requested once, least popular first."""
     min_answer_s: float = 1.0
     max_answer_s: float = 5.0
     """A sequence's time in its slot is uniformly distributed between these bounds."""
@@ -31,7 +32,7 @@ class Setting:
     parallel_loads: int = 4
     """Number of adapters that one replica loads at once."""
     report_s: float = 1.0
-    """Time between two reports of a replica, and between two readings by a gateway."""
+    """Time between two reports of a replica, and between two reads of the reports by a gateway."""
     settle_s: float = 60.0
     """Simulated time before the measurement begins."""
     measure_s: float = 120.0

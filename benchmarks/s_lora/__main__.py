@@ -1,9 +1,9 @@
 """Measures the S-LoRA workload on a CPU, where requests name far more adapters than fit in the pool.
 
-An in-process engine runs a small base, with adapters on disk and a pool that holds some of them and the K and V of the
-running sequences. Each number of adapters has its own engine. All engines are open and take turns. Each engine is
-measured twice: above its capacity, for throughput, and at about 70 % of capacity, for latencies. See `workload.py` for
-the source of the workload.
+In-process engines run a small base, with adapters on disk and a pool that holds some of them and the K and V of the
+running sequences. Each combination of an eviction policy and a number of adapters has its own engine. All engines are
+open at the same time and take turns. Each engine is measured above the capacity with the fewest adapters, for
+throughput, and at about 70 % of it, for latencies. See `workload.py` for the source of the workload.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CAPACITY_S = 5.0
 
 
 class Measurement:
-    """Settings of one run, and its measurements."""
+    """Measures capacity, throughput and latencies with the settings of one run."""
 
     def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
         self.arguments = arguments
@@ -87,7 +87,7 @@ class Measurement:
         return open_engine(self.arguments.base, self.files, plan, dtype, policy, self.arguments.threads)
 
     def capacity(self) -> float:
-        """Requests/s that the first policy answers with the fewest adapters, from a full queue."""
+        """Requests/s that an engine with the first policy and the fewest adapters answers from a full queue."""
         requests = self.traffic.requests(
             CAPACITY_BATCHES * self.plan.num_sequences, self._digests(min(self.arguments.adapters))
         )

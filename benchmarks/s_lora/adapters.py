@@ -74,7 +74,7 @@ class AdapterFiles:
 
 
 def make_adapters(scratch: Path, base: Path, num_adapters: int, rank: int, say: Callable[[str], None]) -> AdapterFiles:
-    """Create adapters with different contents until there are `num_adapters`, including those from earlier runs."""
+    """Create adapters with different contents until there are `num_adapters`. Adapters from earlier runs count."""
     model = ModelConfig.load(base)
     target = pack_target(model, "bfloat16")
     identity = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()
@@ -102,7 +102,7 @@ def _blob_url(directory: Path) -> str:
 
 
 def _random_adapter(target: PackTarget, rank: int, number: int) -> tuple[bytes, dict[str, float]]:
-    """A bfloat16 safetensors file, and the scale of each module."""
+    """The bytes of a bfloat16 safetensors file, and the scale of each module."""
     generator = torch.Generator().manual_seed(number)
     tensors: dict[str, torch.Tensor] = {}
     scales: dict[str, float] = {}

@@ -30,8 +30,8 @@ PROMPTS, OUTPUTS = Lengths(8, 64), Lengths(8, 24)
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Result of the check: `num_tokens` float32 tokens were equal, and `worst` is the largest difference between two
-    log-probabilities."""
+    """Result of the check: `num_tokens` float32 tokens were compared, and `worst` is the largest difference between an
+    expected and an actual log-probability."""
 
     num_tokens: int
     worst: float
@@ -48,7 +48,8 @@ def roomy_plan() -> PoolPlan:
 
 
 def pairs_of(traffic: Traffic, digests: Sequence[str]) -> list[Add]:
-    """(adapter, prompt) pairs. Every two consecutive adapters share a prompt, to check that their answers differ."""
+    """(adapter, prompt) pairs. Pairs 2n and 2n + 1 share a prompt, to check that their adapters give different
+    answers."""
     adds = _requests(traffic, NUM_PAIRS, digests, seed=7)
     return [
         msgspec.structs.replace(
@@ -83,7 +84,7 @@ def check_mixed(
     """Answer the pairs among other requests while adapters are evicted. Raises CheckError if an answer differs."""
     others = _requests(traffic, NUM_OTHERS, digests, seed=8)
     again = {pair.sequence_id: f"{pair.sequence_id}, again" for pair in pairs}
-    # Use a separate namespace, so that the second answer is computed rather than taken from the prefix cache.
+    # Use a separate namespace of the prefix cache, so that the second answer is computed.
     repeated = [
         msgspec.structs.replace(pair, sequence_id=again[pair.sequence_id], isolation_key=b"again " + pair.isolation_key)
         for pair in pairs
@@ -98,7 +99,7 @@ def check_mixed(
 
 
 def _requests(traffic: Traffic, count: int, digests: Sequence[str], seed: int) -> list[Add]:
-    """Requests spread evenly over all adapters, with log-probabilities for comparing nearly tied tokens."""
+    """Requests for uniformly drawn adapters, with log-probabilities for comparing nearly tied tokens."""
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=2)
     traffic = replace(traffic, prompts=PROMPTS, outputs=OUTPUTS, alpha=1.0, num_prefix=0)
     return traffic.requests(count, digests[:NUM_ADAPTERS], sampling, seed)

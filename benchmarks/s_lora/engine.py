@@ -22,14 +22,14 @@ from loramux.engine.server.gc_freeze import freeze_gc
 PAGE_TOKENS = 16
 WAKE_S = 0.001
 DISK_BYTES = 64 << 30
-"""Size of the disk tier: larger than all adapters together, so that no adapter is fetched from the blob store."""
+"""Size of the disk tier, in bytes. All adapters fit, so none is fetched from the blob store."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """A pool for `num_adapters` adapters and the K and V of `num_sequences` sequences of average length.
 
-    There are enough adapter slots to fill the pool with adapters, so that only pages limit the number of adapters. The
+    There are enough adapter slots to fill the pool with adapters, so only pages limit the number of adapters. The
     host tier holds `num_host_adapters` adapters. All other adapters are read from disk.
     """
 

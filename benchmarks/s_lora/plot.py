@@ -13,7 +13,7 @@ NUM_TICKS = 5
 
 
 def draw_plot(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Draw `lines`, (adapters, tokens/s) points by name, with a logarithmic horizontal axis."""
+    """Draw `lines`, which maps each name to its (adapters, tokens/s) points, with a logarithmic horizontal axis."""
     numbers = sorted({number for points in lines.values() for number, _ in points})
     top = _round_up(max(value for points in lines.values() for _, value in points))
     parts = [

@@ -78,7 +78,7 @@ class Window:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of all threads during the window."""
+        """CPU time of all threads of this process during the window."""
         assert self.before is not None
         assert self.after is not None
         return self.after.cpu_s - self.before.cpu_s
@@ -91,7 +91,7 @@ class Window:
 
 
 class Drive:
-    """One engine and its arrivals. Its clock runs only during its own turns, so that several engines can alternate.
+    """One engine and its arrivals. The clock runs only during this engine's turns, so several engines can alternate.
 
     Nothing arrives after the window has closed. Requests that are still unanswered `patience_s` later are aborted.
     """
@@ -114,7 +114,8 @@ class Drive:
         return self._now_s >= end_s and not (self._num_open and self._now_s < end_s + self._patience_s)
 
     def run(self, seconds: float) -> None:
-        """Step for `seconds` or to the end. Raises CheckError if a request ends for a reason other than its length."""
+        """Step for `seconds` or until the run is over. Raises CheckError if a request ends for a reason other than its
+        length."""
         until_s = self._now_s + seconds
         started, cpu_started = time.perf_counter() - self._now_s, time.process_time() - self._cpu_s
         while self._now_s < until_s and not self.is_over:

@@ -49,7 +49,7 @@ def describe_base(base: Path) -> dict[str, str]:
 
 
 def open_files(arguments: argparse.Namespace, num_adapters: int, console: Console) -> AdapterFiles:
-    """At least `num_adapters` adapters, packed into the disk tier."""
+    """Make at least `num_adapters` adapters and pack them into the disk tier."""
     count = max(num_adapters, NUM_ADAPTERS)
     files = make_adapters(arguments.scratch, arguments.base, count, arguments.rank, console.print)
     files.pack(files.digests[:NUM_ADAPTERS], "float32", DISK_BYTES, console.print)

@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 class Traffic:
     """Parameters of the requests.
 
-    Equal prefixes are shared only within an adapter's own namespace. All of an adapter's prompts start with the same
+    Cached prefixes are shared only among requests for the same adapter. All of an adapter's prompts start with the same
     `num_prefix` tokens, followed by a drawn number of random tokens. With `is_one_share`, all adapters belong to one
     account. Otherwise, each adapter belongs to its own account.
     """

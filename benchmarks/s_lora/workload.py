@@ -1,8 +1,8 @@
 """The random draws of the S-LoRA workload: each request's adapter, lengths and arrival time.
 
 The workload follows section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv
-2311.03285) and `benchmarks/trace.py` in its repository. Everything is seeded. For every number of adapters, the same
-requests arrive at the same times. Only the adapters that they name differ.
+2311.03285) and `benchmarks/trace.py` in its repository. All draws are seeded. For every number of adapters, requests of
+the same lengths arrive at the same times. Only the requested adapters differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several servers on one PostgreSQL and one S3-compatible store, with the same adapters, on loopback."""
+"""Several servers on loopback that share a PostgreSQL database and an S3-compatible store with the same adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ CREDENTIALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetting:
-    """`num_resident` limits the adapters in each server's pool, and `disk_tier_bytes` limits each disk tier."""
+    """`num_resident` limits the number of adapters in each server's pool, and `disk_tier_bytes` limits each disk
+    tier."""
 
     base: Path
     num_servers: int
@@ -76,7 +77,7 @@ class Store:
 
 @contextlib.contextmanager
 def open_store(setting: ClusterSetting, adapters: Sequence[Path], folder: Path) -> Iterator[Store]:
-    """Start the database and the bucket, and push the adapters through a server that is then stopped."""
+    """Start the database and the object store, and push the adapters through a server that is then stopped."""
     with _open_bucket(setting.logs) as bucket, open_database_at("postgresql") as (_, database_url):
         admin_key = secrets.token_urlsafe(32)
         environment = server_environment(
@@ -105,7 +106,7 @@ def open_store(setting: ClusterSetting, adapters: Sequence[Path], folder: Path) 
 
 @contextlib.contextmanager
 def open_servers(setting: ClusterSetting, store: Store, folder: Path, is_routed: bool) -> Iterator[tuple[Server, ...]]:
-    """Start the servers. If `is_routed`, each forwards requests to the server that has their adapter."""
+    """Start the servers. If `is_routed`, each server forwards a request to a server that holds its adapter."""
     with contextlib.ExitStack() as stack:
         servers = tuple(
             stack.enter_context(open_server(setting, store, folder / str(number), f"server-{number}", is_routed))
@@ -120,7 +121,7 @@ def open_servers(setting: ClusterSetting, store: Store, folder: Path, is_routed:
 def open_server(
     setting: ClusterSetting, store: Store, data_dir: Path, name: str, is_routed: bool = False
 ) -> Iterator[Server]:
-    """Start a server, and do not wait until it is ready."""
+    """Start a server without waiting until it is ready."""
     port, admin_port = free_port(), free_port()
     command = [
         *(sys.executable, "-m", "loramux.admin.cli", "serve", "--model", str(setting.base)),
@@ -135,7 +136,7 @@ def open_server(
 
 @contextlib.contextmanager
 def _open_bucket(logs: Path) -> Iterator[dict[str, str]]:
-    """Start an S3-compatible server with an empty bucket, and yield the environment variables of its clients."""
+    """Start an S3-compatible server with an empty bucket, and yield the environment variables for its clients."""
     port = free_port()
     url = f"http://{HOST}:{port}"
     command = (sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port))

@@ -1,9 +1,9 @@
-"""Measures how much time forwarding a sequence to another server adds, compared with this server's own engine.
+"""Measures the time that forwarding a sequence to another server adds, compared with using the local engine.
 
-There are three processes: an engine whose tokens are the times at which it sends them, another server that relays to
-this engine, and this process. This process reaches the engine in two ways in turn: directly over the socket, and
-through the other server over TLS. The engine sends the first token at once, so the time from the submission to the
-first token is the overhead of a request. The age of each later token at its arrival is the overhead of a chunk.
+There are three processes: an engine that sends the current time as each token's ID, a server that relays to this
+engine, and this process. This process reaches the engine in two ways in turn: directly over the socket, and through the
+server over TLS. The engine sends the first token at once, so the time from the submission to the first token is the
+overhead of a request. The age of each later token at its arrival is the overhead of a chunk.
 """
 
 from __future__ import annotations

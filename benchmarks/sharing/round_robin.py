@@ -1,18 +1,18 @@
-"""Compares servers that forward requests to the holder of an adapter with the same servers behind round robin.
+"""Compares servers that forward requests to holders of their adapters with the same servers behind round robin.
 
-Clients send streamed requests to all servers in turn. Both variants have the same servers on one PostgreSQL and one
-S3-compatible store, with pools that hold only a share of the adapters:
+Clients send streaming requests to all servers in turn. Both variants run the same number of servers on one PostgreSQL
+database and one S3-compatible store, with pools that hold only some of the adapters:
 
-    round robin    each server answers its own requests, and loads every adapter that they name
+    round robin    each server answers the requests that it receives, and loads every adapter that they name
     routed         the servers are started with --peer-address, and forward requests to each other
 
 Popularity is uniform (exponent 0) or follows Zipf's law. For each exponent, requests fill the pools first. Throughput
 is then measured with clients that each have one open request, and the time to first token with random arrivals. The
-rate of arrivals is a share of round robin's throughput, and the same for both variants.
+rate of arrivals is a fixed share of round robin's throughput, and the same for both variants.
 
-The hit rate is the share of requests that needed no adapter load on any server. A server's disk holds about as many
-adapters as its pool, and its main memory holds none, so that other adapters come from the store, as they do on servers
-with far more adapters than their disks hold.
+The hit rate is the share of requests that needed no adapter load on any server. A server's disk tier holds about as
+many adapters as its pool, and its host tier holds none. Other adapters come from the store, as on servers with far more
+adapters than their disks hold.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ from benchmarks.tenants.figures import percentile
 FOLDER = Path(__file__).parent.parent
 ROUND_ROBIN, ROUTED = "round robin", "routed"
 THROUGHPUT_GOAL, FIRST_TOKEN_GOAL = 2.0, 0.5
-"""Goals for throughput and for the p99 of the time to first token, relative to round robin. One must be met."""
+"""Goals for throughput and for the p99 of the time to first token, relative to round robin. One of the two must be
+met."""
 
 
 @dataclass(slots=True)
 class Rounds:
     """The measurements of one variant at one popularity.
 
-    `num_loads` and `stage_s` count adapter loads, and the seconds of each stage of a load, without the warm-up.
+    `num_loads` is the number of adapter loads, and `stage_s` is the time spent in each stage of loading, in seconds.
+    Both exclude the warm-up.
     """
 
     tokens_s: list[float] = field(default_factory=list)
@@ -100,7 +102,7 @@ def check_answers(servers: Sequence[Server], store: Store, vocab_size: int) -> l
 
 
 def count(servers: Sequence[Server], store: Store) -> dict[str, float]:
-    """The sums of all servers' counters."""
+    """Each counter's sum over all servers."""
     totals: dict[str, float] = {}
     for server in servers:
         for name, value in server.counters(store.admin_key).items():
@@ -227,7 +229,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--clients", type=int, default=12, help="clients of the throughput measurement, each with one open request")
     add("--load", type=float, default=0.5, help="rate of random arrivals, relative to round robin's throughput")
     add("--requests", type=int, default=200, help="requests of each measurement")
-    add("--warm-up", type=int, default=200, help="requests before the measurements of each popularity")
+    add("--warm-up", type=int, default=200, help="warm-up requests before each popularity is measured")
     add("--prompt", type=int, default=32, help="prompt tokens of a request")
     add("--output", type=int, default=16, help="new tokens of a request")
     add("--rounds", type=int, default=2, help="rounds, each with both variants")

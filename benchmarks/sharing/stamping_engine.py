@@ -1,8 +1,8 @@
-"""An engine process whose tokens are the times at which it sends them: `stamping_engine SOCKET INTERVAL_MS`.
+"""A fake engine process that sends the current time as each token's ID: `stamping_engine SOCKET INTERVAL_MS`.
 
-The first token of a sequence is sent at once. Later tokens follow at the interval, in one message for all sequences,
-like the tokens of an engine's step. Times are microseconds of CLOCK_MONOTONIC, which all processes of one machine
-share.
+The first token of a sequence is sent at once. Later tokens follow at the interval, in one message for all sequences of
+a client, like the tokens of an engine's step. Times are microseconds of CLOCK_MONOTONIC, which all processes of one
+machine share.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Traffic:
 
     def bodies(self, models: Sequence[str], seed: str, num_requests: int) -> list[dict[str, Any]]:
         dice = random.Random(seed)
-        # The most popular adapters are not the first that were pushed.
+        # Shuffle the adapters, so that popularity does not follow the order in which they were pushed.
         ranked = random.Random(0).sample(list(models), len(models))
         weights = [1 / (rank + 1) ** self.alpha for rank in range(len(ranked))]
         return [
@@ -47,13 +47,13 @@ class Traffic:
 
 @dataclass(slots=True)
 class Sample:
-    """What the clients saw in one round. Times are in seconds."""
+    """The clients' observations in one round. Times are in seconds."""
 
     seconds: float = 0.0
     num_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
-    """Times between two chunks of a stream."""
+    """Times between consecutive chunks of a stream."""
 
 
 async def run_clients(urls: Sequence[str], api_key: str, bodies: Sequence[dict[str, Any]], num_clients: int) -> Sample:

@@ -4,7 +4,7 @@ An in-process engine with a small base serves resident streams: continuous seque
 pool. Four kinds of extra traffic alternate in one run:
 
     quiet   none
-    loads   many adapters are loaded for the first time by `Load` messages, without requests
+    loads   `Load` messages for many adapters that were never loaded, without requests
     warm    the same number of short requests, for adapters that are in the pool
     storm   the same requests as in `warm` at the same times, each for an adapter that was never loaded
 
@@ -12,8 +12,8 @@ Every new adapter is read from the disk or from the blob store, verified, and co
 adapters evict another adapter. The result is the time between consecutive tokens of a resident stream. `loads` over
 `quiet` and `storm` over `warm` show the cost of loading. `storm` over `quiet` also includes the storm's own requests.
 
-Each kind of traffic runs for two seconds at a time, and adapters arrive at a rate of 200 in 10 s. The speed of a shared
-machine can drift by a third within ten seconds, so longer turns could not resolve a difference of 10 %.
+Each kind of traffic runs for two seconds at a time, and requests for 20 new adapters arrive per second. The speed of a
+shared machine can drift by a third within ten seconds, so longer turns could not resolve a difference of 10 %.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ TARGETS = (Target(LOADS, QUIET, 1.1), Target(STORM, WARM, 1.1), Target(STORM, QU
 PATIENCE_S = 30.0
 
 NUM_REQUESTS = 32
-"""Distinct requests of one resident stream. They share no prefixes, and a repeated request is computed in full."""
+"""Number of distinct requests of one resident stream. Prefixes are not cached, so a repeated request is computed in
+full."""
 
 
 class Measurement:
@@ -72,7 +73,7 @@ class Measurement:
         self.traffic = traffic_of(arguments, files)
         self.resident = files.digests[: arguments.resident_adapters]
         self.warm = files.digests[arguments.resident_adapters : arguments.pool_adapters - arguments.spare_adapters]
-        # Every adapter in a storm is new to the engine, even in later rounds.
+        # Adapters for `loads` and `storm`. Each is used once, so that it is new to the engine even in later rounds.
         self._fresh: Iterator[str] = iter(files.digests[arguments.pool_adapters :])
         self.plan = PoolPlan(
             arguments.pool_adapters,
@@ -158,7 +159,7 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int)
     keep_only(engine, (*measurement.resident, *measurement.warm))
     observed = Drive(engine, arguments.settle, arguments.seconds, PATIENCE_S).run(measurement.streams(), timed)
     if way in COLD_WAYS:
-        # The last few adapters may arrive after the end of the window.
+        # Count answers, because the last few adapters may arrive after the end of the window.
         num_answered = sum(math.isfinite(one) for one in (*observed.loads_s, *observed.first_tokens_s))
         if num_answered < arguments.loads or (way == STORM and observed.num_cold < arguments.loads):
             raise CheckError(f"only {num_answered} of {arguments.loads} adapters loaded, {observed.num_cold} were cold")

@@ -33,7 +33,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The ratio of p99s over the samples of all rounds, which must meet the limit, and the ratio in each round."""
+    """The ratio of p99s over the samples of all rounds, which must not exceed the limit, and the ratio in each
+    round."""
 
     target: Target
     ratio: float
@@ -73,7 +74,7 @@ def compare(samples: Rounds, target: Target) -> Comparison:
 
 
 def ratio(way: Sequence[float], reference: Sequence[float]) -> float:
-    """The ratio of the two p99s, or infinity if the p99 of `way` is infinite or there are no samples."""
+    """The p99 of `way` divided by the p99 of `reference`. Infinity if a p99 is infinite or unknown."""
     above, below = percentile(way, 99), percentile(reference, 99)
     return above / below if math.isfinite(above) and 0 < below < math.inf else math.inf
 

@@ -1,14 +1,15 @@
 """Measures how much one account that floods the engine slows down polite accounts.
 
 An in-process engine with a small base serves a background load and a few polite accounts, whose requests arrive as a
-Poisson process. The load has three variants, which alternate in one run and consist of the same requests for the same
+Poisson process. The background load has three variants, which alternate in one run and consist of requests for the same
 resident adapters:
 
     flood         from one account, which keeps the queue full at all times
     full crowd    from many accounts, which together keep the same number of requests open
     calm crowd    from many accounts, as a Poisson process slightly below the engine's capacity
 
-The result is the polite accounts' time to first token during the flood, divided by their time during each crowd.
+The result is the p99 of the polite accounts' time to first token during the flood, divided by the p99 during each
+crowd.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ WARM_S = 2.0
 PATIENCE_S = 30.0
 
 NUM_REQUESTS = 1024
-"""Distinct requests of the background load. They share no prefixes, and a repeated request is computed in full."""
+"""Number of distinct requests of the background load. Prefixes are not cached, so a repeated request is computed in
+full."""
 
 
 class Measurement:
@@ -70,7 +72,8 @@ class Measurement:
         )
 
     def streams(self, way: str) -> list[Stream]:
-        """The background load: the same requests in the same order, from one account or from many."""
+        """The background load of `flood` and `full crowd`: the same requests in the same order, from one account or
+        from many."""
         if way == CALM:
             return []
         adds = self._load(NUM_REQUESTS, seed=42)
@@ -108,7 +111,7 @@ class Measurement:
 
 
 def _unshared(add: Add) -> Add:
-    """Remove the namespace: prefixes are then not cached and cannot evict adapters from the pool."""
+    """Clear the isolation key, so that prefixes are not cached and cannot evict adapters from the pool."""
     return msgspec.structs.replace(add, isolation_key=b"")
 
 
@@ -170,7 +173,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     require_sound(parser, arguments)
     fair = 1.0 / (arguments.crowd + arguments.polite) if min(arguments.crowd, arguments.polite) > 0 else 0.0
     if arguments.open % max(1, arguments.crowd) or not 0 < arguments.polite_load < fair * arguments.polite:
-        parser.error("--crowd must divide --open, and --polite-load must be below the polite fair share")
+        parser.error(
+            "--crowd must divide --open, and --polite-load must be above 0 and below the polite accounts' fair share"
+        )
     if arguments.clock == "processor" and arguments.threads > 1:
         parser.error("--clock processor measures one thread only: use --threads 1")
     if not arguments.polite_load < arguments.calm_load < 1:

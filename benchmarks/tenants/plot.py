@@ -18,7 +18,8 @@ LEGEND_WIDTH = 150
 
 
 def draw_tails(title: str, axis: str, lines: Mapping[str, Sequence[float]]) -> str:
-    """Draw `lines`, samples in seconds by name. On the percentile axis, each additional nine has the same width."""
+    """Draw `lines`, which maps names to samples in seconds. On the percentile axis, each additional nine has the same
+    width."""
     curves = {name: [(p, 1e3 * percentile(samples, p)) for p in PERCENTS] for name, samples in lines.items()}
     curves = {name: [(p, value) for p, value in points if value < math.inf] for name, points in curves.items()}
     top = _round_up(max((value for points in curves.values() for _, value in points), default=1.0))

@@ -1,6 +1,6 @@
 """Drives an engine with continuous streams of requests and with timed messages, and records when tokens arrive.
 
-Everything runs on the engine's own thread between steps, when an engine process would read its socket. The engine
+Messages are sent on the engine's own thread between steps, when an engine process would read its socket. The engine
 therefore shares the cores and the interpreter only with the threads that load adapters.
 """
 
@@ -31,7 +31,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A message, and when it is sent, in seconds."""
+    """A message, and the time at which it is sent, in seconds after the window begins."""
 
     at_s: float
     message: Add | Load
@@ -100,7 +100,7 @@ class ProcessorClock:
         return time.thread_time() - self._started
 
     def skip_to(self, at_s: float) -> None:
-        """Advance the clock to `at_s`, when there is work again."""
+        """Advance the clock to `at_s`, when the next message is due."""
         self._started -= max(0.0, at_s - self.now())
 
 
@@ -220,7 +220,7 @@ class Drive:
 
 
 def keep_only(engine: OpenEngine, digests: Sequence[str]) -> None:
-    """Load these adapters and unload all others. Raises CheckError if one cannot be loaded."""
+    """Unload all other adapters and load these. Raises CheckError if one cannot be loaded."""
     for entry in engine.stats().adapters:
         if entry.digest not in digests:
             engine.assembled.engine.unload(b"", Unload(call_id=entry.digest, digest=entry.digest))

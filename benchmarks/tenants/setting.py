@@ -21,7 +21,8 @@ from benchmarks.tenants.figures import Comparison
 from benchmarks.tenants.run import Observed
 
 WHOLE_SHARE = 0.95
-"""Expected CPU share of an engine that always has work. If it is lower, other processes took part of the core."""
+"""Lowest CPU share of an undisturbed engine that always has work, as a fraction of a core. If the share is lower, other
+processes used the core too."""
 
 
 def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) -> None:
@@ -47,7 +48,8 @@ def traffic_of(arguments: argparse.Namespace, files: AdapterFiles) -> Traffic:
 
 
 def check(arguments: argparse.Namespace, files: AdapterFiles) -> dict[str, Any]:
-    """Return the check's figures. Raises CheckError if answers differ alone and in a batch with evictions."""
+    """Return the check's figures. Raises CheckError if an answer in a batch with evictions differs from the answer to
+    the same request alone."""
     return check_answers(arguments, files, traffic_of(arguments, files), ("lru",))["lru"]
 
 
@@ -106,7 +108,7 @@ def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def longest(drawn: Lengths) -> Lengths:
-    """Only the longest length, so that the pool has room for every sequence and preempts none."""
+    """The end of the range as the only length, so that the pool has room for every sequence and none is preempted."""
     return Lengths(drawn.end, drawn.end + 1)
 
 

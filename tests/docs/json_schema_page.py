@@ -10,9 +10,9 @@ from tests.engine.byte_vocabulary import byte_vocabulary
 
 HEAD = f"""# JSON Schema in structured output
 
-`make docs` generates this page by checking every example below like the schema of a request. A test checks that the
-page is current. [Writing a client](clients.md#structured-output) shows how to send a schema. A refused schema gets 400
-`grammar_refused`, and the message names the keyword.
+`make docs` generates this page: it checks each example below as the server checks the schema of a request. A test
+ensures that the page is current. [Writing a client](clients.md#structured-output) shows how to send a schema. A schema
+that the server does not support is refused with 400 `grammar_refused`, and the message names the keyword.
 
 A schema, a regex, a grammar or a list of choices has at most {MAX_TEXT_BYTES // 1024} KiB. A list has at most
 {MAX_CHOICES:,} choices.
