@@ -10,14 +10,15 @@ from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, 
 
 HEAD = """# Request fields
 
-`make docs` generates this page from the request bodies that the server accepts, and a test checks it. The page
-lists every field of this server, of the chat and completions endpoints of OpenAI, and of the vLLM extensions to them.
+`make docs` generates this page from the request bodies that the server accepts, and a test checks that it is
+current. The page lists every field of this server, of the chat and completions endpoints of OpenAI, and of the vLLM
+extensions to them.
 
 - **done**: the field works.
 - **no effect**: the field is accepted, and the answer is the same without it.
-- **refused**: the field gets 400 `unsupported_parameter` unless its value has no effect, or 400 `unknown_parameter`
-  if the server does not know the field. The error names the field. The last column says why.
-- **–**: the field belongs to the other call. It gets 400 `unknown_parameter`.
+- **refused**: a request with the field gets 400 `unsupported_parameter`, unless the field's value has no effect, or
+  400 `unknown_parameter` if the server does not know the field. The error names the field. The last column says why.
+- **–**: the field belongs to the other endpoint. A request with it gets 400 `unknown_parameter`.
 
 | field | chat | completions | meaning, or reason for the refusal |
 |---|---|---|---|
@@ -46,11 +47,11 @@ MEANINGS = {
     "documents": "the server passes no documents to the chat template",
     "early_stopping": "there is no beam search",
     "echo": "repeats the prompt before each choice, also in the log-probabilities; cannot be streamed with `logprobs`",
-    "frequency_penalty": "lowers the probability of tokens by their number of occurrences in the answer",
+    "frequency_penalty": "lowers the logits of tokens in proportion to how often they have occurred in the answer",
     "function_call": "the old form of `tool_choice`",
     "functions": "the old form of `tools`",
     "guided_choice": "the older name of `structured_outputs.choice`",
-    "guided_decoding_backend": "the server has one backend",
+    "guided_decoding_backend": "the server has only one backend",
     "guided_grammar": "the older name of `structured_outputs.grammar`",
     "guided_json": "the older name of `structured_outputs.json`",
     "guided_regex": "the older name of `structured_outputs.regex`",
@@ -76,8 +77,8 @@ MEANINGS = {
     "n": "the number of choices for each prompt",
     "parallel_tool_calls": "whether one answer can contain several tool calls",
     "prediction": "an expected answer",
-    "presence_penalty": "lowers the probability of tokens that occur in the answer",
-    "priority": "orders the tenant's own waiting requests: lower values first, never before another tenant's",
+    "presence_penalty": "lowers the logits of tokens that have occurred in the answer",
+    "priority": "orders the tenant's own waiting requests: lower values first, never ahead of other tenants' requests",
     "prompt": "one or more prompts, as text or token ids",
     "prompt_cache_key": "prefixes are cached without it",
     "prompt_cache_options": "prefixes are cached without it",
@@ -92,7 +93,7 @@ MEANINGS = {
     "return_tokens_as_token_ids": "log-probabilities name tokens by their text; use `return_token_ids`",
     "safety_identifier": "an identifier of the end user; use `user`",
     "seed": "makes sampling repeatable",
-    "service_tier": "there is one tier",
+    "service_tier": "there is only one tier",
     "skip_special_tokens": "whether special tokens are left out of the text",
     "spaces_between_special_tokens": "the server adds no spaces that the tokenizer does not add",
     "stop": "texts that end the answer",
@@ -106,9 +107,9 @@ MEANINGS = {
     "structured_outputs": "constrains the answer to a schema, a regex, choices or a grammar",
     "suffix": "the base is not trained to fill in the middle",
     "temperature": "scales the logits before sampling; 0 always takes the most likely token",
-    "thinking_token_budget": "ends the reasoning after this many tokens, if the chat template has thinking",
+    "thinking_token_budget": "ends the reasoning after this many tokens, if the chat template has markers for it",
     "tool_choice": "whether the answer must, may or must not call tools, or the tool that it must call",
-    "tools": "functions that the answer can call, if the model's chat template shows tools",
+    "tools": "functions that the answer can call, if the model's chat template supports tools",
     "top_k": "samples from this many of the most likely tokens",
     "top_logprobs": "the number of alternatives reported for each token",
     "top_p": "samples from the most likely tokens that together have this probability",
