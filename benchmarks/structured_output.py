@@ -92,7 +92,7 @@ def new_schema(number: int, num_bytes: int) -> Document:
 
 
 class Checker:
-    """Checks that answers begin a document that satisfies the schema."""
+    """Checks that an answer is the beginning of a document that satisfies the schema."""
 
     def __init__(self, vocabulary: LLTokenizer, schema: Document) -> None:
         options = {"whitespace_pattern": r"[ \n\r\t]*", "whitespace_flexible": True}
@@ -120,7 +120,7 @@ class Figures:
         return num_tokens / statistics.median(self.seconds[name, kind])
 
     def extra_s(self, with_schema: str, without: str) -> float:
-        """Median difference within the pairs, in seconds."""
+        """Median difference between the two requests of a pair, in seconds."""
         pairs = zip(self.first_token_s[with_schema], self.first_token_s[without], strict=True)
         return statistics.median(one - other for one, other in pairs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 MIN_COLUMNS = 132
-"""Width of a table when the output is not a terminal, in columns."""
+"""Width of the console when the output is not a terminal, in columns."""
 
 
 def open_console() -> Console:

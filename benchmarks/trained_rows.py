@@ -1,4 +1,4 @@
-"""Measures the memory that a trained head takes, and its time on a CPU relative to the base's head.
+"""Measures the memory that a trained head takes, and its time on a CPU relative to the time of the base's head.
 
 The head has 128,256 rows, like the head of Llama 3. It is narrow enough for a small machine, which hardly affects the
 ratio, because both heads read memory in proportion to their width. The base's head computes the logits of one step's

@@ -72,7 +72,7 @@ def measure(fleet: Fleet, seconds: float) -> Figures:
 
 
 def p99_wait_s(requests: list[Request], now_s: float) -> float:
-    """The p99 of the requests' waits. Requests that are still waiting count with their wait so far."""
+    """The p99 of the requests' waiting times. Requests that are still waiting count with their time so far."""
     waits = sorted((now_s if one.started_s is None else one.started_s) - one.arrived_s for one in requests)
     return waits[len(waits) * 99 // 100]
 

@@ -65,7 +65,7 @@ def pairs_of(traffic: Traffic, digests: Sequence[str]) -> list[Add]:
 
 
 def answer_alone(engine: OpenEngine, pairs: Sequence[Add]) -> dict[str, Answer]:
-    """Answer each pair alone. Raises CheckError if an adapter makes no difference."""
+    """Answer each pair alone. Raises CheckError if an adapter does not change an answer."""
     answers: dict[str, Answer] = {}
     for pair in pairs:
         answers |= _answer(engine, [pair])

@@ -188,7 +188,7 @@ def drive(engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s
 
 
 def drive_in_turns(drives: Sequence[Drive], turn_s: float) -> list[Window]:
-    """Run each `Drive` for `turn_s` at a time, so that drift in the machine's speed affects all alike."""
+    """Run each `Drive` for `turn_s` at a time, so that drift in the machine's speed affects all drives alike."""
     while not all(one.is_over for one in drives):
         for one in drives:
             one.run(turn_s)

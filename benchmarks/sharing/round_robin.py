@@ -1,4 +1,4 @@
-"""Compares servers that forward requests to holders of their adapters with the same servers behind round robin.
+"""Compares servers that forward requests to holders of their adapters with servers behind a round-robin balancer.
 
 Clients send streaming requests to all servers in turn. Both variants run the same number of servers on one PostgreSQL
 database and one S3-compatible store, with pools that hold only some of the adapters:
@@ -10,7 +10,7 @@ Popularity is uniform (exponent 0) or follows Zipf's law. For each exponent, req
 is then measured with clients that each have one open request, and the time to first token with random arrivals. The
 rate of arrivals is a fixed share of round robin's throughput, and the same for both variants.
 
-The hit rate is the share of requests that needed no adapter load on any server. A server's disk tier holds about as
+The hit rate is 1 minus the number of adapter loads per request, over all servers. A server's disk tier holds about as
 many adapters as its pool, and its host tier holds none. Other adapters come from the store, as on servers with far more
 adapters than their disks hold.
 """
