@@ -59,7 +59,7 @@ class SimulatedReplica:
         self._ended = ended
         self._sequence_seconds = 0.0
         self._counted_s = clock()
-        # Adapters in the pool, with the number of requests that use each. The least recently used comes first.
+        # Adapters in the pool, with the number of requests that use each. The least recently used adapter comes first.
         self._users: OrderedDict[int, int] = OrderedDict()
         # Adapters that are not yet in the pool, with the requests that wait for each. Some of them are being loaded.
         self._cold: OrderedDict[int, list[Request]] = OrderedDict()

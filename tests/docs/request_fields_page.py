@@ -16,8 +16,9 @@ extensions to them.
 
 - **done**: the field works.
 - **no effect**: the field is accepted, and the answer is the same without it.
-- **refused**: a request with the field gets 400 `unsupported_parameter`, unless the field's value has no effect, or
-  400 `unknown_parameter` if the server does not know the field. The error names the field. The last column says why.
+- **refused**: a request with the field gets 400 `unsupported_parameter`, unless the field's value has no effect. If
+  the server does not know the field, the code is `unknown_parameter`. The error names the field. The last column says
+  why.
 - **–**: the field belongs to the other endpoint. A request with it gets 400 `unknown_parameter`.
 
 | field | chat | completions | meaning, or reason for the refusal |
@@ -86,7 +87,7 @@ MEANINGS = {
     "prompt_embeds": "prompts are text or token ids",
     "prompt_logprobs": "log-probabilities of the prompt's tokens, with up to 5 alternatives; cannot be streamed",
     "reasoning_effort": "how much the model thinks, if its chat template reads it; `none` turns thinking off",
-    "repetition_penalty": "lowers the probability of tokens in the prompt or the answer",
+    "repetition_penalty": "lowers the probability of tokens that occur in the prompt or the answer",
     "request_id": "the server chooses the identifier, which `x-request-id` reports",
     "response_format": "constrains the answer to a JSON schema or to JSON",
     "return_token_ids": "answers and chunks contain the token ids of prompt and answer",
