@@ -64,8 +64,8 @@ from loramux.kernels.tables import PoolViews
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPARE_BYTES = 512 << 20
-"""Bytes of shared memory in addition to the host tier, for loads in flight and fragmentation. Linux allocates them only
-when they are first written.
+"""Bytes of shared memory in addition to the host tier, for loads in flight and fragmentation. Linux allocates each page
+of them only when it is first written.
 """
 
 
@@ -137,7 +137,7 @@ def assemble_engine(
     decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, codes.counted(backend))
     if config.activations is not None and not codes.num_kept:
         raise ConfigNotUsable(
-            "this CPU multiplies none of the base's weights in int8 (docs/quantization.md lists the formats): "
+            "this CPU cannot multiply any of the base's weights in int8 (docs/quantization.md lists the formats): "
             "omit --activations"
         )
     tables = SlotTables(target, config.max_resident_adapters, backend.accelerator, decoder.outer_factors)
@@ -224,7 +224,7 @@ def assemble_engine(
 def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
     """The format of the weights, by the name that operators know, such as `int4` for weights quantised at startup.
 
-    If activations are rounded too, their format is appended, because answers depend on both.
+    If activations are rounded too, their format is appended, because the answers depend on both.
     """
     name = None if model.quantization is None else model.quantization.name
     if config.quantized_dir is not None:

@@ -19,7 +19,7 @@ from loramux.kernels.tables import AttentionBatch, Segments
 
 
 class SamplingRow(msgspec.Struct, frozen=True, gc=False):
-    """Everything besides the logits that determines one token: settings, seed, and the number of tokens chosen before.
+    """Everything besides the logits that determines one token: settings, seed, and the number of tokens already chosen.
 
     `logit_penalties` is None if the settings request neither bias nor penalties.
     """
@@ -31,7 +31,7 @@ class SamplingRow(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_short(self) -> bool:
-        """True if the sequence is still below its `min_tokens`, so that no token may end it yet."""
+        """True if the sequence is still below its `min_tokens`, so no token may end it yet."""
         return self.num_chosen < self.params.min_tokens
 
     def forbidden(self, eos_token_ids: tuple[int, ...]) -> set[int]:
@@ -65,16 +65,15 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     adapter's activation belong to the base.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. In group
-    `g` of the layers, the K and V of a position `p` that a row sees are stored in block
-    `blocks[block_starts[g, i] + p // block_tokens]`; `kv_slots` int64 `[num_groups, num_tokens]` contains
-    `block * block_tokens + p % block_tokens` for each row. `state_starts` `[num_sequences]` contains the index in
-    `blocks` at which the pages of each sequence's state begin; it is empty unless the decoder is a hybrid. All other
-    arrays are int32.
+    `g` of the layers, block `blocks[block_starts[g, i] + p // block_tokens]` stores the K and V of each position `p`
+    that a row sees. `kv_slots` int64 `[num_groups, num_tokens]` contains `block * block_tokens + p % block_tokens` for
+    each row's own position. `state_starts` `[num_sequences]` contains the index in `blocks` of each sequence's first
+    state page. It is empty unless the decoder is a hybrid. All other arrays are int32.
 
     `tokens` `[num_tokens]`: an entry `-1 - k` stands for token `k` chosen by the previous step, which may so far exist
     only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot, -1 for the base.
     After each of `sample_rows` `[num_samples]`, a token is sampled according to `samples`. `scores` has an entry for
-    each sequence whose prompt is not completely scored yet.
+    each sequence that still needs scores of prompt tokens.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -226,7 +225,8 @@ def _listed_blocks(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """All blocks of the sequences, group by group, followed by the pages of their states.
 
-    Also returns where block 0 of each sequence is or would be in each group, and where each state begins.
+    Also returns the index at which each sequence's block 0 would be in each group if no block had been freed, and the
+    index of each sequence's first state page.
     """
     blocks = array("i")
     starts: list[int] = []
@@ -246,7 +246,7 @@ def _listed_blocks(
 
 
 def sampling_row(sequence: Sequence) -> SamplingRow:
-    """Capture the sampling inputs of the sequence's next token; later steps may change the sequence."""
+    """Capture the sampling inputs of the sequence's next token, because later steps may change the sequence."""
     return SamplingRow(
         sequence.add.sampling, sequence.seed, sequence.num_tokens - sequence.num_prompt, sequence.logit_penalties
     )

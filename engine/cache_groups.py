@@ -10,7 +10,9 @@ BLOCK_TOKENS = 16
 """Number of tokens in a block. Attention reads the K and V of a block through one entry of a sequence's table."""
 
 MAX_BLOCKS = 16
-"""Maximum number of blocks in a page. Cached prefixes consist of whole pages, so large pages waste more of a prefix."""
+"""Maximum number of blocks in a page. Cached prefixes consist of whole pages, so larger pages leave more of a prefix
+uncached.
+"""
 
 UNLIMITED = 1 << 62
 """A number of tokens larger than any other limit."""
@@ -21,7 +23,7 @@ class CacheGroup:
     """Layers that keep K and V of all tokens or, with a `window`, of the tokens that later tokens can still see.
 
     A page of the pool contains `num_blocks` blocks, each with K and V of `block_tokens` tokens in these layers. The
-    first blocks of consecutive pages are `page_step` apart.
+    numbers of the first blocks of two consecutive pages differ by `page_step`.
     """
 
     layers: tuple[int, ...]
@@ -70,7 +72,9 @@ class CacheLayout:
         return math.lcm(*(group.page_tokens for group in self.groups))
 
     def blocks(self, group: CacheGroup, page: int) -> range:
-        """The numbers of a page's blocks: the page's own number, or indices into the pool's layers."""
+        """The numbers of a page's blocks. If a block is a whole page, it has the page's number. Otherwise, its number
+        is the index of its first layer, counted over all pages.
+        """
         first, step = page * group.page_step, len(group.layers)
         return range(first, first + group.num_blocks * step, step)
 
@@ -83,7 +87,7 @@ class CacheLayout:
         """Maximum number of tokens for which a sequence has pages in a group. See `KvPages` for `step_tokens`."""
         if group.window is None:
             return UNLIMITED
-        # Both ends may lie within a page.
+        # The range of tokens may begin and end within a page.
         num_pages = 1 - (-(group.window + self.shared_tokens + step_tokens) // group.page_tokens)
         return num_pages * group.page_tokens
 
@@ -105,7 +109,7 @@ class CacheLayout:
         longest = max(0, num_pages) * max(group.page_tokens for group in self.groups)
         if self.max_pages(longest + 1, step_tokens) <= num_pages:
             return UNLIMITED
-        # The number of pages never falls as a sequence grows, so search for the largest number of blocks that fits.
+        # The number of pages never decreases as a sequence grows, so search for the largest number of blocks that fits.
         low, high = 0, longest // self.block_tokens
         while low < high:
             middle = (low + high + 1) // 2
@@ -117,7 +121,7 @@ class CacheLayout:
 
 
 def narrow_windows(windows: Sequence[int | None], max_len: int) -> tuple[int | None, ...]:
-    """Each layer's window, or None if the layer sees all tokens of contexts of up to `max_len` tokens."""
+    """Each layer's window, or None if the layer sees every token of a context of `max_len` tokens."""
     return tuple(window if window is not None and window < max_len else None for window in windows)
 
 

@@ -16,7 +16,9 @@ from loramux.engine.tracing.spans import TraceConfig
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Token rows per step: enough to keep the device busy, but few enough that a prompt does not delay decodes for long."""
+"""Default of `max_batch_tokens`: enough rows to keep the device busy, but few enough that a prompt does not delay
+decodes for long.
+"""
 
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
@@ -43,7 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     dtype: str = "bfloat16"
     activations: Literal["int8"] | None = None
-    """`int8` rounds the inputs of quantised linears to 8 bits instead of 16, on a CPU."""
+    """On a CPU, `int8` rounds the inputs of quantised linears to 8 bits instead of 16."""
     pool_bytes: int | None = None
     """Size of the page pool. None means 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
     max_model_len: int | None = None
@@ -59,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_s: float = 300.0
     """Seconds that a request can wait for its first step before it is refused as `overloaded`."""
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
-    """Policy that orders the eviction of adapters and cached prefixes: see `eviction.py`."""
+    """Order in which idle adapters and cached prefixes are evicted. See `eviction.py`."""
     max_resident_adapters: int = 256
     """Number of slots in the adapter tables."""
     max_pinned_share: float = 0.5
@@ -136,7 +138,8 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
         return model.max_model_len
     if not 1 <= config.max_model_len <= model.stretched_model_len:
         raise ModelNotSupported(
-            f"max_model_len {config.max_model_len} is outside [1, {model.stretched_model_len}], the model's own range"
+            f"max_model_len {config.max_model_len} is outside [1, {model.stretched_model_len}], "
+            "the range that the model supports"
         )
     return config.max_model_len
 

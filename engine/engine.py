@@ -190,7 +190,9 @@ class Engine:
             self._end(sequence, "abort", num_billed=billed)
 
     def abort_all(self, owner: bytes | None = None) -> None:
-        """End all sequences. With `owner`, end only that lost gateway's sequences, and drop its waiting calls."""
+        """End all sequences. With `owner`, a gateway that has disconnected, end only its sequences and drop its
+        unanswered calls.
+        """
         for sequence in self._live:
             if owner is None or sequence.owner == owner:
                 self._end(sequence, "abort")
@@ -234,8 +236,8 @@ class Engine:
     def _run(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
         """Submit the step and choose its tokens.
 
-        A mask depends on the previous token. If that token is in flight, its step is committed while the device
-        computes the logits of the new step, so that the device does not wait.
+        A mask depends on the sequence's previous token. If that token is in flight, the step that chose it is committed
+        while the device computes the logits of the new step, so the device does not wait.
         """
         forward, sampling, scoring = self._submit(scheduled)
         in_flight = self._in_flight
@@ -245,7 +247,7 @@ class Engine:
         return SubmittedStep(sampling, scoring, forward.choose(self._masks(sampling)))
 
     def _masks(self, sampling: list[Sequence]) -> Masks:
-        """The masks of the constrained rows. A row in which no token can follow has no mask, and its sequence ends."""
+        """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends."""
         grammars = {row: one.grammar for row, one in enumerate(sampling) if one.grammar is not None}
         masks = dict(self._grammars.masks(grammars))
         for row, sequence in enumerate(sampling):
@@ -259,8 +261,8 @@ class Engine:
 
     def _submit(self, scheduled: list[ScheduledSequence]) -> tuple[Forward, list[Sequence], list[Sequence]]:
         if self._note_running is not None:
-            # Record all running sequences, not only this step's, because a fault in an earlier step may surface in this
-            # step.
+            # Record all running sequences, not only those in this step, because a fault in an earlier step may surface
+            # in this step.
             self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
         batch = build_batch(scheduled, self._limits.page_tokens)
         forward = self._executor.submit(batch)
@@ -349,7 +351,9 @@ class Engine:
                 self._end(sequence, reason)
 
     def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
-        """Add the step's prompt log-probabilities to `outputs`, except if they contain NaN. Return those sequences."""
+        """Add the step's prompt log-probabilities to `outputs`. Sequences whose log-probabilities contain NaN are
+        returned instead.
+        """
         broken: set[Sequence] = set()
         for sequence, scored in zip(step.scoring, step.result.prompt_logprobs(), strict=True):
             if sequence.state is SequenceState.FINISHED or not scored:
@@ -444,7 +448,7 @@ class Engine:
             self._end(sequence, "error", "overloaded", "too many tokens are already waiting")
 
     def _strike(self, digests: set[str]) -> None:
-        """Record a strike against each adapter whose rows were not finite.
+        """Record a strike against each adapter that produced non-finite values.
 
         The adapter's cached prefixes are purged, and the adapter is evicted once it is idle. Its running sequences are
         marked as tainted.

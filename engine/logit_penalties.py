@@ -11,7 +11,7 @@ import torch
 from loramux.engine.messages import SamplingParams
 
 LARGEST = 1e30
-"""Bound on the magnitude of edited logits: finite, so that an extreme setting is not mistaken for a broken model."""
+"""Largest magnitude of an edited logit. It is finite, so that an extreme setting is not mistaken for a broken model."""
 
 
 class TokenMarks:

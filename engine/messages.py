@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these tokens before any other change. Each token occurs at most once."""
+    """Added to the logits of these tokens before penalties are applied. Each token occurs at most once."""
     seed: int | None = None
     num_logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities are returned in addition to the chosen token's. If None, no
@@ -60,7 +60,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that can be generated, including end-of-sequence tokens. If empty, all tokens are allowed."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that are never generated: the last token is forbidden after the tokens before it."""
+    """Token sequences that are never generated. The last token of a sequence is forbidden whenever the tokens before it
+    have just been generated.
+    """
     thinking: ThinkingBudget | None = None
     """None if thinking is not limited."""
 
@@ -84,7 +86,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     digest: str | None = None
     activation: int = 0
-    """Position of the first prompt token that the adapter modifies; the base alone computes the tokens before it."""
+    """Position of the first prompt token to which the adapter applies. The base alone computes the tokens before it."""
     vocab_size: int | None = None
     """Vocabulary size of the adapter, or None if it has the base's vocabulary."""
     share_key: str = ""
@@ -157,10 +159,10 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Load an adapter and keep it resident until a Pin with `is_pinned = False` or an Unload.
 
-    A pin outlives the gateway that requested it. An adapter that is evicted because its values were not finite is
-    loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats. A pin fails with
-    `pin_limit` if it exceeds the allowed share of pages or slots, or if it would leave too few pages for a request that
-    was already accepted.
+    A pin outlives the gateway that requested it. A pinned adapter that is evicted because it produced non-finite values
+    is loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats. A pin fails
+    with `pin_limit` if it exceeds the allowed share of pages or slots, or if it would leave too few pages for a request
+    that was already accepted.
     """
 
     call_id: str
@@ -209,8 +211,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    """The next prompt tokens' log-probabilities, if requested. All of them, from the second prompt token on, are sent
-    before the first new token.
+    """Log-probabilities of the next prompt tokens, if requested. Every prompt token except the first has an entry,
+    which is sent before the first new token.
     """
 
 
@@ -226,9 +228,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`. With `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
     `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable`, `replica_draining` or
-    `overloaded`.
-    `completion_tokens` counts committed tokens, including the end-of-sequence token. `prompt_tokens` is 0 if the
-    sequence was never part of a step.
+    `overloaded`. `completion_tokens` counts the new tokens to bill, including the end-of-sequence token.
+    `prompt_tokens` is 0 if the sequence was never part of a step.
     """
 
     sequence_id: str
@@ -237,7 +238,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     completion_tokens: int
     cached_tokens: int = 0
     stop_token_id: int | None = None
-    """The token that ended the sequence, if `reason` is `stop`. None if its grammar was complete without one."""
+    """The token that ended the sequence, if `reason` is `stop`. None if the sequence ended because its grammar was
+    complete.
+    """
     code: str | None = None
     message: str | None = None
 
@@ -255,8 +258,8 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class AdapterState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to Load, Unload or Pin. `state` is `resident`, `absent` or `failed`.
 
-    With `failed`, `code` is `adapter_unavailable` (it cannot be loaded), `superseded` (a later call requested the
-    opposite), `pin_limit` or `invalid_request`.
+    With `failed`, `code` is `adapter_unavailable` (the adapter cannot be loaded), `superseded` (a later call requested
+    the opposite), `pin_limit` or `invalid_request`.
     """
 
     call_id: str
@@ -298,7 +301,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     pages: int = 0
     """Sequences waiting for pages, because the last step found too few in the pool."""
     seat: int = 0
-    """Sequences waiting for their turn to run."""
+    """Sequences waiting for a free sequence slot, or for rows in a step."""
     grant: int = 0
     """Sequences waiting for an Extend that raises their token limit."""
 
@@ -334,7 +337,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_prefix_pages: int
     """KV pages in the prefix cache, in use or idle."""
     num_idle_prefix_pages: int = 0
-    """Pages in the prefix cache that no sequence uses, so that they can be evicted."""
+    """Pages in the prefix cache that no sequence uses. They can be evicted."""
     prompt_tokens: int
     """Prompt tokens computed, each counted once."""
     completion_tokens: int

@@ -62,7 +62,7 @@ class Sequence:
     """The token in `stop_token_ids` that ended the sequence."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
-    """The adapter's slot while the sequence is running; -1 for the base. Rows before `activation` do not use it."""
+    """The adapter's slot while the sequence is running, or -1 for the base. Rows before `activation` do not use it."""
     has_run: bool = False
     """True if the sequence has been in a step. A sequence that never ran is not billed."""
     num_computed: int = 0
@@ -158,7 +158,7 @@ class Sequence:
 
     @property
     def num_completion(self) -> int:
-        """Committed new tokens, which are billed."""
+        """Number of committed new tokens, which are billed."""
         return len(self.tokens) - self.num_prompt
 
     @property
@@ -182,17 +182,17 @@ class Sequence:
 
     @property
     def num_chosen(self) -> int:
-        """New tokens, committed or in flight."""
+        """Number of new tokens, committed or in flight."""
         return self.num_tokens - self.num_prompt
 
     @property
     def num_pending(self) -> int:
-        """Number of tokens whose K and V have not been computed yet. It is 1 in steady decode."""
+        """Number of tokens whose K and V have not been computed yet. It is 1 during steady-state decoding."""
         return self.num_tokens - self.num_computed
 
     @property
     def has_reached_limit(self) -> bool:
-        """True if the last token within the limit is in flight or committed, so that no further step can include the
+        """True if the last token within the limit is in flight or committed, so no further step can include the
         sequence.
         """
         return self.num_tokens >= self.num_reserved

@@ -13,7 +13,9 @@ from loramux.engine.pages.eviction import AFTER_ALL
 from loramux.engine.pages.prefix_cache import PrefixCache
 
 FIRST_CALL_POSITION = AFTER_ALL // 2
-"""First of the queue positions of adapters that only calls and lost pins need. All sequences have lower positions."""
+"""First queue position given to adapters that only calls or lost pins need. Adapters that sequences need have lower
+positions.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ class WaitingCall:
 
 @dataclass(frozen=True, slots=True)
 class PendingUnload:
-    """An unload that ends the adapter's remaining sequences at the time `due` on the engine's clock, or never if `due`
-    is infinite.
+    """An unload call that has not been answered yet. Sequences that still need the adapter are ended at the time `due`
+    on the engine's clock, or never if `due` is infinite.
     """
 
     owner: bytes
@@ -44,7 +46,7 @@ class PendingUnload:
 
 
 class AdapterCalls:
-    """Answers calls, and keeps track of waiting calls and granted pins.
+    """Answers load, unload and pin calls, and keeps track of waiting calls and granted pins.
 
     An adapter with a pending unload drains: its sequences run until they end or until the unload's deadline, new
     sequences are refused, and later loads and pins wait until the adapter is unloaded. Every unload therefore completes
@@ -112,7 +114,7 @@ class AdapterCalls:
         self._unloads.setdefault(unload.digest, []).append(PendingUnload(owner, unload, due))
 
     def drop(self, owner: bytes) -> None:
-        """Drop the waiting calls of a gateway that is gone. The gateway's granted pins stay."""
+        """Drop the unanswered calls of a gateway that has disconnected, but keep its granted pins."""
         self._waiting = [one for one in self._waiting if one.owner != owner]
         for digest, pending in list(self._unloads.items()):
             kept = [one for one in pending if one.owner != owner]
@@ -129,7 +131,7 @@ class AdapterCalls:
         return [digest for digest, pending in self._unloads.items() if any(one.due <= now for one in pending)]
 
     def add_wanted(self, wanted: dict[str, int]) -> None:
-        """Add adapters that lost pins and waiting calls need to `wanted`, at positions after all sequences."""
+        """Add to `wanted` the adapters of lost pins and of waiting calls, at positions after all sequences."""
         digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
         for place, digest in enumerate(digests):
             if not self.is_draining(digest):
@@ -144,7 +146,9 @@ class AdapterCalls:
         self._adapters.evict_when_idle(digest)
 
     def settle(self, settled: list[AdapterLoad]) -> None:
-        """Answer all calls that can be answered now. `settled` lists adapters that just became resident or failed."""
+        """Answer all calls that can be answered now, and restore lost pins. `settled` lists adapters that just became
+        resident or failed.
+        """
         for adapter in settled:
             self._settle(adapter)
         for digest in list(self._unloads):
@@ -159,7 +163,8 @@ class AdapterCalls:
         self._waiting = [one for one in self._waiting if not self._is_done(one)]
 
     def _settle(self, adapter: AdapterLoad) -> None:
-        """Answer the calls waiting for an adapter that has just become resident or failed.
+        """Answer Load calls for an adapter that has just become resident, or all calls for an adapter that failed to
+        load.
 
         A Load succeeds even if the adapter has been evicted in the meantime.
         """
@@ -191,7 +196,9 @@ class AdapterCalls:
         if not is_usable(adapter):
             return False
         if is_new and not self._try_pin(adapter):
-            self._fail(owner, call, "pin_limit", "a request that was already accepted needs this adapter's pages")
+            self._fail(
+                owner, call, "pin_limit", "this pin would leave too few pages for a request that was already accepted"
+            )
             return True
         self._answer(owner, call, "resident", adapter)
         return True

@@ -86,7 +86,7 @@ class AdapterPool:
         return iter(self._loads.values())
 
     def idle_s(self, load: AdapterLoad) -> float:
-        """Seconds since a resident adapter was last used."""
+        """Seconds since a resident adapter was last used, or 0 while a sequence uses it."""
         return 0.0 if load.num_users > load.is_pinned else self._clock() - load.used_s
 
     def prefetch(self, digest: str) -> AdapterLoad:
@@ -122,14 +122,18 @@ class AdapterPool:
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
-        """True if this adapter has the fewest users, no slot is free, and a sequence before `position` needs a slot."""
+        """True if this adapter has the fewest users of all unpinned adapters, no slot is free, and a sequence before
+        `position` needs a slot.
+        """
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
         return load is min(resident, key=lambda one: one.num_users, default=None)
 
     def can_spare(self, num_pages: int, position: int) -> bool:
-        """True if a sequence at `position` can get `num_pages` and leave enough for a staged adapter ahead of it."""
+        """True if a sequence at `position` can get `num_pages` pages and still leave enough for a staged adapter ahead
+        of it.
+        """
         return self.reclaimer.can_make_room(num_pages + self.num_pages_wanted(position), position)
 
     def num_pages_lost_by_using(self, load: AdapterLoad | None, position: int) -> int:
@@ -142,8 +146,8 @@ class AdapterPool:
         """Advance all loads and return the adapters that became resident or failed.
 
         Staged adapters get room in queue order. A staged adapter never evicts an adapter that an earlier sequence is
-        waiting for, so the first sequence in the queue always makes progress. A failed load is removed, so that the
-        next request tries again. Staged adapters that no sequence near the front of the queue needs are removed too.
+        waiting for, so the first sequence in the queue always makes progress. A failed load is removed, so the next
+        request tries again. Staged adapters that no sequence near the front of the queue needs are removed too.
         """
         self._demand = demand
         settled: list[AdapterLoad] = []
@@ -180,7 +184,7 @@ class AdapterPool:
             del self._loads[digest]
             return True
         if load.phase is AdapterPhase.STAGED:
-            # The load has only host memory so far.
+            # So far, the load holds only host memory.
             self._staged.remove(load)
             load.release()
             del self._loads[digest]
@@ -215,12 +219,14 @@ class AdapterPool:
         return sum(load.num_pages for load, _ in self._idle_and_wanted(before=position))
 
     def last_after(self, position: int) -> Evictable | None:
-        """Return the idle adapter that will be needed last, or None if none is first needed after `position`."""
+        """The idle adapter whose first waiting sequence is last in the queue, or None if no such sequence is after
+        `position`.
+        """
         last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
         return last[0] if last is not None and last[1] > position else None
 
     def forget(self, load: AdapterLoad) -> None:
-        """Evict an adapter that has already been removed from the policy."""
+        """Evict an adapter that has already been removed from the eviction policy."""
         assert load.num_users == 0
         assert load.phase is AdapterPhase.RESIDENT
         del self._loads[load.digest]
@@ -229,7 +235,9 @@ class AdapterPool:
         self.num_evictions += 1
 
     def _take(self, load: AdapterLoad, staged: StagedAdapter) -> str | None:
-        """Queue a staged adapter until there is room for it. Returns an error message if there can never be room."""
+        """Queue a staged adapter for a slot and pages. Returns an error message if the adapter needs more pages than
+        are unpinned.
+        """
         load.staged = staged
         load.num_pages = staged.packed.num_pages
         load.vocab_size = staged.packed.layout.rows.vocab_size
@@ -282,8 +290,8 @@ class AdapterPool:
         return has_slot and self.reclaimer.make_room(num_pages, position)
 
     def _idle_and_wanted(self, before: int = AFTER_ALL) -> Iterator[tuple[AdapterLoad, int]]:
-        """The idle adapters that sequences before `before` are waiting for, with these sequences' positions in
-        ascending order.
+        """The idle adapters that sequences before `before` are waiting for, each with the position of the first such
+        sequence, in ascending order.
         """
         for digest, position in self._demand.queue_positions.items():
             if position >= before:
@@ -328,8 +336,8 @@ class AdapterPool:
         self.release(digest)
 
     def num_pages_beside(self, digest: str | None, num_pages: int) -> int:
-        """Number of pages unavailable to a sequence: the pages of pinned adapters, plus `num_pages` of its own adapter
-        unless it is pinned.
+        """Number of pages unavailable to a sequence: the pages of pinned adapters, plus the `num_pages` pages of its
+        own adapter unless that adapter is pinned.
         """
         load = None if digest is None else self._loads.get(digest)
         if load is not None and load.is_pinned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 MAX_STRIKES = 3
-"""An adapter is refused after this many steps with non-finite rows within MEMORY_S."""
+"""Number of steps with non-finite rows, within MEMORY_S, after which an adapter is refused."""
 
 MEMORY_S = 3600.0
 """Lifetime of a strike, in seconds. Rare strikes, such as one per day, never quarantine an adapter."""
@@ -14,7 +14,7 @@ MEMORY_S = 3600.0
 class AdapterStrikes:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # Oldest first. Adapters whose strikes have all expired are removed at the next strike.
+        # Oldest first. Adapters whose strikes have all expired are removed at the next strike against any adapter.
         self._times: dict[str, list[float]] = {}
 
     def strike(self, digest: str) -> None:

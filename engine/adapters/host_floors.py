@@ -1,4 +1,4 @@
-"""Guarantees each share's adapters an amount of host memory: the share's floor, which its requests specify."""
+"""Guarantees the adapters of each share an amount of host memory: the floor that the share's requests specify."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class Copier(Protocol):
 
 
 class PageCopier:
-    """Copies adapters, usually in parallel with steps. A copy waits for all steps that were submitted before its
-    request.
+    """Copies adapters, usually in parallel with steps. A copy waits for all steps that were submitted before it was
+    requested.
 
     `pages` is the pool, one page per row. `wake` is called after each copy, usually from the copying thread, so that an
     idle engine polls.
@@ -47,7 +47,8 @@ class PageCopier:
         self._accelerator = accelerator
         self._wake = wake
         self._figures = figures
-        # A dedicated thread, because an adapter being copied holds pages and a slot and must not wait for a slow store.
+        # Copies have their own thread, because an adapter being copied holds pages and a slot, and must not wait behind
+        # a load from a slow store.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-copier")
         self._copied: queue.SimpleQueue[tuple[AdapterLoad, str | None]] = queue.SimpleQueue()
         self._quick_bytes_left = QUICK_COPY_BYTES

@@ -1,4 +1,4 @@
-"""The adapter tables: allocated once at fixed addresses, and written slot by slot between steps."""
+"""The adapter tables. They are allocated once, at fixed addresses, and written one slot at a time between steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class TableWriter(Protocol):
 
 
 class SlotTables:
-    """Tables for `num_slots` adapters. Each slot has room for the highest rank on every module.
+    """Tables for `num_slots` adapters. Each slot has room for an adapter of the highest rank on every module.
 
     `outer_factors` are the factors that the base applies to the outputs of the outer modules. `device` contains the
     tables that kernels read. On a GPU, each slot is staged in host memory and copied in step order. A slot's staging
-    memory can be overwritten without waiting for its last copy: before each write to a slot, an adapter's pages are
-    filled, which waits for everything submitted before it (see `PageCopier`).
+    memory can be overwritten without waiting for the last copy of the slot. Before each write, the new adapter is
+    copied into its pages, and that copy waits for everything submitted before it (see `PageCopier`).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SlotTables:
             self._has_outer[slot] |= self._num_rows[slot] > 0
         self._vocab_sizes[slot] = self._base_vocab_size
         if layout.rows.vocab_size is not None:
-            # Even an adapter without trained rows can have fewer tokens than the base.
+            # Even an adapter without trained rows can have a smaller vocabulary than the base.
             self._vocab_sizes[slot] = layout.rows.vocab_size
             self._has_outer[slot] = True
         self._max_ranks[slot] = layout.max_rank
@@ -110,7 +110,7 @@ class SlotTables:
         return int(self._num_rows[slots[slots >= 0], module].max(initial=0))
 
     def vocab_sizes(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-        """Vocabulary sizes of the adapters in `slots`, int32, where -1 is the base. None if all equal the base's."""
+        """Vocabulary sizes of the adapters in `slots`, int32, where -1 is the base. None if all are the base's size."""
         sizes = np.where(slots >= 0, self._vocab_sizes[slots], np.int32(self._base_vocab_size))
         return sizes if (sizes != self._base_vocab_size).any() else None
 

@@ -18,21 +18,21 @@ class Stager(Protocol):
     """Tier statistics of this process."""
 
     def request(self, digest: str) -> None:
-        """Start loading an adapter into host memory. `poll` returns the result. A digest can have only one request at a
-        time.
+        """Start loading an adapter into host memory. `poll` returns the result. Each digest may have at most one
+        pending request.
         """
 
     def cancel(self, digest: str) -> None:
         """Cancel a request. `poll` does not return its result."""
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
-        """Adapters that were staged or failed since the last call. The caller must release each staged adapter."""
+        """The loads that finished or failed since the last call. The caller must release each `StagedAdapter`."""
 
     def fileno(self) -> int:
         """File descriptor for an idle engine to poll, or -1. When it is readable, call `attend`."""
 
     def attend(self) -> None:
-        """Receive pending messages, and run the callbacks passed to `look` that are due. Called between steps."""
+        """Receive pending messages, and run the callbacks of `look` calls that are complete. Called between steps."""
 
     def look(self, then: Callable[[], None]) -> None:
         """Refresh `contents`. `attend` calls `then` once the refresh has finished or failed."""
@@ -41,14 +41,14 @@ class Stager(Protocol):
         """The current contents of the tiers."""
 
     def counts(self) -> LoadCounts:
-        """Adapter loads since the engine started, summed over all processes."""
+        """Adapter loads since the engine started, summed over this process and all its staging processes."""
 
     def close(self) -> None:
         """Cancel all requests."""
 
 
 class MemoryStager:
-    """Stages `adapters` from this process's memory, by digest. Tests and benchmarks use it.
+    """Stages adapters from this process's memory, for tests and benchmarks. `adapters` is keyed by digest.
 
     Adapters requested while `is_holding` is set are staged after `let_go`.
     """

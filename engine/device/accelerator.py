@@ -44,11 +44,11 @@ class Accelerator(Protocol):
         ...
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Pin existing host memory, uint8 `[num_bytes]`, which must live as long as this process."""
+        """Pin existing host memory, uint8 `[num_bytes]`, which must stay allocated until this process exits."""
         ...
 
     def fence(self) -> Fence:
-        """Mark all steps and copies submitted so far on this thread."""
+        """Return a fence that marks the end of all steps and copies submitted so far on this thread."""
         ...
 
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
@@ -105,8 +105,9 @@ class HostAccelerator:
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         after.wait()
         # Copy without torch, which would start OpenMP threads for the copying thread. With more threads than cores, GNU
-        # OpenMP lets the steps' threads sleep between kernels, and waking them takes 0.1 ms per kernel. Copy all rows
-        # in one call, so that this thread takes the interpreter lock from the steps' thread only once.
+        # OpenMP lets the threads that compute steps sleep between kernels, and waking them takes 0.1 ms per kernel.
+        # Copy all rows in one call, so that this thread takes the interpreter lock from the thread that submits steps
+        # only once.
         if len(rows) != source.shape[0]:
             raise ValueError(f"{source.shape[0]} rows cannot be copied to {len(rows)}")
         target.numpy()[list(rows)] = source.numpy()

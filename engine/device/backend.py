@@ -47,13 +47,16 @@ class DenseLinear:
 
 
 class MakeQuantizedLinear(Protocol):
-    """Makes a linear that keeps the codes of its weight, or returns None if the device cannot multiply by them."""
+    """Makes a linear that keeps its weight quantised, or returns None if the device cannot multiply by the weight's
+    codes.
+    """
 
     def __call__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear | None: ...
 
 
 class MakeExperts(Protocol):
-    """Lays out one linear layer of all experts. Takes the experts' weights `[out_features, in_features]` in order.
+    """Lays out the weights of one linear layer for all experts. Takes the experts' weights `[out_features,
+    in_features]` in order.
 
     `bias` is `[num_experts, out_features]` or None.
     """
@@ -74,7 +77,9 @@ def stack_experts(num_experts: int, weights: Iterator[torch.Tensor], bias: torch
 
 
 class MakeQuantizedExperts(Protocol):
-    """Like `MakeExperts` for quantised weights. Returns None if the device cannot multiply by all weights' codes."""
+    """Like `MakeExperts` for quantised weights. Returns None if the device cannot multiply by the codes of every
+    weight.
+    """
 
     def __call__(
         self, num_experts: int, weights: Iterator[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None
@@ -133,7 +138,7 @@ class Backend:
 def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> Backend:
     """The backend for `cpu` or `cuda`. Raises DeviceNotUsable if the device cannot be used.
 
-    On a CPU, the inputs of linears that keep their codes are rounded to `activation_bits`, 16 or 8.
+    On a CPU, the inputs of linears that keep their weights quantised are rounded to `activation_bits`, 16 or 8.
 
     `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later. Other GPUs ignore it.
     """

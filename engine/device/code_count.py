@@ -1,4 +1,4 @@
-"""Counts the linears of a base that keep the codes of their weights."""
+"""Counts the linears of a base that keep their weights quantised."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from loramux.engine.device.backend import Backend
 
 
 class CodeCount:
-    """Counts linears whose weights a backend keeps as codes. A linear of a layer's experts counts once in total."""
+    """Counts linears whose weights a backend keeps quantised. One linear of all experts of a layer counts once."""
 
     def __init__(self) -> None:
         self.num_kept = 0
 
     def counted(self, backend: Backend) -> Backend:
-        """A copy of `backend` that counts its linears when they are made."""
+        """A copy of `backend` whose quantised linears are counted as they are made."""
         return replace(
             backend,
             make_quantized_linear=self._counted(backend.make_quantized_linear),

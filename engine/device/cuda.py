@@ -15,7 +15,9 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""Bytes that an upload queues before it waits for their copies. A step's metadata has to wait for queued bytes."""
+"""Number of bytes that an upload queues before it waits until they are copied. A step's metadata has to wait for queued
+bytes.
+"""
 
 
 class CudaFence:

@@ -1,4 +1,4 @@
-"""Distinguishes device failures from bugs, and describes them in one line instead of a traceback through torch."""
+"""Distinguishes device failures from bugs, and describes each failure in one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def device_fault(error: BaseException) -> str | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error's message, or its type if the message is empty.
+    """The first line of an error's message, or the name of its type if the message is empty.
 
     The other lines of a CUDA error are debugging advice. Triton's compile errors begin with an excerpt of the kernel's
     source, so their `error_message` is used instead.

@@ -28,8 +28,8 @@ EDITED_AT_ONCE = 16
 class DownloadedLogprobs:
     """Requested log-probabilities on their way to the host.
 
-    `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64 `[num_rows,
-    max(counts)]` belong to the most likely tokens. Row `i` uses only the first `counts[i]`.
+    `rows` are indices of the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64
+    `[num_rows, max(counts)]` describe the most likely tokens. Only the first `counts[i]` of row `i` were requested.
     """
 
     rows: list[int]
@@ -88,8 +88,8 @@ class DeviceSampler:
     def resolve(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace negative entries with the tokens that the previous step chose. See `Batch.tokens`.
 
-        A row without a token, because its logits were not finite, gets token 0. The host will end that row's sequence
-        and discard its result from this step.
+        If the previous step chose no token for a row, because its logits were not finite, the row gets token 0. The
+        host will end that row's sequence and discard its result from this step.
         """
         chosen = self._chosen[(-1 - tokens).clamp(min=0)]
         return torch.where(tokens < 0, chosen, tokens).clamp(min=0)
@@ -151,7 +151,7 @@ class DeviceSampler:
         inputs: SamplingInputs,
         chosen: torch.Tensor,
     ) -> None:
-        """Choose again for these rows, which must all have penalties or all have none."""
+        """Choose again for these rows. Either all of them or none must have penalties."""
         stage = self._accelerator.stage
         places = stage(torch.tensor(rows))
         model = logits[places].float()

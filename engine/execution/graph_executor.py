@@ -1,4 +1,4 @@
-"""The executor for GPUs: runs padded batches as captured graphs, ahead of the host."""
+"""The executor for GPUs: pads batches, and replays captured graphs without waiting for results."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class GraphExecutor:
         self._graph_bytes = 0
         # Shapes whose capture failed. The capture is not retried.
         self._uncapturable: set[StepShape] = set()
-        # Captured steps write the normed sample rows here.
+        # Each step writes the hidden states of its sample rows here, after the final norm.
         largest = step_shape(max_sequences, max_sequences, max_q=2, max_rank=0)
         self._hidden = decoder.new_hidden(largest.num_sequences)
 
@@ -171,7 +171,7 @@ class GraphExecutor:
         return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups
 
     def _head(self, layout: StepLayout, outer: OuterSlots) -> HeadAdapters | None:
-        """Inputs for the head's adapters. The logits are not captured, so the grid can depend on the batch."""
+        """Inputs for the head's adapters. The head is not captured, so its grid can depend on the batch."""
         num_segments = len(group_rows(outer.head, SEGMENT_ROWS)[2])
         if not num_segments:
             return None
@@ -197,7 +197,7 @@ class GraphExecutor:
         # Kernels are compiled separately for batches with fewer rows than segments and for all other batches.
         for num_rows in {1, min(shape.num_sequences, self._max_sequences)}:
             for num_segments in HEAD_SEGMENTS:
-                # Any number of trained rows launches the same program.
+                # The same program serves any number of trained rows.
                 self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments, max_rows=1))
             # Logits with columns for added tokens are sampled by separate programs.
             base_size = self._decoder.config.vocab_size
@@ -226,7 +226,7 @@ class GraphExecutor:
         return score_prompts(batch.scores, logits_of, self._accelerator)
 
     def _scored_head(self, slots: npt.NDArray[np.int32], max_rank: int) -> HeadAdapters | None:
-        """Inputs for the head's adapters of up to SCORED_AT_ONCE scored rows. `slots` is as in `OuterSlots.head`."""
+        """Inputs for the head's adapters, for up to SCORED_AT_ONCE scored rows. `slots` is as in `OuterSlots.head`."""
         rows, starts, segment_slots = group_rows(slots, SEGMENT_ROWS)
         if not len(segment_slots):
             return None
@@ -271,7 +271,7 @@ class GraphExecutor:
         return replay
 
     def _free_bytes(self) -> int:
-        """Free device memory, in bytes. Each capture takes memory for the graph's nodes and activations."""
+        """Amount of free device memory in bytes, or 0 if the device uses the host's memory."""
         memory = self._accelerator.memory()
         return 0 if memory is None else memory.free
 

@@ -48,7 +48,7 @@ class ScoredPrompts:
 
 @torch.inference_mode()
 def score_prompts(scores: tuple[ScoredRows, ...], logits_of: LogitsOf, accelerator: Accelerator) -> ScoredPrompts:
-    """Score a step's prompt rows, a few at a time. Log-probabilities are the model's, in float32."""
+    """Score a step's prompt rows, SCORED_AT_ONCE at a time. Log-probabilities are the model's, in float32."""
     scored = ScoredPrompts(scores, [], [], [], [])
     token_ids = torch.tensor([token_id for one in scores for token_id in one.token_ids], dtype=torch.int64)
     count = max(one.count for one in scores)

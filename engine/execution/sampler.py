@@ -22,7 +22,9 @@ are not enough.
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20
-"""Temperatures are clamped to these bounds, because float32 arithmetic would overflow or underflow beyond them."""
+"""Positive temperatures are clamped to these bounds, because float32 arithmetic would overflow or underflow beyond
+them.
+"""
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIASES = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
@@ -129,7 +131,7 @@ def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
     """Draw from the softmax of `logits / temperature`, restricted by top_k, top_p and min_p."""
     params = [one.params for one in samples]
     temperature = torch.tensor([used_temperature(one.temperature) for one in params], dtype=torch.float32)[:, None]
-    # Subtracting the maximum first keeps a tiny temperature from overflowing.
+    # Subtracting the maximum first keeps division by a tiny temperature from overflowing.
     shifted = logits - logits.amax(dim=1, keepdim=True)
     uniform = torch.from_numpy(uniforms_of(samples))[:, None]
     is_cut = torch.tensor([one.top_p < 1 or one.top_k > 0 or one.min_p > 0 for one in params])

@@ -48,7 +48,7 @@ class SimulatedExecutor:
     modulo a prime, where the salt depends on the row's adapter. The next token is the sum of the states that windowed
     layers see (the last state if no layer has a window) plus the salt, modulo the size of the adapter's vocabulary. A
     wrong page, a wrongly shared page, a stale position or a wrong adapter changes the output. In a hybrid decoder, each
-    sequence also keeps the state of its last position in its own pages.
+    sequence also keeps the state of its last position in its state pages.
     """
 
     def __init__(
@@ -168,9 +168,9 @@ class SimulatedExecutor:
                 state_places = [page * self._page_places for page in blocks[first : first + self._num_state_pages]]
                 if position:
                     last = self._state_at(blocks, block_start, position - 1)
-                    assert {stored[place] for place in state_places} == {last}, "not the last position's state"
+                    assert {stored[place] for place in state_places} == {last}, "a stale state page"
             for row in range(begin, end):
-                assert tokens[row] < sizes[slots[row]], "a token that the row's adapter lacks"
+                assert tokens[row] < sizes[slots[row]], "the row's adapter lacks this token"
                 before = 0
                 if position:
                     # `_state_at`, inlined, because a simulated step spends most of its time here.
@@ -213,7 +213,9 @@ def _salt(digest: str | None) -> int:
 def simulated_adapters(
     num_pages: Mapping[str, int], vocab_sizes: Mapping[str, int] | None = None
 ) -> dict[str, PackedAdapter]:
-    """Empty adapters by digest, with these numbers of pages and, if different from the base's, vocabulary sizes."""
+    """Empty adapters by digest, with `num_pages` pages each. `vocab_sizes` lists the vocabulary sizes that differ from
+    the base's.
+    """
     ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
     offsets, sizes = np.zeros((0, 0, 3), np.int32), vocab_sizes or {}
     layouts = {

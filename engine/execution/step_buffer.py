@@ -66,9 +66,9 @@ class StepLayout:
 class StepBuffer:
     """Device memory for one step's metadata, and the host memory from which it is copied.
 
-    A shape's views never move, so that a captured step finds each batch at the same address. Views have exactly the
-    shape's size. A larger batch cannot be stored, so a captured step never reads more rows, sequences or segments than
-    it was captured for.
+    A shape's views never move, so a captured step finds each batch at the same address. Views have exactly the shape's
+    size. A larger batch cannot be stored, so a captured step never reads more rows, sequences or segments than it was
+    captured for.
     """
 
     def __init__(

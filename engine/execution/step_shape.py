@@ -30,9 +30,9 @@ class StepShape:
     """The properties that are fixed when a step is captured.
 
     `num_tokens` and `num_sequences` include padding. `is_decode` means one row per sequence. `max_rank` bounds the
-    adapters' ranks; 0 means no adapters. Adapters modify the embedding or the head only with `has_outer`, and in each
-    layer only modules in `groups`, which is ALL_GROUPS without adapters. Segments have up to `segment_rows` rows: 1 in
-    decodes with few rows per adapter.
+    adapters' ranks; 0 means no adapters. Without `has_outer`, no adapter modifies the embedding or the head. In each
+    layer, adapters modify only modules in `groups`, which is ALL_GROUPS if there are no adapters. Segments have up to
+    `segment_rows` rows, which is 1 in decodes with few rows per adapter.
     """
 
     num_tokens: int
@@ -89,7 +89,7 @@ def _mixed_shape(
 
 
 def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]:
-    """All shapes within these limits that have their own kernels, without `has_outer`, largest first.
+    """All shapes within these limits that have their own kernels, except those with `has_outer`, largest first.
 
     Shapes with fewer groups are left out, because they launch a subset of the kernels of the shape with all groups.
     """

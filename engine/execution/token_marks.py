@@ -13,7 +13,7 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.logit_penalties import LogitPenalties
 
 FIRST_SLOTS = 4
-"""Number of sequences in the first allocation. The memory doubles as needed."""
+"""Number of slots in the first allocation. The number doubles as needed."""
 
 
 @dataclass(slots=True)
@@ -31,10 +31,10 @@ class DeviceTokenMarks:
     such a step first occurs.
 
     The host builds the marks of a sequence that has none. Each step then marks the tokens that it chooses, which may
-    not have reached the host when it submits the next step. Marks are kept as long as every step includes the sequence.
-    When a sequence returns after missing a step, all its tokens have been committed, so the host can build its marks
-    again. The number of slots in use therefore never exceeds a step's number of samples. A step without penalties frees
-    the memory of all marks.
+    not have reached the host when it submits the next step. A sequence's marks are kept as long as every step includes
+    the sequence. When a sequence returns after missing a step, all its tokens have been committed, so the host can
+    build its marks again. The number of slots in use therefore never exceeds a step's number of samples. A step without
+    penalties frees the memory of all marks.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

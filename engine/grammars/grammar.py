@@ -61,7 +61,7 @@ class Grammar:
         allowed = np.zeros(-(-self._vocab_size // 32) * 4, np.uint8)
         num_bytes = min(len(found), -(-self._vocab_size // 8))
         allowed[:num_bytes] = found[:num_bytes]
-        # An adapter can have fewer tokens than the base.
+        # An adapter can have a smaller vocabulary than the base.
         if self._vocab_size % 8:
             allowed[self._vocab_size // 8] &= (1 << self._vocab_size % 8) - 1
         if self._matcher.is_error():

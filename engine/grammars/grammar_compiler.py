@@ -42,8 +42,9 @@ class GrammarCompiler:
     """Compiles grammars, caches them, and gives a copy to every sequence that requests one.
 
     Only sequences with the same isolation key share a compiled grammar, so a fast answer does not reveal which grammars
-    another tenant has compiled. Keys take turns on the thread, so a tenant need not wait for all grammars of a tenant
-    that has many. Call all methods on the engine's thread. The compiling thread calls `wake` when `poll` has results.
+    another tenant has compiled. Isolation keys take turns on the thread, so a tenant need not wait until all grammars
+    of another tenant are compiled. Call all methods on the engine's thread. The compiling thread calls `wake` when
+    `poll` has results.
     """
 
     def __init__(self, load_vocabulary: Callable[[], LLTokenizer], vocab_size: int, wake: Callable[[], None]) -> None:
@@ -66,7 +67,7 @@ class GrammarCompiler:
         self._mask_s = 0.0
 
     def request(self, isolation_key: bytes, grammar: str, vocab_size: int | None = None) -> Grammar:
-        """Return a new sequence's grammar. It is ready now if it was compiled before, otherwise after a later `poll`.
+        """Return a grammar for a new sequence. It is ready immediately if it is cached, otherwise after a later `poll`.
 
         `vocab_size` is the size of the adapter's vocabulary, or None for the base's vocabulary.
         """
@@ -94,7 +95,7 @@ class GrammarCompiler:
             self._thread = self._start()
 
     def poll(self) -> set[Grammar]:
-        """Update the grammars that have compiled or failed since the last call, and return them."""
+        """Update the grammars that have been compiled or have failed since the last call, and return them."""
         if not self._waiting:
             return set()
         with self._lock:
@@ -142,8 +143,8 @@ class GrammarCompiler:
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Stop compiling, and wait for the running compilation. Returns False if it takes longer than `timeout_s`.
 
-        In that case, the process must exit without finalizing Python: the compiler would return to an interpreter that
-        no longer exists.
+        In that case, the process must exit without finalizing Python, because the compiler would otherwise return to an
+        interpreter that no longer exists.
         """
         with self._lock:
             self._is_closed = True

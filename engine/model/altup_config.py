@@ -16,7 +16,8 @@ PROJECTIONS, UNEMBED_PROJECTIONS = "model.altup_projections", "model.altup_unemb
 
 @dataclass(frozen=True, slots=True)
 class AltUpConfig:
-    """The settings of `AltUp`: a token has `num_streams` residuals, and each layer computes the one at index `active`.
+    """The settings of `AltUp`. A token has `num_streams` residuals, called streams, and each layer computes the stream
+    at index `active`.
 
     The learned residual of each layer has rank `laurel_rank`. `sparsities` contains, for each layer, the approximate
     share of the gate's features that become 0. With `scales_output`, a tensor scales the input of `LayerInput`.
@@ -51,7 +52,9 @@ def parse_altup(raw: Mapping[str, Any], architecture: str, num_layers: int) -> A
     """Read the settings from `config.json`. Raises ModelNotSupported."""
     num_streams, active = positive(raw, "altup_num_inputs"), not_negative(raw, "altup_active_idx")
     if num_streams > MAX_STREAMS or active >= num_streams:
-        raise ModelNotSupported(f"altup_active_idx {active} of {num_streams} streams in config.json is not supported")
+        raise ModelNotSupported(
+            f"altup_num_inputs {num_streams} with altup_active_idx {active} in config.json is not supported"
+        )
     if active != 0:
         refuse_field("altup_active_idx", active, architecture)
     sparsities = raw["activation_sparsity_pattern"]

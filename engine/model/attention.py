@@ -19,7 +19,7 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionStep:
-    """Inputs of a step's attention in all layers.
+    """Inputs of attention that all layers share in one step.
 
     `angles` are the cosines and sines of each row for each of the decoder's rotary embeddings. `query_scale` multiplies
     q, or is None. `batches` has an entry for each of `CacheLayout.groups`. `outputs` maps each `head_dim` to a zeroed
@@ -59,7 +59,7 @@ class Attention:
     clip: float | None
 
     def __call__(self, qkv: torch.Tensor, kernels: Kernels, step: AttentionStep) -> torch.Tensor:
-        """The input of the output projection; `qkv` `[num_tokens, ...]` is the output of the fused projections."""
+        """The input of the output projection. `qkv` `[num_tokens, ...]` is the output of the fused projections."""
         spec, num_tokens = self.spec, qkv.shape[0]
         head_dim, kv_out = spec.head_dim, spec.num_kv_heads * spec.head_dim
         q_out = spec.num_heads * head_dim

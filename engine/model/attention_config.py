@@ -36,7 +36,8 @@ class AttentionConfig:
     interleaved_rotary: bool
     """True if neighbouring channels are rotated together."""
     qk_norm: str | None
-    """The scope of the norms of q and k: each head or the whole projection. None if they have no norms with weights."""
+    """The scope of the norms of q and k: each head or the whole projection. None if q and k have no norms with weights.
+    """
     has_l2_norms: bool
     """True if q and k of rotated layers are normed without weights."""
     has_value_norm: bool
@@ -44,7 +45,7 @@ class AttentionConfig:
     query_scaling: QueryScaling | None
     """How q is scaled in layers without rotation, or None if it is not."""
     fused_qkv: bool
-    """True if q, k and v are one linear. Adapters see the same linear."""
+    """True if the model projects q, k and v with one linear. Adapters target this linear."""
     qkv_bias: bool
     o_bias: bool
     o_name: str

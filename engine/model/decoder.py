@@ -247,7 +247,7 @@ class Decoder:
 
         streams = None if self._altup is None else self._altup.expand(residual)
 
-        # The output of the last block, if it still has to be added to the residual.
+        # The output of the previous block, if it still has to be added to the residual.
         x: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             adapters = LayerAdapters(kernels, tables, inputs.slots, inputs.segments, adapted, index)
@@ -314,7 +314,8 @@ class Decoder:
         """Logits of rows of `hidden`, `[num_rows, num_columns]`, in the dtype of the activations.
 
         `adapters` is None if no row's adapter modifies the head. There is a column for each token of the base and, if
-        an adapter has further tokens, MAX_EXTRA_TOKENS more. Tokens that a row's adapter does not have get FORBIDDEN.
+        an adapter has further tokens, MAX_EXTRA_TOKENS more. The logits of tokens that a row's adapter lacks are
+        FORBIDDEN.
         """
         logits = self._head(hidden)
         vocabularies = None if adapters is None else adapters.vocabularies
@@ -355,7 +356,7 @@ def _sparsity(config: ModelConfig, layer: int) -> float | None:
 
 
 def _kind(layer: DecoderLayer) -> tuple[object, ...]:
-    """Layers of the same kind launch the same kernels."""
+    """A key that is equal for layers that launch the same kernels."""
     attention = None if layer.attention is None else (layer.attention.spec, layer.attention.stores_kv)
     return attention, layer.feed_forward is None, layer.mixture is None
 

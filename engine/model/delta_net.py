@@ -12,7 +12,9 @@ from loramux.kernels.tables import AttentionBatch
 
 
 class DeltaNet:
-    """`layer` is an index among the layers with a gated delta rule. Each sequence's state is in pages of the pool."""
+    """The gated delta rule of one layer. `layer` is its index among the layers with a gated delta rule. Each sequence's
+    state is stored in pages of the pool.
+    """
 
     def __init__(self, config: DeltaConfig, eps: float, place: Placement, prefix: str, layer: int) -> None:
         self._spec = config.spec
@@ -30,7 +32,7 @@ class DeltaNet:
         self._norm_weight = tensor("norm.weight")
 
     def __call__(self, projected: torch.Tensor, kernels: Kernels, batch: AttentionBatch) -> torch.Tensor:
-        """The input of the output projection; `projected` is the output of the fused input projections."""
+        """The input of the output projection. `projected` is the output of the fused input projections."""
         spec = self._spec
         qkv, z, gates = torch.split(projected, [spec.channels, spec.matrix_rows, 2 * spec.num_v_heads], dim=1)
         mixed = kernels.convolve(qkv, self._weight, self._layer, batch, spec)

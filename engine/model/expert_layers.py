@@ -1,4 +1,4 @@
-"""Which layers of a decoder have experts; other layers have one feed-forward block."""
+"""Determines which layers of a decoder have experts. The other layers have one feed-forward block."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def listed_or_after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """The sparse layers of `mlp_layer_types`; without this field, `after_dense`."""
+    """The sparse layers of `mlp_layer_types`, or `after_dense` if the field is missing."""
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
         return after_dense(raw, num_layers)
@@ -53,7 +53,7 @@ def listed_or_after_dense(raw: Mapping[str, Any], num_layers: int) -> list[bool]
 
 
 def listed_or_every_step(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """The layers in `moe_layers`; without this field, every `interleave_moe_layer_step`-th layer."""
+    """The layers in `moe_layers`, or every `interleave_moe_layer_step`-th layer if the field is missing."""
     listed = raw.get("moe_layers")
     if listed is None:
         step = positive(raw, "interleave_moe_layer_step")

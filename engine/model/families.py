@@ -1,4 +1,4 @@
-"""Traits of each supported architecture that are not in its `config.json`."""
+"""Traits of the architectures without experts that are not in their `config.json`."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Family:
     """Name of the projection of attention's output."""
     feed_forward: FeedForward = GATED
     dense_size_field: str = "intermediate_size"
-    """The field with the inner size of a feed-forward without experts."""
+    """The field with the inner size of a feed-forward block without experts."""
     parallel_blocks: bool = False
     """True if attention and feed-forward read the same normed residual."""
     interleaved_rotary: bool = False
@@ -107,4 +107,4 @@ class Family:
     """True if a tensor scales each layer's output."""
     has_head_bias: bool = False
     draft_tensors: tuple[str, ...] = ()
-    """Name prefixes of the tensors that only serve to predict further tokens. The decoder does not read them."""
+    """Name prefixes of tensors that serve only multi-token prediction. The decoder does not read them."""

@@ -43,7 +43,7 @@ def heads_by_layer(
     """The heads of each layer, for an architecture whose layers without windows can have different heads.
 
     transformers saves the heads in `per_layer_config`. Published files have `global_head_dim` and
-    `num_global_key_value_heads` instead; the latter is used only if V equals K. Raises ModelNotSupported.
+    `num_global_key_value_heads` instead. The latter is used only if V equals K. Raises ModelNotSupported.
     """
     usual = usual_heads(raw, num_heads)
     given = raw.get("per_layer_config")

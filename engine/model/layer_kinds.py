@@ -85,7 +85,7 @@ def all_rotated(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[b
 
 
 def rotated_if_windowed(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[bool]:
-    """Rotates windowed layers only, or all layers if `sliding_window` is null."""
+    """True for windowed layers, or for all layers if `sliding_window` is null."""
     return [window is not None or raw["sliding_window"] is None for window in windows]
 
 

@@ -23,7 +23,7 @@ from loramux.kernels.tables import ModuleGroup
 
 @dataclass(frozen=True, slots=True)
 class MixtureGroups:
-    """The modules of a mixture, grouped by their input. The groups of experts list the modules of expert 0."""
+    """The modules of a mixture, grouped by their input. `gate_up` and `down` list the modules of expert 0."""
 
     router: ModuleGroup
     gate_up: ModuleGroup
@@ -49,7 +49,8 @@ class Mixture:
         if config.names.choice_bias is not None:
             bias = place.finite(f"{prefix}.{config.names.choice_bias}", config.choice_bias_shape)
             self._choice_bias = bias.flatten()
-            # Such routers compute their logits in float32, because scores may differ by less than bfloat16 can express.
+            # Routers with such a bias compute their logits in float32, because scores may differ by less than bfloat16
+            # can express.
             in_router = replace(place, dtype=torch.float32)
         self._router_norm: Norm | None = None
         if config.names.router_scale is not None:
@@ -111,7 +112,7 @@ class Mixture:
             routing = replace(routing, weights=routing.weights * self._expert_scales[routing.experts])
         pairs = adapters.pairs(routing)
         if self._scales_input:
-            # Give each pair a row of its own, scaled by the pair's weight.
+            # Give each pair of token and expert its own row, scaled by the pair's weight.
             x = (x[:, None] * routing.weights[:, :, None].to(x.dtype)).flatten(0, 1)
             routing = replace(routing, weights=torch.ones_like(routing.weights))
         gate_up = kernels.multiply_experts(x, self._gate_up, routing)
@@ -131,7 +132,8 @@ def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup,
             modules=tuple(range(first_expert, first_expert + len(gate_up))),
             in_features=hidden_size,
             out_features=tuple(linear.out_features for linear in gate_up),
-            # The offsets of gate and up as one linear and, if the file stores them separately, of gate and of up.
+            # The offset of the fused gate and up and, if the file stores them separately, the offsets of gate and of
+            # up.
             out_offsets=(0, 0, size)[: len(gate_up)],
             expert_stride=stride,
         ),

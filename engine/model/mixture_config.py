@@ -17,11 +17,13 @@ MAX_EXPERTS = 1024
 """Maximum number of experts in a layer."""
 
 MAX_CHOSEN = 64
-"""Maximum number of experts, and of expert groups, chosen per token. GPU kernels unroll their loops over the choices.
+"""Maximum number of experts, and of expert groups, chosen per token. GPU kernels unroll their loops over the chosen
+experts.
 """
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Possible names of the field with the number of experts. transformers 5 renames it in some architectures' files."""
+"""Possible names of the field with the number of experts. transformers 5 renames it in the files of some architectures.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +116,9 @@ class MixtureTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureConfig:
-    """The layers in which a router chooses experts for each token.
-
-    `layers` are these layers in ascending order; other layers have one feed-forward block. `expert_size` is the inner
-    size of an expert. `names` are the names of the tensors in a file. With `scales_input`, the weights of experts
-    multiply their inputs.
+    """The mixture of experts of a model. `layers` are the layers with experts, in ascending order. Other layers have
+    one feed-forward block. `expert_size` is the inner size of an expert. `names` are the names of the tensors in a
+    file. With `scales_input`, the weights of experts multiply their inputs.
     """
 
     layers: tuple[int, ...]
@@ -238,7 +238,7 @@ def _parse_routing(raw: Mapping[str, Any], traits: MixtureTraits, num_experts: i
 
 
 def _parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple[int, int]:
-    """The number of expert groups, and the number of groups to choose from: (1, 1) if all groups are used."""
+    """The number of expert groups, and how many of them are chosen per token. (1, 1) if all groups are used."""
     raw = {"n_group": 1, "topk_group": 1, **raw}
     num_groups, top_groups = positive(raw, "n_group"), positive(raw, "topk_group")
     size, rest = divmod(num_experts, num_groups)

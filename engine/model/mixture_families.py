@@ -332,7 +332,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         },
         reads=("attention_bias", *NUM_EXPERTS),
         qk_norm=HEAD_WIDE,
-        # Each kind of layer has its own entry in rope_parameters; this field is the default for windowed layers.
+        # Each kind of layer has its own entry in rope_parameters. This field is the default for windowed layers.
         window_theta_field="window_rope_theta",
         mixture=MixtureTraits(
             names=_QWEN_NAMES,

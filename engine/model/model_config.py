@@ -38,7 +38,7 @@ from loramux.kernels.layout import ExpertModules, LinearShape, PageGeometry
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
-"""Maximum number of layers, which bounds the lists with an entry per layer. Published models have far fewer."""
+"""Maximum number of layers. It bounds the length of lists with one entry per layer. Published models have far fewer."""
 
 SINKS = "sinks"
 """Name of the tensor with a layer's attention sinks: a score for each head."""
@@ -71,7 +71,7 @@ class ModelConfig:
     """The layers with a gated delta rule instead of attention, or None if all layers have attention."""
     feed_forward: FeedForward
     intermediate_size: int
-    """Largest number of inner features of a feed-forward without experts."""
+    """Largest number of inner features of a feed-forward block without experts."""
     layer_intermediate_sizes: tuple[int, ...]
     """Number of inner features of each layer's feed-forward."""
     mlp_bias: bool
@@ -104,18 +104,19 @@ class ModelConfig:
     """Factor applied to the outputs of attention and feed-forward."""
     logit_scale: float
     logit_soft_cap: float | None
-    """The limit that logits approach, or None for no limit."""
+    """The magnitude that logits approach but never exceed, or None for no limit."""
     head_bias: bool
     tied_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     draft_tensors: tuple[str, ...]
-    """Name prefixes of tensors that are not read: tensors that only serve to predict further tokens, and K and V
-    projections and norms of layers that read another layer's K and V."""
+    """Name prefixes of tensors that are not read. They serve only multi-token prediction, or compute K and V in layers
+    that read the K and V of another layer.
+    """
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """The linears in the layers, which adapters can target, with PEFT's names, in the order of the adapter tables.
+        """The linears of the layers that adapters can target, with PEFT's names, in the order of the adapter tables.
 
         A name occurs several times if the size of the linear differs between layers. The linears of experts are in
         `experts` instead.
@@ -217,7 +218,7 @@ class ModelConfig:
         )
 
     def num_state_pages(self, geometry: PageGeometry) -> int:
-        """Number of pages for the state of one sequence of any length; 0 if all layers have attention."""
+        """Number of pages for the state of one sequence of any length, or 0 if all layers have attention."""
         return 0 if self.delta is None else self.delta.spec.num_pages(geometry)
 
     @staticmethod
@@ -375,6 +376,6 @@ def _layer_input_size(raw: Mapping[str, Any], family: Family) -> int:
 
 
 def _parse_eos(value: Any, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end an answer, without -1 and tokens that the model lacks, which some files also name."""
+    """The tokens that end an answer. Some files also name -1 or tokens that the model lacks, which are ignored."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     return tuple(token for token in map(int, listed) if 0 <= token < vocab_size)

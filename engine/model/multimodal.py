@@ -29,10 +29,10 @@ _SHARED = (
 class Wrapper:
     """A multimodal architecture.
 
-    `decoders` maps the `model_type` of a text decoder to its architecture; the first is the default. `assumed` contains
-    the defaults that differ from the text decoder's own. `fixed` contains values that take precedence over
-    `config.json`, because the multimodal model ignores these fields. With `has_mrope`, positions have a part for time,
-    one for height and one for width. For text, all three are equal, so the rotation is the usual one.
+    `decoders` maps the `model_type` of a text decoder to its architecture. The first entry is the default. `assumed`
+    contains default values that differ from the text decoder's own defaults. `fixed` contains values that take
+    precedence over `config.json`, because the multimodal model ignores these fields. With `has_mrope`, positions have a
+    part for time, one for height and one for width. For text, all three are equal, so the rotation is the usual one.
     """
 
     decoders: Mapping[str, str]
@@ -55,7 +55,7 @@ _TIED = {"tie_word_embeddings": True}
 _GLM4V = Wrapper(
     {"glm4v_text": "Glm4ForCausalLM"},
     {"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
-    # Its text decoder always has biases, whatever the field says.
+    # GLM-4V's text decoder always has biases, even if this field is false.
     {"attention_bias": True},
     has_mrope=True,
 )
@@ -154,7 +154,7 @@ def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Map
     if wrapper is None:
         family = _TEXT_FAMILIES.get(architecture)
         return None if family is None else (family, raw)
-    # Older versions of transformers saved some text decoders' fields next to the vision tower's configuration.
+    # Older versions of transformers saved the fields of some text decoders at the top level of `config.json`.
     text: Mapping[str, Any] = raw if raw.get("text_config") is None else raw["text_config"]
     kind = next(iter(wrapper.decoders)) if text is raw else text.get("model_type", next(iter(wrapper.decoders)))
     if kind not in wrapper.decoders:

@@ -23,7 +23,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RmsNorm:
-    """`x / sqrt(mean(x²) + eps) * weight`; `weight` float32 `[size]`."""
+    """`x / sqrt(mean(x²) + eps) * weight`, with `weight` float32 `[size]`."""
 
     weight: torch.Tensor
     eps: float
@@ -37,7 +37,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerNorm:
-    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`; `weight` and `bias` `[size]` have the dtype of `x`."""
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, with `weight` and `bias` `[size]` in the dtype of `x`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

@@ -24,8 +24,8 @@ class StackedPlace:
     num_parts: int
 
     def is_transposed(self, stack: tuple[int, ...], shape: tuple[int, ...]) -> bool | None:
-        """Whether a stack of shape `stack` stores a weight of shape `shape` transposed. None if the stack cannot have
-        such a weight either way.
+        """Whether a stack of shape `stack` stores a weight of shape `shape` transposed. None if the shape of the stack
+        fits neither way.
 
         As in transformers, a stack whose shape fits both ways is taken as not transposed.
         """

@@ -12,7 +12,8 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.kernels.layout import MAX_EXTRA_TOKENS
 
 FORBIDDEN = -1e30
-"""Logit of forbidden tokens. Their probability is 0, but the logit is finite, because a non-finite one is an error."""
+"""Logit of forbidden tokens. Their probability is 0, but the logit is finite, because non-finite logits are an error.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +36,8 @@ class Vocabularies:
     def widened(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy the logits `[num_rows, vocab_size]` into a wider tensor if a row has more tokens than the base.
 
-        The copy always has MAX_EXTRA_TOKENS more columns, because GPU kernels are compiled for a number of columns.
+        The copy always has MAX_EXTRA_TOKENS more columns, because GPU kernels are compiled for a fixed number of
+        columns.
         """
         if not self.is_wider:
             return logits

@@ -175,7 +175,9 @@ class WaitedFor(Protocol):
         ...
 
     def last_after(self, position: int) -> Evictable | None:
-        """Return the idle item that will be needed last, or None if none is first needed after `position`."""
+        """The idle item whose first waiting sequence is last in the queue, or None if no such sequence is after
+        `position`.
+        """
         ...
 
 
@@ -192,12 +194,12 @@ class Reclaimer:
         self._waited_for = waited_for
 
     def can_make_room(self, num_pages: int, position: int) -> bool:
-        """True if `num_pages` are free or could be freed for a sequence at queue position `position`."""
+        """True if `num_pages` pages are free or could be freed for a sequence at queue position `position`."""
         num_kept = 0 if self._waited_for is None else self._waited_for.num_pages_before(position)
         return self._pages.num_free + self.policy.num_pages - num_kept >= num_pages
 
     def make_room(self, num_pages: int, position: int) -> bool:
-        """Evict until `num_pages` are free. If that is impossible, evict nothing and return False."""
+        """Evict until `num_pages` pages are free. If that is impossible, evict nothing and return False."""
         if self._pages.can_alloc(num_pages):
             return True
         if not self.can_make_room(num_pages, position):

@@ -39,9 +39,9 @@ class KvPages:
 
     In windowed layers, a sequence gets pages in advance for at most `max_step_tokens` tokens, the maximum of one step.
 
-    In a hybrid decoder, a running sequence also has the pages of a state. Such sequences neither use nor fill the
-    prefix cache: a page holds only the K and V of its tokens, but the layers without attention would also need the
-    state after these tokens.
+    In a hybrid decoder, a running sequence also has pages for its state. Such sequences neither use nor fill the prefix
+    cache: a page holds only the K and V of its tokens, but the layers without attention would also need the state after
+    these tokens.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class KvPages:
     def find_prefix(self, sequence: Sequence) -> Prefix:
         """Find the longest cached prefix that leaves at least one token to compute, without changing any state.
 
-        A sequence whose prompt is not completely scored uses no cached prefix, because its prompt's logits are needed.
+        A sequence that still needs scores of prompt tokens uses no cached prefix, because the logits of its prompt are
+        needed.
         """
         if sequence.num_unscored or not sequence.add.isolation_key or self._layout.num_state_pages:
             return NO_PREFIX
@@ -109,7 +110,9 @@ class KvPages:
         return 0, ()
 
     def num_pages_to_begin(self, prefix: Prefix, num_tokens: int) -> int:
-        """Free or evictable pages needed to start a sequence with a cached prefix and `num_tokens` more tokens."""
+        """Number of free or evictable pages needed to start a sequence with a cached prefix and `num_tokens` more
+        tokens.
+        """
         num_pages = prefix.num_idle + self._layout.num_state_pages
         for group in self._groups:
             end = self._end(group, prefix.num_tokens, num_tokens)
@@ -166,8 +169,8 @@ class KvPages:
         """Add to the prefix cache the pages that this sequence has filled since the last call. Free the pages that no
         later token sees.
 
-        Both can happen as soon as the step that fills a page, or reads it last, has been submitted: only later steps
-        read or write the page again.
+        Both can happen as soon as the step that fills a page, or reads it last, has been submitted, because only later
+        steps read or write the page again.
         """
         if sequence.num_computed < sequence.next_offer:
             return
@@ -189,7 +192,9 @@ class KvPages:
             sequence.next_offer = (len(sequence.tables[0].cached) + 1) * self._page_tokens[0]
 
     def detach(self, sequence: Sequence) -> None:
-        """Free all pages. Cached pages stay available to other sequences. The end of a prefix is evicted first."""
+        """Free all pages. Cached pages stay available to other sequences. Pages at the end of a prefix are evicted
+        first.
+        """
         for cached in self._cached_from_the_end(sequence):
             if cached is not None:
                 self._cache.release(cached)
@@ -211,7 +216,9 @@ class KvPages:
         return [cached for _, cached in sorted(found, key=itemgetter(0), reverse=True)]
 
     def disown(self, sequence: Sequence) -> None:
-        """Remove a broken sequence's pages from the prefix cache, including pages that the sequence has freed."""
+        """Remove the pages of a sequence that produced non-finite values from the prefix cache, including pages that
+        the sequence has freed.
+        """
         for index, group in enumerate(self._groups):
             for page in range(len(sequence.page_keys) // group.num_blocks):
                 cached = self._find(sequence, index, page)

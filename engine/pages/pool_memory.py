@@ -51,7 +51,7 @@ def allocate_pool(
 
     With `has_cache_groups`, groups of layers have separate pages for K and V.
 
-    The memory is not cleared: no page is read before its owner has written it.
+    The memory is not cleared, because no page is read before its owner has written it.
     """
     num_pages = pool_bytes // geometry.total_page_bytes
     if num_pages < 1:

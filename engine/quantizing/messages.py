@@ -19,7 +19,7 @@ class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuantizeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The number of weight elements quantised so far, and of all weight elements to quantise.
+    """Number of weight elements quantised so far (`done`), and to quantise in total (`total`).
 
     A `total` of 0 means that the quality is being measured.
     """

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from loramux.engine.errors import ModelNotSupported
 
 GROUPS = (64, 32, 16)
-"""Possible numbers of inputs that share an int4 scale. The first that divides every linear's number of inputs is used.
+"""Possible numbers of inputs that share an int4 scale. The first number that divides the number of inputs of every
+linear is used.
 """
 
 _LARGEST_E4M3 = 448.0
@@ -86,10 +87,10 @@ METHODS: dict[str, Method] = {
     "int4": Method(".weight_packed", "I32", 8, _int4, _weights(4, "int", "group"), GROUPS),
     "fp8": Method(".weight", "F8_E4M3", 1, _fp8, _weights(8, "float", "channel")),
 }
-"""How `--quantization` can quantise the linears of layers."""
+"""The methods by which `--quantization` can quantise the linears of layers."""
 
 WITH_HEAD = "+head"
-"""The suffix of a value of `--quantization` that also quantises the head, always to int8."""
+"""Suffix of the values of `--quantization` that also quantise the head, always to int8."""
 
 HEAD_METHOD = METHODS["int8"]
 

@@ -68,7 +68,7 @@ def _next_token_logits(config: EngineConfig, prompts: Sequence[tuple[int, ...]])
 
 
 def _pages(cache: CacheLayout, num_tokens: int) -> tuple[list[PageTable], array[int], int]:
-    """Tables of a sequence in the first pages of a pool, the pages of its state, and the total number of pages."""
+    """Tables that place a sequence in a pool's first pages, the pages of its state, and the number of pages used."""
     tables: list[PageTable] = []
     page = 0
     for group in cache.groups:

@@ -62,7 +62,7 @@ def quantized_directory(root: Path, model_dir: Path, method: str) -> Path:
 
 
 def quantized_names(config: ModelConfig) -> list[str]:
-    """The weights that every method quantises: the linears of attention, delta rules and feed-forwards.
+    """The weights that every method quantises: the linears of attention, delta rules and feed-forward blocks.
 
     Routers, experts and the linears of layer inputs are not quantised.
     """

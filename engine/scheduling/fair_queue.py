@@ -19,13 +19,13 @@ ROUNDS_PER_SHARE = 4
 """Like MAX_ROUNDS, but per waiting share, for when many shares are waiting. Strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
-"""Upper limit on the ratio of an expensive share's wait to the wait of a share with requests of average cost."""
+"""How many times as long a share with expensive requests may have to wait as a share with average requests."""
 
 ROUNDS_BETWEEN_CHECKS = 8
 """Number of admissions between two checks for shares that have waited too long."""
 
 MAX_PASSED = 256
-"""At most this many of the ready sequences ahead of a cold sequence delay its turn."""
+"""Maximum number of a share's ready sequences that delay the turn of a cold sequence behind them."""
 
 MAX_IDLE_SHARES = 65536
 """Maximum number of idle shares whose counters are kept."""
@@ -68,7 +68,8 @@ class FairQueue:
         self._least_active = ShareHeap(_served)
         self._least_waiting = ShareHeap(_served)
         self._heads = {True: ShareHeap(_ready_turn), False: ShareHeap(_cold_turn)}
-        # Shares to update in `_heads`, because their waiting sequences changed or only their counters rose.
+        # Shares to update in `_heads`. The waiting sequences of the first changed, but only the counters of the second
+        # rose.
         self._changed: dict[Share, None] = {}
         self._charged_more: dict[Share, None] = {}
         self._last_asked = (0, 0)

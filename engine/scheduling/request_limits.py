@@ -16,7 +16,8 @@ MAX_BAD_WORDS = 64
 MAX_PROMPT_LOGPROBS = 5
 """Maximum number of most likely tokens reported for each prompt token."""
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Bounds of the repetition penalty, far beyond practical values. Logits of ordinary magnitude stay finite with them."""
+"""Bounds of the repetition penalty, far beyond practical values. Within them, logits of ordinary magnitude stay finite.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ _row_place = attrgetter("sequence.row_place")
 class SchedulerLimits:
     """Limits a step to `max_batch_tokens` rows, and the engine to `max_sequences` running sequences.
 
-    The adapters that the first `look_ahead` cold sequences need are loaded ahead of these sequences' turns.
+    The adapters of the first `look_ahead` cold sequences (see `Share.cold`) are loaded before these sequences can
+    start.
     """
 
     max_batch_tokens: int
@@ -53,7 +54,7 @@ class Scheduler:
         # admitted for lack of pages.
         self._is_short = False
         self._short_of_pages: Sequence | None = None
-        # Sequences that need more pages, including their adapter's, than the pool has.
+        # Sequences that need more pages, including the pages of their adapters, than the pool can provide.
         self._unfit: list[Sequence] = []
         self._misstated: list[Sequence] = []
         self.num_preemptions = 0
@@ -119,7 +120,8 @@ class Scheduler:
             if self._grow(sequence, num_tokens, scheduled):
                 scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
                 budget -= num_tokens
-        # After a preemption, admit no sequence in this step: the victim would immediately take its pages back.
+        # After a preemption, admit no sequence in this step. Otherwise, the victim would immediately take its pages
+        # back.
         if self.num_preemptions == num_preemptions and not self._is_short:
             under_way = (scheduled[one] for one in prompts if one in scheduled)
             is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
@@ -136,7 +138,7 @@ class Scheduler:
         return unfit
 
     def take_misstated(self) -> list[Sequence]:
-        """Return waiting sequences whose `vocab_size` is not their adapter's. The caller must end them."""
+        """Return waiting sequences whose `vocab_size` is wrong for their adapter. The caller must end them."""
         misstated, self._misstated = self._misstated, []
         return misstated
 
@@ -156,7 +158,9 @@ class Scheduler:
             sequence.num_reserved = num_tokens
 
     def finish(self, sequence: Sequence, is_broken: bool = False) -> None:
-        """Remove a waiting or running sequence and free its resources. A broken sequence's K and V are not shared."""
+        """Remove a waiting or running sequence and free its resources. If it is broken, also remove its pages from the
+        prefix cache.
+        """
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             if is_broken:
@@ -221,8 +225,8 @@ class Scheduler:
         for position, sequence in enumerate(self._order):
             if budget == 0 or num_free_slots == 0:
                 break
-            # Skip a sequence that was preempted or paused with a step in flight: its tokens are incomplete until that
-            # step is committed.
+            # Skip a sequence that was preempted or paused with a step in flight, because its tokens are incomplete
+            # until that step is committed.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.has_reached_limit:
                 continue
             if sequence.grammar is not None and not sequence.grammar.is_ready:
@@ -255,7 +259,7 @@ class Scheduler:
     def _begin(
         self, sequence: Sequence, entry: AdapterLoad | None, prefix: Prefix, position: int, budget: int
     ) -> ScheduledSequence | None:
-        """Start a waiting sequence with at most `budget` tokens. Without room, do nothing and return None."""
+        """Start a waiting sequence with at most `budget` tokens. If there is no room, do nothing and return None."""
         num_pending = sequence.num_tokens - prefix.num_tokens
         num_tokens = min(num_pending, budget)
         # A preempted sequence resumes only if there is room for all its tokens, so that it gets further than before.

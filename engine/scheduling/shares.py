@@ -39,8 +39,8 @@ class Share:
     num_admissions: int = 0
     """Number of sequences admitted for the first time."""
     waits_since: int = 0
-    """Total admissions of all shares when this share's wait began: when the share got its first waiting sequence, or
-    when a sequence of the share was last admitted.
+    """Total admissions of all shares when this share's wait began. A wait begins when the share gets its first waiting
+    sequence, and again whenever one of its sequences is admitted.
     """
     charged_before: float = 0.0
     """Total charge of all shares when this share's wait began."""

@@ -48,7 +48,7 @@ class TokenGrants:
         return sequence.num_reserved <= self._most_tokens(sequence)
 
     def pauses(self, sequence: Sequence) -> bool:
-        """Pause a sequence at its limit. Returns False if it allows no pauses or its limit cannot be raised."""
+        """Pause a sequence at its limit. Returns False if it may not pause or its limit cannot be raised."""
         if sequence.add.pause_s <= 0 or sequence.num_reserved >= self._most_tokens(sequence):
             return False
         sequence.is_paused = True

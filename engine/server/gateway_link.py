@@ -10,7 +10,7 @@ Send = Callable[[FromEngine], None]
 
 
 class GatewayLink:
-    """Sends no more StepOutput messages than the gateway has granted.
+    """Sends no more StepOutput messages than the gateway has granted credits for.
 
     Without credit, new tokens are appended to their sequence's held tokens, and the end of the sequence is sent after
     them. The batch never waits, and nothing is dropped. The `max_tokens` limits of this gateway's sequences bound the

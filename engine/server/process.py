@@ -63,7 +63,9 @@ HEARTBEAT_S = 1.0
 """Heartbeat interval, in seconds: the longest time until the engine notices that a gateway without output is gone."""
 
 END_GRACE_S = 1.0
-"""Time for the loop to stop after the supervisor is gone, in seconds. A hung step must not keep the device occupied."""
+"""Time that the loop has to stop after the supervisor is gone, in seconds. A hung step must not keep the device
+occupied.
+"""
 
 
 class EngineServer:
@@ -264,7 +266,7 @@ def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Ca
 def _end_for_device(error: Exception, what: str, code: int) -> None:
     """Exit with a one-sentence message if the device caused the error. Otherwise, return.
 
-    Nothing is torn down: calls to a broken device may hang, and they would print output after the message.
+    Nothing is torn down, because calls to a broken device may hang or print more lines after the message.
     """
     fault = device_fault(error)
     if fault is not None:
@@ -273,7 +275,7 @@ def _end_for_device(error: Exception, what: str, code: int) -> None:
 
 
 def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> bool:
-    """Serve until the supervisor is gone. Returns False if a grammar is still compiling: Python must then not be
+    """Serve until the supervisor is gone. Returns False if a grammar is still compiling. Python must then not be
     finalized.
     """
     import zmq

@@ -32,7 +32,8 @@ class TokenRules:
         """Reason why no token can follow, or None."""
 
     def restrict(self, mask: Mask | None, held_back: Collection[int] = ()) -> Mask | None:
-        """Return the tokens that both `mask` and the rules allow. If there are none, the sequence ends: return None.
+        """Return the tokens that both `mask` and the rules allow. Return None if there are none, because the sequence
+        then ends.
 
         A `mask` of None allows all tokens. The sampler forbids the tokens `held_back`, so they count as not allowed.
         """
@@ -49,7 +50,7 @@ class TokenRules:
         return None if self.failure is not None else allowed
 
     def _ends_of_bad_words(self) -> list[int]:
-        """The tokens that would complete a bad word. As in vLLM, a word does not begin in the prompt."""
+        """The tokens that would complete a bad word. As in vLLM, words that begin in the prompt do not count."""
         tokens, room = self._tokens, len(self._tokens) - self._num_prompt
         return [
             last
@@ -73,6 +74,6 @@ def _mask_of(token_ids: Collection[int] | slice, vocab_size: int) -> Mask:
 
 def _clear(mask: Mask, token_ids: Collection[int]) -> None:
     for token_id in token_ids:
-        # An adapter can have fewer tokens than the base, and then lack the base's end tokens.
+        # An adapter with a smaller vocabulary than the base can lack the base's end tokens.
         if token_id < 8 * len(mask):
             mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF

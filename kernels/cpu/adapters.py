@@ -21,7 +21,7 @@ NOWHERE = (0, 0)
 """Address and row stride of rows that no kernel accesses."""
 
 MAX_VIEWS = 64
-"""Maximum number of cached plane shapes: a step's shapes recur in each layer and usually in the next step."""
+"""Maximum number of cached plane shapes. A step's shapes recur in each layer and usually in the next step."""
 
 
 class CpuLora:

@@ -60,7 +60,9 @@ _VOID = ir.VoidType()
 
 @functools.cache
 def has_amx() -> bool:
-    """True if this CPU has AMX for bfloat16 and Linux lets this process use it. The permission is permanent."""
+    """True if this CPU has AMX for bfloat16 and Linux lets this process use it. Linux grants the permission for the
+    life of the process.
+    """
     if "amx-bf16" not in cpu_features() or platform.system() != "Linux":
         return False
     return bool(ctypes.CDLL(None).syscall(*TILE_PERMISSION) == 0)
@@ -271,7 +273,7 @@ def multiply_tile_panels(
     y: int,
     y_stride: int,
 ) -> None:
-    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`; `x`, `rounded`, `bias` and `y` are addresses.
+    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`. `x`, `rounded`, `bias` and `y` are addresses.
 
     `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart. Rows of `y`, like `bias`, cover
     `num_panels` whole panels. `rounded` is bfloat16 scratch for rows padded to whole steps, `rounded_stride` apart. For

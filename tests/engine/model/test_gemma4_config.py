@@ -143,7 +143,7 @@ def test_gemma_3n_has_streams_and_sparse_layers(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({**GEMMA3N, "altup_active_idx": 1}, "altup_active_idx = 1"),
-        ({**GEMMA3N, "altup_num_inputs": 17}, "altup_active_idx 0 of 17 streams"),
+        ({**GEMMA3N, "altup_num_inputs": 17}, "altup_num_inputs 17 with altup_active_idx 0"),
         ({**GEMMA3N, "activation_sparsity_pattern": [1.0] * 12}, "activation_sparsity_pattern"),
         ({**GEMMA3N, "activation_sparsity_pattern": [0.5]}, "for each of 12 layers"),
         ({**GEMMA3N, "intermediate_size": [96]}, "intermediate_size has 1 entries for 12 layers"),
