@@ -123,9 +123,9 @@ def assemble_engine(
 ) -> AssembledEngine:
     """Load the model and allocate the pool. Raises EngineError with a message that explains how to fix the problem.
 
-    Other threads call `wake` when an idle engine has something to do. The engine belongs to the calling thread. Before
-    each step, it passes the ids of the running sequences to `note_running`. `spans` receives the spans of traced
-    sequences. Tests and benchmarks can supply their own stager, weights and device.
+    Other threads call `wake` when an idle engine has something to do. Only the calling thread may use the engine.
+    Before each step, the engine passes the ids of the running sequences to `note_running`. `spans` receives the spans
+    of traced sequences. Tests and benchmarks can supply their own stager, weights and device.
     """
     backend = backend or open_backend(config.device, config.pdl, 16 if config.activations is None else 8)
     backend.set_num_threads(config.num_threads)

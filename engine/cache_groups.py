@@ -61,7 +61,7 @@ class CacheLayout:
 
     @property
     def has_pages_of_blocks(self) -> bool:
-        """True if a block is a range of the pool's layers, not a whole page."""
+        """True if a block takes only some of a page's layers, instead of the whole page."""
         return any(group.page_step > 1 for group in self.groups)
 
     @property

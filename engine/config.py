@@ -49,9 +49,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pool_bytes: int | None = None
     """Size of the page pool. None means 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
     max_model_len: int | None = None
-    """None means the model's own limit."""
+    """Longest context of a sequence, in tokens. None means the model's own limit."""
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
-    """Limit on the token rows of one step: decode rows come first, then prompt chunks."""
+    """Maximum number of token rows in one step. Decode rows come first, then prompt chunks."""
     max_sequences: int = DEFAULT_SEQUENCES["cpu"]
     """Maximum number of sequences that run at the same time. Further sequences wait."""
     max_waiting_tokens: int = 1 << 22
@@ -70,11 +70,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
     pdl: bool = True
-    """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
+    """Overlap the launches of LoRA kernels (programmatic dependent launch) on GPUs of compute capability 9.0 or later.
+    """
     num_loaders: int = 4
     """Number of adapters that the staging process loads in parallel, each on its own thread."""
     ran_at_death: tuple[str, ...] = ()
-    """Ids of the sequences that were running when the previous engine died. Gateways receive them."""
+    """Ids of the sequences that were running when the previous engine died. They are reported to gateways."""
     traces: TraceConfig | None = None
     """Export settings for the spans of traced requests. If None, tracing is off and OpenTelemetry is not imported."""
     seed: int = 0

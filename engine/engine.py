@@ -59,7 +59,7 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """The parts of an engine, which share one page pool. `protect` reserves host memory for the adapters of a share."""
+    """The parts of an engine. `protect` reserves host memory for the adapters of a share."""
 
     pages: PagePool
     adapters: AdapterPool
@@ -127,7 +127,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if a step would have work to do, now or once a load finishes."""
+        """True if there is work for `step`, either now or later, for example once a load finishes."""
         return self._scheduler.has_work or self._in_flight is not None or self._calls.has_work
 
     @property
@@ -281,7 +281,7 @@ class Engine:
                 if self._traces is not None:
                     self._traces.began(sequence)
                 self._grants.begin(sequence)
-            # Same condition as in `build_batch`: the step reaches the last known token, so it chooses the next token.
+            # As in `build_batch`, a step that reaches a sequence's last known token chooses the next token.
             if sequence.num_computed == sequence.num_tokens:
                 sequence.choose(len(sampling))
                 sampling.append(sequence)
@@ -437,8 +437,8 @@ class Engine:
             self._timers.after(sequence, self._limits.max_waiting_s, give_up_waiting)
 
     def _shed(self) -> None:
-        """Refuse sequences from the shares with the most waiting tokens, relative to weight, until the queue is short
-        enough.
+        """Refuse sequences from the shares with the most waiting tokens relative to their weights, until the queue is
+        short enough.
         """
         queue = self._scheduler.queue
         while queue.num_waiting > 1 and queue.num_waiting_tokens > self._limits.max_waiting_tokens:

@@ -9,7 +9,7 @@ from loramux.engine.sequence import Sequence
 
 
 class LiveSequences:
-    """Finds sequences by gateway and id. Two gateways may use the same id."""
+    """Finds sequences by gateway and id, or by adapter. Two gateways may use the same id."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[bytes, str], Sequence] = {}

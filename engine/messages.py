@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_penalties(self) -> bool:
-        """True if earlier tokens change the logits."""
+        """True if a penalty makes the logits depend on earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -294,7 +294,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of waiting sequences, by reason. Each sequence is counted once."""
+    """Number of waiting sequences, by reason. Each sequence is counted once."""
 
     adapter: int = 0
     """Sequences waiting for an adapter that is not in the pool yet."""
@@ -385,7 +385,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     None if the weights are floats."""
     protocol: int = PROTOCOL
     model_sha256: str = ""
-    """SHA-256 of the files that must be identical on gateway and engine: see `model_files.py`."""
+    """SHA-256 of the files that must be identical on the gateway and the engine: see `model_files.py`."""
     base_sha256: str = ""
     """Identifies the base, including its weights. Adapters are validated for one base: see `model_files.py`."""
     ran_at_death: tuple[str, ...] = ()

@@ -26,15 +26,21 @@ class Demand:
     """
 
     queue_positions: dict[str, int] = field(default_factory=dict)
-    """Position of the first sequence waiting for each adapter, in ascending order."""
+    """For each adapter, the position of the first sequence waiting for it, in ascending order. Adapters that no
+    sequence is waiting for, only a call or a lost pin, come last.
+    """
     short_position: int = NOT_SHORT
-    """Position of the first sequence that is short of pages. Sequences after it get no pages."""
+    """Position of the first sequence that is short of pages, or `kv_pages.RUNNING` if a running sequence is. Adapters
+    that only later sequences need get no pages.
+    """
     num_free_sequence_slots: int = AFTER_ALL
-    """Number of sequences that could start in this step. Only the adapters of these sequences may evict adapters that
-    other sequences need.
+    """Number of sequences that could start in this step. Only loads for these sequences may evict adapters that later
+    sequences need.
     """
     num_growing: int = 0
-    """Pages that running sequences may soon need. Adapters loaded ahead of their turn leave these pages free."""
+    """Number of pages that running sequences may soon need. Adapters loaded ahead of their turn leave this many pages
+    free.
+    """
 
 
 class AdapterPool:

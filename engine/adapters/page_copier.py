@@ -1,4 +1,4 @@
-"""Copies adapters from host memory into pages, on a separate thread except for small copies."""
+"""Copies adapters from host memory into pages, on a separate thread except for small copies on a CPU."""
 
 from __future__ import annotations
 

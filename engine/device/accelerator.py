@@ -109,7 +109,7 @@ class HostAccelerator:
         # Copy all rows in one call, so that this thread takes the interpreter lock from the thread that submits steps
         # only once.
         if len(rows) != source.shape[0]:
-            raise ValueError(f"{source.shape[0]} rows cannot be copied to {len(rows)}")
+            raise ValueError(f"cannot copy {source.shape[0]} rows to {len(rows)} rows")
         target.numpy()[list(rows)] = source.numpy()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -173,7 +173,8 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
     from loramux.kernels.gpu.sampling import sample_tokens
 
     def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
-        # `ahead` uses private names from Triton. With a Triton version that lacks them, this import fails harmlessly.
+        # `ahead` uses private names from Triton. With a Triton version that lacks them, this import fails, and the
+        # kernels are compiled one at a time instead.
         from loramux.kernels.gpu import ahead
 
         ahead.compile_ahead(launch, num_processes)

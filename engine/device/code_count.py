@@ -10,13 +10,13 @@ from loramux.engine.device.backend import Backend
 
 
 class CodeCount:
-    """Counts linears whose weights a backend keeps quantised. One linear of all experts of a layer counts once."""
+    """Counts linears whose weights a backend keeps quantised. The experts of a layer count once per projection."""
 
     def __init__(self) -> None:
         self.num_kept = 0
 
     def counted(self, backend: Backend) -> Backend:
-        """A copy of `backend` whose quantised linears are counted as they are made."""
+        """A copy of `backend` that counts the quantised linears that it makes."""
         return replace(
             backend,
             make_quantized_linear=self._counted(backend.make_quantized_linear),

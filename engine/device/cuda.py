@@ -54,7 +54,7 @@ class CudaAccelerator:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Register host memory with the driver, which commits all of it immediately.
+        """Register host memory with the driver. This commits all of the memory immediately.
 
         If the driver refuses, print a warning. Copies are then pageable, which is slower but correct.
         """

@@ -18,7 +18,7 @@ class StepResult(Protocol):
         ...
 
     def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
-        """Return the log-probabilities of the prompt tokens in each of `Batch.scores`. Call `tokens` first."""
+        """Return the log-probabilities of the prompt tokens for each entry of `Batch.scores`. Call `tokens` first."""
         ...
 
 

@@ -34,7 +34,9 @@ class ScoredPrompts:
     ids: list[torch.Tensor]
 
     def by_sequence(self) -> list[tuple[PromptLogprob, ...]]:
-        """The log-probabilities for each entry of `scores`. They are NaN in a row with NaN or infinite logits."""
+        """The log-probabilities for each entry of `scores`. They are NaN in a row whose logits contain NaN or positive
+        infinity.
+        """
         columns = (self.logprobs, self.ranks, self.ids, self.values)
         rows = zip(*([row for part in parts for row in part.tolist()] for parts in columns), strict=True)
         return [

@@ -98,7 +98,8 @@ class StepBuffer:
         self._layouts: dict[StepShape, StepLayout] = {}
 
     def load(self, batch: Batch, shape: StepShape, outer: OuterSlots | None = None) -> StepLayout:
-        """Store a batch in its shape and submit the copy. All batches of a shape get the same views.
+        """Store a batch in the layout of `shape`, and submit the copy to the device. All batches of a shape get the
+        same views.
 
         `outer` marks the rows that need outer modules. Pass it if and only if the shape has outer modules. Raises
         ValueError if the batch does not fit into the shape.

@@ -1,4 +1,4 @@
-"""The padded shapes of steps, so that a few graphs serve batches of all sizes."""
+"""Pads steps to a few shapes, so that a few graphs serve batches of all sizes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StepShape:
 
     @property
     def num_segments(self) -> int:
-        """Upper bound on the segments of a batch of this shape, or 0 without adapters."""
+        """Upper bound on the number of segments of a batch of this shape, or 0 without adapters."""
         return max_segments(self.num_tokens, self.num_sequences, self.segment_rows) if self.max_rank else 0
 
     @property
@@ -82,7 +82,9 @@ def step_shape(
 def _mixed_shape(
     num_tokens: int, num_sequences: int, max_rank: int, has_outer: bool = False, groups: LayerGroups = ALL_GROUPS
 ) -> StepShape:
-    """A mixed shape. Its segments are large if sequences have enough rows to fill half a large segment on average."""
+    """The shape of a step that is not a decode. Its segments are large if sequences have enough rows to fill half a
+    large segment on average.
+    """
     is_large = num_tokens >= LARGE_SEGMENT_ROWS // 2 * num_sequences
     segment_rows = LARGE_SEGMENT_ROWS if is_large else SEGMENT_ROWS
     return StepShape(num_tokens, num_sequences, False, max_rank, has_outer, groups, segment_rows)

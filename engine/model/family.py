@@ -37,7 +37,7 @@ class Family:
     """The traits of one architecture."""
 
     layer_kinds: LayerKinds
-    """Kinds of layers if `config.json` has no `layer_types`."""
+    """Returns the kinds of layers if `config.json` has no `layer_types`."""
     has_layer_types: bool = False
     """True if `layer_types` may differ from `layer_kinds`."""
     rotated_layers: RotatedLayers = all_rotated

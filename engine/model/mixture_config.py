@@ -242,7 +242,7 @@ def _parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple
     raw = {"n_group": 1, "topk_group": 1, **raw}
     num_groups, top_groups = positive(raw, "n_group"), positive(raw, "topk_group")
     size, rest = divmod(num_experts, num_groups)
-    # Groups are ranked by their two best experts.
+    # Groups are ranked by the sum of the scores of their two best experts.
     if rest or (size < 2 and num_groups > 1):
         raise ModelNotSupported(
             f"{num_experts} experts cannot form n_group = {num_groups} groups of two or more experts"

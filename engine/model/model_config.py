@@ -60,9 +60,9 @@ class ModelConfig:
     hidden_size: int
     vocab_size: int
     max_model_len: int
-    """Default limit on the tokens of a context."""
+    """Default limit on the length of a context, in tokens."""
     stretched_model_len: int
-    """Highest limit on the tokens of a context that the operator can set."""
+    """Highest limit on the length of a context that the operator can set, in tokens."""
     dtype: str
     quantization: WeightFormat | None
     """Format of the stored weights, or None if they are floats."""
@@ -73,7 +73,7 @@ class ModelConfig:
     intermediate_size: int
     """Largest number of inner features of a feed-forward block without experts."""
     layer_intermediate_sizes: tuple[int, ...]
-    """Number of inner features of each layer's feed-forward."""
+    """Number of inner features of each layer's feed-forward block."""
     mlp_bias: bool
     activation: str
     clamped_gate: ClampedGate | None
@@ -98,7 +98,7 @@ class ModelConfig:
     altup: AltUpConfig | None
     """The layers' parallel residuals, or None if each token has one residual."""
     has_layer_scalars: bool
-    """True if a number multiplies each layer's output."""
+    """True if each layer has a number that multiplies its output."""
     embedding_scale: float
     residual_scale: float
     """Factor applied to the outputs of attention and feed-forward."""
@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def _grouped_modules(self) -> list[tuple[Group, LinearShape]]:
-        """`modules`, each in a pair with its group."""
+        """`modules`, each paired with its group."""
         hidden = self.hidden_size
         attending = [self.has_attention(layer) for layer in range(self.num_layers)]
         found = attention_modules(self.attention, hidden, attending)

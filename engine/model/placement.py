@@ -27,7 +27,7 @@ ExpertWeight = torch.Tensor | QuantizedWeight
 
 
 class ReorderedLinear:
-    """A linear whose input `i` is element `inputs[i]` of each row of `x`."""
+    """A linear with reordered inputs. Input `i` is element `inputs[i]` of each row of `x`."""
 
     def __init__(self, linear: Linear, inputs: torch.Tensor) -> None:
         self._linear = linear

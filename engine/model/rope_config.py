@@ -58,7 +58,7 @@ class RopeConfig:
       `original_max_len`.
     - `yarn`: frequencies that make fewer than `slow_turns` turns within `original_max_len` are divided by `factor`, and
       frequencies that make more than `fast_turns` turns are not scaled. The transition in between is gradual.
-    - `longrope`: each frequency has a factor of its own.
+    - `longrope`: each frequency is divided by its own factor.
 
     `attention_factor` multiplies cosine and sine. Only the first `rotary_fraction` of a head's channels are rotated or,
     with `proportional`, the first `rotary_fraction` of each half of the head. `query_growth` scales q at positions from
@@ -125,7 +125,7 @@ def _parse_rope(
 ) -> RopeConfig:
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "mrope" and kind in family.ropes:
-        # Early configurations of multimodal models use this name.
+        # Early configurations of multimodal models use this name for the default kind.
         kind = "default"
     if kind in ("su", "yarn") and kind not in family.ropes and "longrope" in family.ropes:
         # Early Phi-3 configurations use these names for longrope.

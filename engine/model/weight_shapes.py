@@ -33,7 +33,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    # Leave out the last group, the router, because the mixture lists its tensors.
+    # Leave out the last group, the router, because the mixture lists the router's tensors.
     qkv, o, *feed_forward = groups = config.layer_groups(layer)[:-1]
     has_attention = config.has_attention(layer)
     biased = {
@@ -102,7 +102,7 @@ def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Non
 
 
 def unused_tensors(names: Collection[str], draft_tensors: tuple[str, ...]) -> list[str]:
-    """Return the sorted names of the tensors that the decoder should have read."""
+    """Sort the given names, and leave out derived tensors and draft tensors, which the decoder need not read."""
     return sorted(name for name in names if not name.endswith(DERIVED) and not name.startswith(draft_tensors))
 
 

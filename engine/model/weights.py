@@ -73,7 +73,9 @@ class Weights:
         return HEAD in self._coded
 
     def check_all_read(self) -> None:
-        """Raise ModelNotSupported if any tensor is unread: the model then needs a computation that is not supported."""
+        """Raise ModelNotSupported if a tensor is unread, because the model then needs a computation that is not
+        supported.
+        """
         unused = unused_tensors(self._unread, self._draft_tensors)
         # A head tied to the embedding may be stored separately if the two are equal.
         if unused == [HEAD] and HEAD in self._places and EMBEDDING in self._places:

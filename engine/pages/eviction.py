@@ -58,11 +58,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def discard(self, item: Evictable) -> None:
-        """Remove an item, if present, because it is in use again or gone."""
+        """Remove an item, if present, because it is in use again or no longer exists."""
         ...
 
     def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
-        """Remove and return the first allowed item, or None. With `slots_only`, the item must have a slot."""
+        """Remove and return the allowed item that is evicted first, or None if no item is allowed. With `slots_only`,
+        the item must have a slot.
+        """
         ...
 
 

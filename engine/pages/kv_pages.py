@@ -134,7 +134,7 @@ class KvPages:
         sequence.next_offer = 0
 
     def max_tokens(self, num_other_pages: int) -> int:
-        """Number of tokens of one sequence that fit into the pool if other owners take `num_other_pages` pages."""
+        """Longest sequence, in tokens, that fits into the pool if other owners take `num_other_pages` pages."""
         return self._layout.max_tokens(self._pages.num_pages - num_other_pages, self._max_step_tokens)
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
@@ -282,7 +282,7 @@ class KvPages:
             digest = self._digest(sequence, len(keys))
             num_base_tokens = 0 if digest is None else max(0, sequence.activation - begin)
             keys.append(self._cache.page_key(parent, digest, tokens, num_base_tokens))
-        # Keys of further groups have a suffix, so keys of different groups are never equal.
+        # Keys of all groups except the first have a suffix, so keys of different groups are never equal.
         return keys[block] + group.to_bytes(1, "little") if group else keys[block]
 
     def _digest(self, sequence: Sequence, block: int) -> str | None:

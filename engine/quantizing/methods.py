@@ -24,7 +24,8 @@ Encode = Callable[[Floats, int], tuple[npt.NDArray[Any], Floats]]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Stores codes in a tensor of safetensors dtype `dtype` whose name ends in `suffix`, `codes_per_item` per item.
+    """Stores codes in a tensor of safetensors dtype `dtype` whose name ends in `suffix`. Each item contains
+    `codes_per_item` codes.
 
     `encode` takes rows `[num_rows, in_features]` and the number of inputs in a group, and returns the items and the
     scales `[num_rows, num_groups]`. `weights` describes the codes in the format of compressed-tensors.

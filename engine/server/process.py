@@ -52,7 +52,7 @@ EXIT_DEVICE_FAILED = 4
 """Exit status if the device fails while serving. The reason is the last line on standard error."""
 
 LOADING_POLL_MS = 50
-"""Longest wait for an event while no sequence can run, for example because adapters are loading, in milliseconds. The
+"""Longest wait for an event, in milliseconds, while no sequence can run, for example because adapters are loading. The
 stager usually wakes the loop sooner.
 """
 
