@@ -65,7 +65,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPARE_BYTES = 512 << 20
 """Bytes of shared memory in addition to the host tier, for loads in flight and fragmentation. Linux allocates each page
-of them only when it is first written.
+only when it is first written.
 """
 
 

@@ -126,7 +126,7 @@ class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stop a sequence. With `keep`, bill at most that many of its committed tokens, as after a stop string."""
+    """Stop a sequence. With `keep`, bill at most that many of its committed tokens, for example after a stop string."""
 
     sequence_id: str
     keep: int | None = None
@@ -301,7 +301,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     pages: int = 0
     """Sequences waiting for pages, because the last step found too few in the pool."""
     seat: int = 0
-    """Sequences waiting for a free sequence slot, or for rows in a step."""
+    """Sequences waiting for a free sequence slot, for rows in a step, or for their grammar to be compiled."""
     grant: int = 0
     """Sequences waiting for an Extend that raises their token limit."""
 

@@ -101,7 +101,7 @@ class Sequence:
     logit_penalties: LogitPenalties | None = None
     """The requested bias and penalties. None for most sequences."""
     grammar: Grammar | None = None
-    """The grammar for new tokens. The sequence waits until it is compiled. None for most sequences."""
+    """The grammar for new tokens. The sequence waits until the grammar is compiled. None for most sequences."""
     token_rules: TokenRules | None = None
     """The request's other rules for new tokens, such as bad words. None for most sequences."""
     # Stored rather than computed, because each step reads these values several times per sequence.

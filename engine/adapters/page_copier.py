@@ -17,7 +17,8 @@ from loramux.engine.device.device_faults import reason_of
 
 QUICK_COPY_BYTES = 512 << 10
 """Maximum number of bytes that the engine's own thread copies between two steps if the pool is in host memory. Copying
-this many takes 0.1 ms, about as long as waking another thread and waiting for it to release the interpreter lock."""
+this many bytes takes 0.1 ms, about as long as waking another thread and waiting for it to release the interpreter lock.
+"""
 
 
 class Copier(Protocol):

@@ -213,7 +213,7 @@ class DeviceSampler:
             return
         rows, token_ids = self._accelerator.stage(torch.tensor(places)).unbind(1)
         values = logits[rows, token_ids]
-        # Keep non-finite values, so that the row is still detected as broken.
+        # Keep non-finite values, so that the row is still detected as non-finite.
         logits[rows, token_ids] = torch.where(torch.isfinite(values), FORBIDDEN, values)
 
     def _forbid_by(self, masks: Masks, logits: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ class Executor(Protocol):
     """Runs batches on a device, in submission order."""
 
     def submit(self, batch: Batch) -> Forward:
-        """Start a step, which may read tokens that the previous step has not chosen yet."""
+        """Start a step. It may read tokens that the previous step has not chosen yet."""
         ...
 
 

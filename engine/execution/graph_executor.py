@@ -210,7 +210,9 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def _run_scored(self, layout: StepLayout, batch: Batch) -> ScoredPrompts:
-        """Run a step without a graph and score its prompt rows. A graph's output would lack the scored rows."""
+        """Run a step and score its prompt rows. No graph is used, because a graph's output does not include the scored
+        rows.
+        """
         scored_rows = batch.scored_rows
         rows = torch.cat([layout.inputs.sample_rows, self._accelerator.stage(torch.from_numpy(scored_rows))])
         inputs = replace(layout.inputs, tokens=self._sampler.resolve(layout.inputs.tokens), sample_rows=rows)

@@ -29,10 +29,10 @@ _LARGE_STEP = 256
 class StepShape:
     """The properties that are fixed when a step is captured.
 
-    `num_tokens` and `num_sequences` include padding. `is_decode` means one row per sequence. `max_rank` bounds the
-    adapters' ranks; 0 means no adapters. Without `has_outer`, no adapter modifies the embedding or the head. In each
-    layer, adapters modify only modules in `groups`, which is ALL_GROUPS if there are no adapters. Segments have up to
-    `segment_rows` rows, which is 1 in decodes with few rows per adapter.
+    `num_tokens` and `num_sequences` include padding. `is_decode` means one row per sequence. `max_rank` is an upper
+    bound on the adapters' ranks, or 0 if there are no adapters. Without `has_outer`, no adapter modifies the embedding
+    or the head. In each layer, adapters modify only modules in `groups`, which is ALL_GROUPS if there are no adapters.
+    Segments have up to `segment_rows` rows, which is 1 in decodes with few rows per adapter.
     """
 
     num_tokens: int

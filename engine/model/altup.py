@@ -97,7 +97,7 @@ def sparsity_multiplier(sparsity: float) -> float:
 
 
 def sparse_gate(gate_up: torch.Tensor, multiplier: float) -> torch.Tensor:
-    """Replace each row's gate by `max(gate - mean(gate) - multiplier * std(gate), 0)`. Up is unchanged."""
+    """Replace each row's gate by `max(gate - mean(gate) - multiplier * std(gate), 0)`. The up half is unchanged."""
     gate, up = gate_up.chunk(2, dim=1)
     cutoff = gate.mean(1, keepdim=True) + gate.std(1, keepdim=True, unbiased=False) * multiplier
     return torch.cat((functional.relu(gate - cutoff), up), 1)

@@ -40,7 +40,7 @@ class DecoderLayer:
     """The weights of one layer. q/k/v are fused into one linear.
 
     A layer with a `mixture` has a `feed_forward` only if it has a shared expert. A layer with a `delta` has no
-    `attention`; `qkv` and `o` are then the input and output projections of the delta rule.
+    `attention`. Its `qkv` and `o` are the input and output projections of the delta rule.
 
     Output norms apply to the outputs of attention and feed-forward before they are added to the residual.
     `layer_input` adds a projection of the layer's own input embedding to the layer's output. Then `scalar` multiplies

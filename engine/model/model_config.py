@@ -174,7 +174,7 @@ class ModelConfig:
 
     @property
     def outer_modules(self) -> tuple[LinearShape, ...]:
-        """The modules outside the layers, which adapters can target too, with PEFT's names.
+        """The modules outside the layers that adapters can target, with PEFT's names.
 
         The modules are separate even if the base ties their weights, because an adapter modifies only the module that
         it names.

@@ -174,7 +174,7 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def max_tokens(self, num_adapter_pages: int = 0, digest: str | None = None) -> int:
-        """Number of tokens of one request that fit in the pool next to its adapter and the pinned adapters."""
+        """Maximum number of tokens of one request that fit in the pool next to its adapter and the pinned adapters."""
         return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:

@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m loramux.engine.server.process SOCKET RECORD`.
+"""The engine process: `python -m loramux.engine.server.process SOCKET RECORD`.
 
 The process reads its configuration as JSON from standard input. RECORD is the file descriptor of the shared memory
 through which the supervisor tracks the loop's progress.

@@ -12,8 +12,8 @@ from loramux.kernels.layout import PageGeometry, row_layout
 from loramux.kernels.tables import ModuleGroup
 
 MODULE, IN, A_PADDED, OUT, COLUMN, B_PADDED, B_CHUNK = range(7)
-"""Columns of a plan: the module's index in the tables; for A, row length and padded length; for B, row length, first
-output column, padded length and chunk length."""
+"""Columns of a plan: the module's index in the tables, the row length and padded length of A, and the row length, first
+output column, padded length and chunk length of B."""
 
 
 def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int64]:
