@@ -45,7 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     dtype: str = "bfloat16"
     activations: Literal["int8"] | None = None
-    """On a CPU, `int8` rounds the inputs of quantised linears to 8 bits instead of 16."""
+    """On a CPU, `int8` rounds the inputs of quantised linear layers to 8 bits instead of 16."""
     pool_bytes: int | None = None
     """Size of the page pool. None means 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
     max_model_len: int | None = None

@@ -47,8 +47,8 @@ class DenseLinear:
 
 
 class MakeQuantizedLinear(Protocol):
-    """Makes a linear that keeps its weight quantised, or returns None if the device cannot multiply by the weight's
-    codes.
+    """Makes a linear layer that keeps its weight quantised, or returns None if the device cannot multiply by the
+    weight's codes.
     """
 
     def __call__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear | None: ...
@@ -138,7 +138,7 @@ class Backend:
 def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> Backend:
     """The backend for `cpu` or `cuda`. Raises DeviceNotUsable if the device cannot be used.
 
-    On a CPU, the inputs of linears that keep their weights quantised are rounded to `activation_bits`, 16 or 8.
+    On a CPU, the inputs of linear layers that keep their weights quantised are rounded to `activation_bits`, 16 or 8.
 
     `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later. Other GPUs ignore it.
     """

@@ -1,4 +1,4 @@
-"""Counts the linears of a base that keep their weights quantised."""
+"""Counts the linear layers of a base that keep their weights quantised."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from loramux.engine.device.backend import Backend
 
 
 class CodeCount:
-    """Counts linears whose weights a backend keeps quantised. The experts of a layer count once per projection."""
+    """Counts linear layers whose weights a backend keeps quantised. The experts of a layer count once per projection."""
 
     def __init__(self) -> None:
         self.num_kept = 0
 
     def counted(self, backend: Backend) -> Backend:
-        """A copy of `backend` that counts the quantised linears that it makes."""
+        """A copy of `backend` that counts the quantised linear layers that it makes."""
         return replace(
             backend,
             make_quantized_linear=self._counted(backend.make_quantized_linear),

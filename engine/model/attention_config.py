@@ -45,7 +45,7 @@ class AttentionConfig:
     query_scaling: QueryScaling | None
     """How q is scaled in layers without rotation, or None if it is not."""
     fused_qkv: bool
-    """True if the model projects q, k and v with one linear. Adapters target this linear."""
+    """True if the model projects q, k and v with one linear layer, which is also the target of adapters."""
     qkv_bias: bool
     o_bias: bool
     o_name: str

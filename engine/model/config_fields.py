@@ -129,7 +129,7 @@ def optional_float(raw: Mapping[str, Any], name: str) -> float | None:
 
 
 def has_bias(raw: Mapping[str, Any], bias: str | bool) -> bool:
-    """True if a linear has a bias. `bias` is the name of the field that decides, or the answer for all models."""
+    """True if a linear layer has a bias. `bias` is the name of the field that decides, or the answer for all models."""
     return bias if isinstance(bias, bool) else bool(raw.get(bias, False))
 
 

@@ -37,7 +37,7 @@ from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, Segment
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """The weights of one layer. q/k/v are fused into one linear.
+    """The weights of one layer. q/k/v are fused into one linear layer.
 
     A layer with a `mixture` has a `feed_forward` only if it has a shared expert. A layer with a `delta` has no
     `attention`. Its `qkv` and `o` are the input and output projections of the delta rule.

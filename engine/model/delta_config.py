@@ -46,7 +46,7 @@ class DeltaConfig:
         )
 
     def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The name, without the layer's prefix, and the shape of each tensor of one layer, except its linears."""
+        """The name, without the layer's prefix, and the shape of each tensor of one layer, except its projections."""
         spec = self.spec
         yield "linear_attn.conv1d.weight", (spec.channels, 1, spec.conv_len)
         yield "linear_attn.A_log", (spec.num_v_heads,)
@@ -81,6 +81,7 @@ def parse_delta(raw: Mapping[str, Any], architecture: str, kinds: Sequence[str])
     )
     if spec.num_v_heads % spec.num_k_heads:
         raise ModelNotSupported(
-            f"{spec.num_v_heads} value heads cannot be divided among {spec.num_k_heads} key heads in linear layers"
+            f"{spec.num_v_heads} value heads cannot be divided among {spec.num_k_heads} key heads "
+            "in linear-attention layers"
         )
     return DeltaConfig(layers, attention_layers, spec)

@@ -1,4 +1,4 @@
-"""The linears of the feed-forward blocks that all tokens use."""
+"""The linear layers of the feed-forward blocks that all tokens use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """The names of the linears of a feed-forward block: the linears that read its input, and the linear that writes its
-    output.
+    """The names of the linear layers of a feed-forward block: the layers that read its input, and the layer that writes
+    its output.
 
     With a gate, the activations of one half of the inner features multiply the other half.
     """
@@ -35,8 +35,8 @@ class ClampedGate:
 class SharedExpert:
     """The feed-forward block that all tokens use in addition to the experts that a router chooses.
 
-    `size` is its inner size. `gate` is the name of a linear whose sigmoid scales the block's output for each token, or
-    None.
+    `size` is its inner size. `gate` is the name of a linear layer, or None. The sigmoid of its output scales the
+    block's output for each token.
     """
 
     block: FeedForward

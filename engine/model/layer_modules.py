@@ -1,4 +1,4 @@
-"""The linears of a layer that adapters can target, with PEFT's names, each with its group."""
+"""The linear layers that adapters can target in a decoder layer, with PEFT's names, each with its group."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def attention_modules(
 
 
 def feed_forward_modules(block: FeedForward, hidden_size: int, sizes: Sequence[int]) -> list[tuple[Group, LinearShape]]:
-    """The linears of a feed-forward block, given its number of inner features in each layer (0: no block)."""
+    """The linear layers of a feed-forward block, given its number of inner features in each layer (0: no block)."""
     per_input = (2 if block.has_gate else 1) / len(block.inputs)
     wide = [(hidden_size, int(per_input * size)) if size else None for size in sizes]
     narrow = [(size, hidden_size) if size else None for size in sizes]
@@ -71,7 +71,9 @@ def router_modules(mixture: MixtureConfig, hidden_size: int, num_layers: int) ->
 
 
 def _linears(name: str, shapes: Sequence[tuple[int, int] | None]) -> list[LinearShape]:
-    """One linear for each distinct shape `(in_features, out_features)`. None means that a layer lacks the linear."""
+    """One entry for each distinct shape `(in_features, out_features)` of a linear layer. None means that a decoder
+    layer lacks it.
+    """
     found: dict[tuple[int, int], list[int]] = {}
     for layer, shape in enumerate(shapes):
         if shape is not None:

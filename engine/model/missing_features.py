@@ -53,7 +53,7 @@ _BY_FEATURE: dict[str, str] = {
     """,
     "position biases in attention": "BloomForCausalLM CpmAntForCausalLM MptForCausalLM XLNetLMHeadModel",
     "norms after the residual": "RoFormerForCausalLM",
-    "a linear that interleaves q, k and v by head": """
+    "a linear layer that interleaves q, k and v by head": """
         FalconForCausalLM FuyuForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM PersimmonForCausalLM
     """,
     "GPT-J's names of tensors and configuration fields": "CodeGenForCausalLM GPTJForCausalLM",

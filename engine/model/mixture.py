@@ -35,7 +35,7 @@ class MixtureGroups:
 
 
 class Mixture:
-    """The mixture of one layer, without the shared expert's linears, which are in `DecoderLayer.feed_forward`."""
+    """The mixture of one layer, without the shared expert's linear layers, which are in `DecoderLayer.feed_forward`."""
 
     def __init__(
         self, config: MixtureConfig, groups: MixtureGroups, hidden_size: int, place: Placement, prefix: str

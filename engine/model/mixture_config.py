@@ -82,7 +82,7 @@ class SharedTraits:
     """The shared expert of an architecture.
 
     One block computes all shared experts. Its inner size is the value of `size_field`, times the value of `count_field`
-    if there is one. `gate` is the linear whose sigmoid scales the block's output, or None.
+    if there is one. `gate` is the name of a linear layer, or None. The sigmoid of its output scales the block's output.
     """
 
     block: FeedForward
@@ -141,7 +141,9 @@ class MixtureConfig:
         return linears
 
     def expert_linears(self, hidden_size: int) -> tuple[ExpertLinear, ...]:
-        """The linears of each expert: gate and up fused, then gate and up if they have separate tensors, then down."""
+        """The linear layers of each expert: gate and up fused, then gate and up if they have separate tensors, then
+        down.
+        """
         names, size = self.names, self.expert_size
 
         def linear(name: str | None, stack: str | None, in_features: int, out_features: int) -> ExpertLinear:

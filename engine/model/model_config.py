@@ -116,10 +116,11 @@ class ModelConfig:
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """The linears of the layers that adapters can target, with PEFT's names, in the order of the adapter tables.
+        """The linear layers that adapters can target in decoder layers, with PEFT's names, in the order of the adapter
+        tables.
 
-        A name occurs several times if the size of the linear differs between layers. The linears of experts are in
-        `experts` instead.
+        A name occurs several times if the size of the linear layer differs between decoder layers. The linear layers of
+        experts are in `experts` instead.
         """
         return tuple(linear for _, linear in self._grouped_modules)
 
@@ -146,7 +147,7 @@ class ModelConfig:
 
     @property
     def experts(self) -> ExpertModules | None:
-        """The linears of the experts, or None if no layer has experts."""
+        """The linear layers of the experts, or None if no decoder layer has experts."""
         if self.mixture is None:
             return None
         linears = self.mixture.expert_linears(self.hidden_size)

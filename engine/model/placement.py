@@ -27,7 +27,7 @@ ExpertWeight = torch.Tensor | QuantizedWeight
 
 
 class ReorderedLinear:
-    """A linear with reordered inputs. Input `i` is element `inputs[i]` of each row of `x`."""
+    """A linear layer with reordered inputs. Input `i` is element `inputs[i]` of each row of `x`."""
 
     def __init__(self, linear: Linear, inputs: torch.Tensor) -> None:
         self._linear = linear
@@ -39,8 +39,8 @@ class ReorderedLinear:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Moves tensors to the device: linears in the weights' dtype, RMS norms in float32, and layer norms in the dtype of
-    the activations.
+    """Moves tensors to the device: linear layers in the weights' dtype, RMS norms in float32, and layer norms in the
+    dtype of the activations.
 
     Some architectures store norm weights minus 1. The 1 is added here, so that kernels need no special case.
     """
@@ -81,7 +81,7 @@ class Placement:
         return tensor
 
     def linear(self, prefix: str, shapes: Iterable[LinearShape], has_bias: bool) -> Linear:
-        """Fuse linears that share an input into one linear that concatenates their outputs.
+        """Fuse linear layers that share an input into one that concatenates their outputs.
 
         Their names are relative to `prefix`, which can be empty.
         """
@@ -99,7 +99,7 @@ class Placement:
     def experts(
         self, num_experts: int, weights: Callable[[], Iterator[ExpertWeight]], bias: torch.Tensor | None
     ) -> ExpertWeights:
-        """Lay out one linear of all experts, keeping the weights quantised if possible.
+        """Lay out one linear layer of all experts, keeping the weights quantised if possible.
 
         `weights` may be called twice. Each call yields the weights of all experts in order.
         """
@@ -110,8 +110,8 @@ class Placement:
         return self.backend.make_experts(num_experts, (self._placed(one, self.dtype) for one in weights()), bias)
 
     def fused_weight(self, prefix: str, shapes: Sequence[LinearShape]) -> ExpertWeight:
-        """The concatenated weights of linears that share an input. They stay quantised if `concatenate` supports their
-        formats, and are otherwise dequantised.
+        """The concatenated weights of linear layers that share an input. They stay quantised if `concatenate` supports
+        their formats, and are otherwise dequantised.
         """
         stored = self._stored(prefix, shapes)
         codes = [part for part in stored if isinstance(part, QuantizedWeight)]
@@ -121,7 +121,7 @@ class Placement:
     def _linear_of_codes(
         self, stored: list[torch.Tensor | CodedWeight], bias: torch.Tensor | None, make: MakeQuantizedLinear
     ) -> Linear | None:
-        """A linear that keeps all weights quantised, or None if their formats differ or no kernel supports them."""
+        """A linear layer that keeps all weights quantised, or None if their formats differ or no kernel supports them."""
         reordered = [part for part in stored if isinstance(part, ReorderedWeight)]
         if reordered and any(not np.array_equal(part.inputs, reordered[0].inputs) for part in reordered):
             return None

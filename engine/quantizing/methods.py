@@ -13,7 +13,7 @@ from loramux.engine.errors import ModelNotSupported
 
 GROUPS = (64, 32, 16)
 """Possible numbers of inputs that share an int4 scale. The first number that divides the number of inputs of every
-linear is used.
+linear layer is used.
 """
 
 _LARGEST_E4M3 = 448.0
@@ -47,7 +47,7 @@ class Method:
                 return group
         uneven = next(size for size in sorted(in_features) if size % self.groups[-1])
         raise ModelNotSupported(
-            f"a linear has {uneven} inputs, which is not a multiple of {self.groups[-1]}: use --quantization int8"
+            f"a linear layer has {uneven} inputs, which is not a multiple of {self.groups[-1]}: use --quantization int8"
         )
 
 
@@ -88,7 +88,7 @@ METHODS: dict[str, Method] = {
     "int4": Method(".weight_packed", "I32", 8, _int4, _weights(4, "int", "group"), GROUPS),
     "fp8": Method(".weight", "F8_E4M3", 1, _fp8, _weights(8, "float", "channel")),
 }
-"""The methods by which `--quantization` can quantise the linears of layers."""
+"""The methods by which `--quantization` can quantise linear layers. See `quantized_names`."""
 
 WITH_HEAD = "+head"
 """Suffix of the values of `--quantization` that also quantise the head, always to int8."""

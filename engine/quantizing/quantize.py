@@ -1,4 +1,4 @@
-"""Writes the quantised linears of a float model to a directory, block by block."""
+"""Writes the quantised linear layers of a float model to a directory, block by block."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def quantized_directory(root: Path, model_dir: Path, method: str) -> Path:
 
 
 def quantized_names(config: ModelConfig) -> list[str]:
-    """The weights that every method quantises: the linears of attention, delta rules and feed-forward blocks.
+    """The weights that every method quantises: the linear layers of attention, delta rules and feed-forward blocks.
 
-    Routers, experts and the linears of layer inputs are not quantised.
+    Routers, experts and the linear layers of layer inputs are not quantised.
     """
     modules = config.modules
     return [

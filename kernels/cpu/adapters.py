@@ -52,7 +52,7 @@ class CpuLora:
         planes = self._planes.get(shape)
         if planes is None:
             size = shape[0] * shape[1] * shape[2]
-            # Reuse memory. New memory would cause one page fault per 4 KiB in every linear of every layer.
+            # Reuse memory. New memory would cause one page fault per 4 KiB for every linear layer.
             if self._scratch.shape[0] < size:
                 self._scratch = torch.empty(size)
                 self._planes.clear()
