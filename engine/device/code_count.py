@@ -10,7 +10,7 @@ from loramux.engine.device.backend import Backend
 
 
 class CodeCount:
-    """Counts linear layers whose weights a backend keeps quantised. The experts of a layer count once per projection."""
+    """Counts linear layers whose weights stay quantised. The experts of a layer count once per projection."""
 
     def __init__(self) -> None:
         self.num_kept = 0

@@ -74,7 +74,7 @@ class AltUpLayer:
         return torch.einsum("sth,tps->pth", streams, mixed) + streams
 
     def laurel(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        """The learned residual, to be added to the output of attention. `x` is the normed input of attention."""
+        """The learned residual, to be added to the output of attention. `x` is the normalised input of attention."""
         return x + self._laurel_norm(kernels, self._right(self._left(x)))
 
     def correct(self, predicted: torch.Tensor, computed: torch.Tensor, kernels: Kernels) -> torch.Tensor:

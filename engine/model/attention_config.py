@@ -39,9 +39,9 @@ class AttentionConfig:
     """The scope of the norms of q and k: each head or the whole projection. None if q and k have no norms with weights.
     """
     has_l2_norms: bool
-    """True if q and k of rotated layers are normed without weights."""
+    """True if q and k of rotated layers are normalised without weights."""
     has_value_norm: bool
-    """True if V is normed without a weight."""
+    """True if V is normalised without a weight."""
     query_scaling: QueryScaling | None
     """How q is scaled in layers without rotation, or None if it is not."""
     fused_qkv: bool

@@ -42,7 +42,7 @@ class DecoderLayer:
     A layer with a `mixture` has a `feed_forward` only if it has a shared expert. A layer with a `delta` has no
     `attention`. Its `qkv` and `o` are the input and output projections of the delta rule.
 
-    Output norms apply to the outputs of attention and feed-forward before they are added to the residual.
+    Output norms apply to the outputs of the attention and feed-forward blocks before they are added to the residual.
     `layer_input` adds a projection of the layer's own input embedding to the layer's output. Then `scalar` multiplies
     the residual. With `altup`, the layer has several residuals.
     """
@@ -211,7 +211,7 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
-        """Run one step and return the last layer's normed output at the sample rows, `[num_samples, hidden_size]`."""
+        """Run one step and return the last layer's normalised output at the sample rows, `[num_samples, hidden_size]`."""
         config, residual_scale = self.config, self.config.residual_scale
         num_tokens = inputs.tokens.shape[0]
         activate = _activation(config, kernels)
@@ -242,7 +242,7 @@ class Decoder:
                 out = adapters.add(inner, block.down(inner), LayerGroups.DOWN, block.down_group)
             if layer.mixture is not None:
                 out = layer.mixture(x, residual, out, kernels, activate, adapters)
-            assert out is not None, "each layer has a feed-forward or experts"
+            assert out is not None, "each layer has a feed-forward block or experts"
             return out
 
         streams = None if self._altup is None else self._altup.expand(residual)

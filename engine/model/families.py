@@ -1,4 +1,4 @@
-"""Traits of the architectures without experts that are not in their `config.json`."""
+"""Traits that `config.json` does not state, for architectures without experts."""
 
 from __future__ import annotations
 

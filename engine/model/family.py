@@ -1,4 +1,4 @@
-"""The traits of an architecture that are not in its `config.json`."""
+"""The traits of an architecture that its `config.json` does not state."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Family:
     dense_size_field: str = "intermediate_size"
     """The field with the inner size of a feed-forward block without experts."""
     parallel_blocks: bool = False
-    """True if attention and feed-forward read the same normed residual."""
+    """True if the attention and feed-forward blocks read the same normalised residual."""
     interleaved_rotary: bool = False
     """True if neighbouring channels are rotated together instead of channels from the two halves of a head."""
     activation_field: str = "hidden_act"
@@ -95,9 +95,9 @@ class Family:
     has_layer_heads: bool = False
     """True if the heads of K and V can differ between layers with and without windows."""
     has_value_norm: bool = False
-    """True if V is normed without a weight."""
+    """True if V is normalised without a weight."""
     has_l2_norms: bool = False
-    """True if q and k of rotated layers are normed without weights."""
+    """True if q and k of rotated layers are normalised without weights."""
     scales_unrotated: bool = False
     """True if layers without rotation scale q by a factor that grows with the position."""
     has_sinks: bool = False

@@ -83,7 +83,7 @@ class Mixture:
     ) -> torch.Tensor:
         """The mixture's output, including `shared`, the output of the shared expert.
 
-        `x` `[num_tokens, hidden_size]` is the normed `residual`.
+        `x` `[num_tokens, hidden_size]` is the normalised `residual`.
         """
         if self._branch_norms is None:
             return self._experts(x, x, shared, kernels, gate_and_mul, adapters)

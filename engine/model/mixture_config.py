@@ -55,8 +55,8 @@ class ExpertNames:
     `choice_bias` names the bias that a router adds to its scores when it chooses experts. With `choice_bias_in_row`,
     the bias is stored as a matrix of one row.
 
-    With a `router_scale`, the router reads the normed residual, scaled by this tensor. `expert_scales` is a tensor with
-    a factor for the weight of each expert.
+    With a `router_scale`, the router reads the normalised residual, scaled by this tensor. `expert_scales` is a tensor
+    with a factor for the weight of each expert.
     """
 
     router: str
@@ -93,7 +93,7 @@ class SharedTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureTraits:
-    """Traits of an architecture's experts that are not in its `config.json`.
+    """Traits of an architecture's experts that its `config.json` does not state.
 
     `assumed_experts` is the number of experts if the file does not state it. The inner size of an expert is in the
     field `size_field`. With `has_groups`, the fields `n_group` and `topk_group` limit the choice, and

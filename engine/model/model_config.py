@@ -80,7 +80,7 @@ class ModelConfig:
     mixture: MixtureConfig | None
     """The layers with experts, or None if no layer has experts."""
     parallel_blocks: bool
-    """True if attention and feed-forward read the same normed residual."""
+    """True if the attention and feed-forward blocks read the same normalised residual."""
     norms: NormNames
     norm_eps: float
     norm_offset: float
@@ -101,7 +101,7 @@ class ModelConfig:
     """True if each layer has a number that multiplies its output."""
     embedding_scale: float
     residual_scale: float
-    """Factor applied to the outputs of attention and feed-forward."""
+    """Factor applied to the outputs of the attention and feed-forward blocks."""
     logit_scale: float
     logit_soft_cap: float | None
     """The magnitude that logits approach but never exceed, or None for no limit."""
@@ -175,7 +175,7 @@ class ModelConfig:
 
     @property
     def outer_modules(self) -> tuple[LinearShape, ...]:
-        """The modules outside the layers that adapters can target, with PEFT's names.
+        """The modules outside the decoder layers, with PEFT's names. Adapters can target them too.
 
         The modules are separate even if the base ties their weights, because an adapter modifies only the module that
         it names.

@@ -121,7 +121,7 @@ class Placement:
     def _linear_of_codes(
         self, stored: list[torch.Tensor | CodedWeight], bias: torch.Tensor | None, make: MakeQuantizedLinear
     ) -> Linear | None:
-        """A linear layer that keeps all weights quantised, or None if their formats differ or no kernel supports them."""
+        """A linear layer with quantised weights, or None if their formats differ or no kernel supports them."""
         reordered = [part for part in stored if isinstance(part, ReorderedWeight)]
         if reordered and any(not np.array_equal(part.inputs, reordered[0].inputs) for part in reordered):
             return None

@@ -62,7 +62,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
-        """Remove and return the allowed item that is evicted first, or None if no item is allowed. With `slots_only`,
+        """Remove and return the first allowed item in eviction order, or None if no item is allowed. With `slots_only`,
         the item must have a slot.
         """
         ...
