@@ -125,7 +125,7 @@ def assemble_engine(
 
     Other threads call `wake` when an idle engine has something to do. Only the calling thread may use the engine.
     Before each step, the engine passes the ids of the running sequences to `note_running`. `spans` receives the spans
-    of traced sequences. Tests and benchmarks can supply their own stager, weights and device.
+    of traced sequences. Tests and benchmarks can supply their own stager, weights and backend.
     """
     backend = backend or open_backend(config.device, config.pdl, 16 if config.activations is None else 8)
     backend.set_num_threads(config.num_threads)

@@ -211,7 +211,9 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
-        """Run one step and return the last layer's normalised output at the sample rows, `[num_samples, hidden_size]`."""
+        """Run one step and return the normalised output of the last layer at the sample rows, `[num_samples,
+        hidden_size]`.
+        """
         config, residual_scale = self.config, self.config.residual_scale
         num_tokens = inputs.tokens.shape[0]
         activate = _activation(config, kernels)

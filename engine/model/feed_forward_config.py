@@ -25,7 +25,9 @@ _ACTIVATIONS_WITHOUT_GATE = {
 
 
 def intermediate_sizes(raw: Mapping[str, Any], family: Family, sources: Sequence[int]) -> tuple[int, ...]:
-    """The inner size of each layer's feed-forward block. It can be doubled in layers that read another layer's K and V."""
+    """The inner size of each layer's feed-forward block. It can be doubled in layers that read the K and V of another
+    layer.
+    """
     if family.has_altup and isinstance(raw[family.dense_size_field], list):
         sizes = raw[family.dense_size_field]
         if len(sizes) != len(sources):
