@@ -48,7 +48,7 @@ class AdapterPool:
 
     `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` record their
     locations. Idle adapters stay until their pages or slot are needed. `policy` decides which idle adapter is evicted
-    first. The `reclaimer` evicts adapters that sequences are waiting for last.
+    first. The `reclaimer` first evicts adapters that no sequence is waiting for.
     """
 
     def __init__(
