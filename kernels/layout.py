@@ -77,9 +77,9 @@ class ExpertLinear:
     """One linear layer of each expert.
 
     In an adapter's file, its tensors are named `name`, where `{}` stands for the expert's number, or they are stacked
-    for all experts and named `stack`. Either is None if the base has no such form. A linear without a `name` can be the
-    fused form of linears with names, such as gate and up. With `alternates`, the outputs of gate and up alternate in an
-    adapter's file.
+    for all experts and named `stack`. Either is None if the base has no such form. A linear layer without a `name` can
+    be the fused form of linear layers with names, such as gate and up. With `alternates`, the outputs of gate and up
+    alternate in an adapter's file.
     """
 
     name: str | None
@@ -118,7 +118,7 @@ class ExpertModules:
 
     @property
     def largest(self) -> tuple[bool, ...]:
-        """Marks the linears that the largest adapter changes: linears with a name, or all if no linear has a name."""
+        """Marks the linear layers that the largest adapter changes: those with a name, or all if none has a name."""
         has_names = any(linear.name is not None for linear in self.linears)
         return tuple(linear.name is not None or not has_names for linear in self.linears)
 

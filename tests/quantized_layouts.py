@@ -283,7 +283,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def quantize_directory(model: PreTrainedModel, directory: Path, layout: Layout, keep: str = "lm_head") -> None:
-    """Quantise the linears of a saved model in its directory, and give `model` the dequantised weights.
+    """Quantise the linear layers of a saved model in its directory, and give `model` the dequantised weights.
 
     Linears whose names contain `keep` stay as they are.
     """

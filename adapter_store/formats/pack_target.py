@@ -1,4 +1,4 @@
-"""The target of validation and packing: the base model's linears, the page size and the pool's dtype."""
+"""The target of validation and packing: the base model's linear layers, the page size and the pool's dtype."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PackTarget:
     """The engine for which adapters are validated and packed: its modules, page geometry and dtype.
 
     `modules` have the names that PEFT uses within a layer, and some layers may lack a module. `dtype` is float32 or
-    bfloat16. `experts` describes the linears of the base's experts, which `all_modules` lists after `modules`.
+    bfloat16. `experts` describes the linear layers of the base's experts, which `all_modules` lists after `modules`.
     `outer_modules` are the modules outside the layers, by full name. With `tied_embeddings`, the base's head uses the
     weight of its embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size`
     GPUs share each linear, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own
@@ -76,7 +76,7 @@ class PackTarget:
 
     @property
     def all_modules(self) -> tuple[LinearShape, ...]:
-        """The modules of a layer: `modules`, then the experts' linears.
+        """The modules of a layer: `modules`, then the experts' linear layers.
 
         Rank tables, scale tables and pages list modules in this order.
         """

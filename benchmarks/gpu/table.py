@@ -188,8 +188,9 @@ def markdown(tables: list[StepTable], model: str, card: Card) -> str:
         "",
         f"Counted from shapes and compiled programs by `benchmarks/gpu/table.py`, not measured. A floor is the time "
         f"for the least bytes at {card.bandwidth / 1e12:g} TB/s plus {card.node_s * 1e6:g} us per launch. It excludes "
-        "arithmetic, which limits the linears of a prefill. `least` counts each byte of a launch once; `asked` counts "
-        "all loads and stores of its programs. `per SM` is the number of programs that fit on one multiprocessor.",
+        "arithmetic, which limits the linear layers of a prefill. `least` counts each byte of a launch once; `asked` "
+        "counts all loads and stores of its programs. `per SM` is the number of programs that fit on one "
+        "multiprocessor.",
         "",
         "| step | launches | least MB | asked MB | floor us |",
         "|---|---:|---:|---:|---:|",

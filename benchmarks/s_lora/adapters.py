@@ -32,8 +32,10 @@ SAY_EVERY = 500
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """Adapters of one rank on all linears of a base: canonical and packed files in the blob store, and packed files in
-    the disk tier."""
+    """Adapters of one rank on all linear layers of a base.
+
+    Their canonical and packed files are in the blob store, and their packed files also in the disk tier.
+    """
 
     directory: Path
     model: ModelConfig

@@ -16,7 +16,7 @@ EXPERT_SIZE = 24
 ROUTER = "mlp.gate"
 ATTENTION = MODULES[:4]
 STACKS = {"gate_up_proj": (HIDDEN, 2 * EXPERT_SIZE), "down_proj": (EXPERT_SIZE, HIDDEN)}
-"""The inputs and outputs of the linears whose tensors can be stacked."""
+"""The inputs and outputs of the linear layers whose tensors can be stacked."""
 
 
 def expert_modules(num_experts: int, layers: tuple[int, ...] | None = (1,)) -> ExpertModules:

@@ -80,7 +80,7 @@ STACKED_ONLY = (
 """Families whose checkpoints have always stacked the experts."""
 
 WRAPPED = "glm4v_moe"
-"""A family whose vision tower has linears with the same names as the experts' linears."""
+"""A family whose vision tower has linear layers with the same names as the experts' linear layers."""
 NOT_TARGETED = ("llama4", "llama4-multimodal", "llama4-two-experts", "qwen3_5_moe-multimodal", "qwen3_vl_moe")
 """Families whose experts cannot be targeted, or that have a vision tower and decode like another family."""
 

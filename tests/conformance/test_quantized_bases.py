@@ -82,7 +82,7 @@ def test_activations_of_8_bits_need_integers_of_8_bits(layout: str, tmp_path: Pa
 
 
 class CountedLinears:
-    """Counts the linears that multiply by dequantised weights."""
+    """Counts the linear layers that multiply by dequantised weights."""
 
     def __init__(self, backend: Backend) -> None:
         self.num_made = 0

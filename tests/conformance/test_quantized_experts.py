@@ -59,7 +59,7 @@ def gpt_oss(directory: Path) -> PreTrainedModel:
 
 
 def qwen3_moe(directory: Path) -> PreTrainedModel:
-    """A Qwen3-MoE with experts in int4, and the other linears as floats."""
+    """A Qwen3-MoE with experts in int4, and the other linear layers as floats."""
     make_base("qwen3-moe", directory, SMALL_SHAPE)
     tensors, means = load_file(directory / "model.safetensors"), {}
     for name in [name for name in tensors if ".experts." in name]:

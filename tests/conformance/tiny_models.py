@@ -201,7 +201,7 @@ RENAMED_MODULES = {
     "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     **dict.fromkeys(("apertus", "arcee", "nemotron", "jais2"), _WITHOUT_GATE),
 }
-"""Names of linears that differ from those in Llama, by the family's name up to a hyphen."""
+"""Names of linear layers that differ from those in Llama, by the family's name up to a hyphen."""
 
 _DELTA_MODULES = {
     "q_proj": ["in_proj_qkv"],
@@ -348,7 +348,7 @@ PLANS = [
 
 
 OTHER_PARTS = ".*(vision|visual|projector|connector|aligner|image_tower|video_tower).*"
-"""The parts of multimodal models whose linears have the names of the text decoder's."""
+"""The parts of multimodal models whose linear layers have the names of the text decoder's."""
 
 
 def has_other_parts(base: PreTrainedModel) -> bool:
@@ -365,7 +365,7 @@ def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Pat
             "Adapter '.*LoRA tensor.s. have invalid shape",
         ):
             warnings.filterwarnings("ignore", message)
-        # By default, peft applies the names of feed-forward linears only to the experts.
+        # By default, peft applies the names of feed-forward linear layers only to the experts.
         with patch.object(transformers_weight_conversion, "_convert_peft_config_moe"):
             return _added_and_saved(base, plans, directory)
 
@@ -384,7 +384,7 @@ def _added_and_saved(base: PreTrainedModel, plans: list[AdapterPlan], directory:
             layers_to_transform=plan.layers,
             use_dora=plan.use_dora,
             lora_bias=plan.lora_bias,
-            # Other parts of a multimodal model have linears with the same names.
+            # Other parts of a multimodal model have linear layers with the same names.
             exclude_modules=OTHER_PARTS if has_other_parts(base) else None,
             alora_invocation_tokens=list(plan.invocation_tokens) or None,
             init_lora_weights=False,

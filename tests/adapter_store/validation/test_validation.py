@@ -488,7 +488,7 @@ def test_float16_and_bfloat16_files_pass(make_adapter: Any, target: PackTarget) 
 def test_a_module_of_few_layers_is_expected_only_in_these(
     target: PackTarget, adapter_maker: Callable[[PackTarget], Any]
 ) -> None:
-    """In a base with experts, only dense layers have the linears of a feed-forward."""
+    """In a base with experts, only dense layers have the linear layers of a feed-forward."""
     modules = tuple(replace(one, layers=(1,)) if one.name == "mlp.down_proj" else one for one in target.modules)
     partial = replace(target, modules=modules)
     files = adapter_maker(target)(modules=("self_attn.q_proj", "mlp.down_proj"))

@@ -87,7 +87,7 @@ CODEBOOKS = {
 
 
 class CodedZeroWeights:
-    """Zero weights whose linears in layers are quantised in several formats."""
+    """Zero weights whose linear layers in layers are quantised in several formats."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | QuantizedWeight:
         codebook = next((CODEBOOKS[part] for part in reversed(name.split(".")) if part in CODEBOOKS), None)
