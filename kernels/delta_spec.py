@@ -1,4 +1,4 @@
-"""The gated delta rule of a model's layers, and where the state of a sequence is stored, without torch."""
+"""The sizes of a model's gated delta rule and the layout of a sequence's state, without importing torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ STATE_ITEMSIZE = 4
 
 @dataclass(frozen=True, slots=True)
 class DeltaSpec:
-    """The layers with a gated delta rule, which have the same sizes, and the state that they keep for each sequence.
+    """The layers with a gated delta rule, which all have the same sizes, and the state that they keep for each
+    sequence.
 
     A layer convolves each of its channels (q, k, then v) over `conv_len` positions. Each of the `num_v_heads` value
     heads has a matrix `[v_dim, k_dim]`. Consecutive value heads share a key head.
 
-    The state of a sequence consists of rows of `k_dim` elements, float32, layer by layer: first the matrices, then the
+    The state of a sequence consists of float32 rows of `k_dim` elements, layer by layer: first the matrices, then the
     tail of the convolution, which is its last `conv_len - 1` inputs, oldest first. Each input begins a new row. The
     rows fill pages of their own, `total_page_bytes` each; a row never crosses a page boundary.
     """

@@ -61,8 +61,8 @@ class LoraKernels(Protocol):
     def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, id] = x[t] · row of id` for each id whose row of the head the adapter replaces.
 
-        `call.tables` is `AdapterTables.trained_rows`. No listed adapter has more rows than `call.segments.max_rank`.
-        `y` has a column for each id, including ids beyond the head's own.
+        `call.tables` is `AdapterTables.trained_rows`. No adapter of a segment replaces more rows than
+        `call.segments.max_rank`. `y` has a column for each id, including ids beyond the head's own.
         """
         ...
 
@@ -104,7 +104,7 @@ class Kernels(LoraKernels, Protocol):
     ) -> None:
         """`out = softmax(soft_cap(q kᵀ * scale) + mask) v` over the pages of each sequence.
 
-        `sinks` float32 `[num_heads]` contains the score of an additional key for each head, which has no value.
+        `sinks`, float32 `[num_heads]`, contains for each head the score of an additional key that has no value.
         """
         ...
 
@@ -127,23 +127,23 @@ class Kernels(LoraKernels, Protocol):
     def clamped_silu_and_mul(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         """`gate * sigmoid(alpha * gate) * (up + 1)`, where each row contains gate, then up.
 
-        Before that, gate is clamped to at most `limit`, and up to `[-limit, limit]`.
+        Beforehand, gate is clamped to `(-inf, limit]` and up is clamped to `[-limit, limit]`.
         """
         ...
 
     def route(self, logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = None) -> Routing:
         """Choose each token's experts from its logits `[T, num_experts]`.
 
-        Among experts with equal scores, the first are chosen. `bias` is float32 `[num_experts]` and finite. A token
-        whose logits have no softmax (see `reference.routing.route`) gets the first experts, with NaN weights.
+        Ties are broken in favour of the lower index. `bias` is float32 `[num_experts]` and finite. A token whose logits
+        have no softmax (see `reference.routing.route`) gets experts `[0, top_k)`, with NaN weights.
         """
         ...
 
     def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
         """Group the routing's pairs by adapter and expert, for module groups of experts.
 
-        `slots` int32 `[T]` is the adapter slot of each row, or -1, and `segments` group the same rows by slot. Only
-        rows of the base may lie between two rows of the same adapter.
+        `slots`, int32 `[T]`, contains the adapter slot of each row, or -1. `segments` groups the same rows by slot.
+        Only rows of the base may lie between two rows of the same adapter.
         """
         ...
 
@@ -169,8 +169,8 @@ class Kernels(LoraKernels, Protocol):
     ) -> torch.Tensor:
         """`silu` of the causal convolution of `x` `[T, channels]` with `weight` float32 `[conv_len, channels]`.
 
-        Reads and updates the tail of each sequence's state, whose pages `batch` lists. `layer` counts the layers of
-        `spec`.
+        Reads and updates the tail of each sequence's state, whose pages `batch` lists. `layer` is an index into the
+        layers of `spec`.
         """
         ...
 

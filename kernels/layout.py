@@ -36,7 +36,7 @@ MAX_EXPERT_RANK = 64
 """Largest rank of an expert's module. It bounds uploads and adapter pages for bases with hundreds of experts."""
 
 MAX_ELEMENTS = (1 << 31) - 1
-"""Largest end of a stream, in elements; offsets are int32."""
+"""Maximum length of a stream, in elements. Offsets are int32."""
 
 ID_BYTES = 4
 """Size of a trained row's id, in bytes."""
@@ -113,7 +113,7 @@ class ExpertModules:
         return tuple(linear.shape(expert, self.layers) for expert in numbers for linear in self.linears)
 
     def index(self, expert: int, linear: int) -> int:
-        """The index of a linear among `modules`."""
+        """The index in `modules` of one linear layer of one expert."""
         return expert * len(self.linears) + linear
 
     @property
@@ -213,7 +213,7 @@ def part_layout(module: LinearShape, part: int, rank: int, page_elements: int) -
 class RowCounts:
     """The number of rows that an adapter replaces in each outer module; `()` means none.
 
-    With `is_shared`, all outer modules use the same rows, which are stored once: the base ties its head to its
+    With `is_shared`, all outer modules use the same rows, which are stored once, because the base ties its head to its
     embedding. `vocab_size` is the size of the adapter's vocabulary, or None for the base's vocabulary. An adapter with
     more tokens than the base has a row for each additional token.
     """
@@ -249,12 +249,14 @@ def _no_offsets() -> npt.NDArray[np.int32]:
 class AdapterLayout:
     """Location of each module of one adapter.
 
-    `ranks` int32 `[num_layers, num_modules]` (0: the module is absent), `offsets` int32 `[num_layers, num_modules, 3]`
-    in elements of a layer. The first `num_outer_pages` of the adapter's `num_pages` pages contain the outer modules:
-    `outer_ranks` int32 `[num_outer_modules]`, `outer_offsets` int32 `[num_outer_modules, 3]` in elements of whole
-    pages. Both are empty if the adapter's target has no outer modules. With `has_affines`, every module has an affine.
-    The same pages contain the trained rows: `row_offsets` int32 `[num_outer_modules, 3]` are the offsets of each
-    module's rows, in elements, and of its ids, in units of four bytes.
+    `ranks` is int32 `[num_layers, num_modules]`; 0 means that the module is absent. `offsets` is int32 `[num_layers,
+    num_modules, 3]`, in elements of a layer. With `has_affines`, every module has an affine.
+
+    The first `num_outer_pages` of the adapter's `num_pages` pages contain the outer modules. `outer_ranks` is int32
+    `[num_outer_modules]`, and `outer_offsets` is int32 `[num_outer_modules, 3]`, in elements of whole pages. Both are
+    empty if the base has no outer modules. The outer pages also contain the trained rows. `row_offsets`, int32
+    `[num_outer_modules, 3]`, contains the offset of each module's rows, in elements, and the offset of its ids, in
+    units of four bytes.
     """
 
     ranks: npt.NDArray[np.int32]
@@ -269,7 +271,7 @@ class AdapterLayout:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The parts that each module has in the stream."""
+        """The parts of each module in the stream."""
         return parts_of(self.has_affines)
 
     def rank_and_offsets(self, layer: int | None, module: int) -> tuple[int, tuple[int, ...]]:

@@ -39,9 +39,9 @@ class QuantizedWeight:
     """`weight[o, i] = (codebook[code[o, i]] - zeros[o, i // group]) * scales[o, i // group]`, computed in float32.
 
     `codes` uint8 contains `[out, in]` codes of 8 bits, or `[out, in / 2]` pairs of codes of 4 bits, with the even input
-    in the lower bits. `codebook` float32 has 256 or 16 values, which are finite for all codes in use. `scales` float32
-    `[out, in / group]` are finite. With a scale per channel, one group covers all inputs. `zeros` int16 has the shape
-    of `scales`, in units of the codebook, or is None if all are 0. Raises ValueError if shapes disagree.
+    in the lower four bits. `codebook` float32 has 256 or 16 values, which are finite for all codes in use. `scales`
+    float32 `[out, in / group]` are finite. With a scale per channel, one group covers all inputs. `zeros` int16 has the
+    shape of `scales`, in units of the codebook, or is None if all are 0. Raises ValueError if shapes disagree.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -94,7 +94,7 @@ class QuantizedWeight:
         )
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
-        """The float weights of outputs `[begin, end)`, which specify every product with a quantised weight."""
+        """The float32 weights of outputs `[begin, end)`. Every product with a quantised weight is specified by them."""
         codes, scales = self.codes[begin:end], self.scales[begin:end]
         if self.bits == 4:
             # Look up both codes of a byte at once: a complex64 has the bytes of two float32 values.
@@ -114,7 +114,7 @@ def is_same_codebook(first: QuantizedWeight, second: QuantizedWeight) -> bool:
 
 
 class CodeKind(Enum):
-    """How codes become values by arithmetic: as integers, or as bits of a float. Other codes need a table."""
+    """How codes become values: by arithmetic on integers or on the bits of a float, or with a table."""
 
     INTEGERS = "integers"
     E4M3 = "e4m3"
@@ -122,7 +122,7 @@ class CodeKind(Enum):
 
 
 def code_kind(codebook: npt.NDArray[np.float32]) -> CodeKind | None:
-    """The kind of a codebook, or None if kernels support no such codebook.
+    """The kind of a codebook, or None if the kernels do not support it.
 
     8-bit codebooks other than integers and E4M3 are not supported, nor are 4-bit codebooks with a non-finite value.
     """

@@ -1,4 +1,4 @@
-"""How a router chooses experts, without torch."""
+"""How a router chooses experts. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def build_pair_segments(routing: Routing, slots: torch.Tensor, max_rows: int, ma
 
 
 def build_segments(slots: npt.NDArray[np.int32], max_rows: int, max_rank: int = MAX_RANK) -> Segments:
-    """Build a batch's segments on the CPU from the arguments of `group_rows` and a bound on the listed ranks."""
+    """Build a batch's segments on the CPU from the arguments of `group_rows` and the maximum rank of the listed
+    adapters.
+    """
     rows, starts, segment_slots = group_rows(slots, max_rows)
     return Segments(
         torch.from_numpy(rows), torch.from_numpy(starts), torch.from_numpy(segment_slots), max_rank, max_rows

@@ -1,4 +1,4 @@
-"""The tables and metadata that kernels read; allocated once and written between steps."""
+"""The tables and metadata that kernels read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PoolViews:
     geometry: PageGeometry
 
     def kv_of(self, num_kv_heads: int, head_dim: int) -> torch.Tensor:
-        """`kv` for layers with these heads, whose K and V may be smaller than the geometry's."""
+        """`kv` for layers with these KV heads, whose K and V may be smaller than the geometry's."""
         num_elements = 2 * self.geometry.page_tokens * num_kv_heads * head_dim
         return self.kv if self.kv.shape[2] == num_elements else self.kv.view(-1, 1, num_elements)
 
@@ -101,7 +101,7 @@ class Segments:
     For a group of experts, `rows` are pairs of a `Routing`, and segment `i` uses the modules of expert `experts[i]`,
     int32 `[num_segments]`. For all other groups, `experts` is None.
 
-    A captured graph has a fixed number of segments: on a GPU, slot -1 marks a padding segment.
+    A captured graph has a fixed number of segments, so slot -1 marks a padding segment on a GPU.
     """
 
     rows: torch.Tensor
@@ -139,10 +139,9 @@ class AttentionBatch:
     one ragged list, so copying a step's metadata stays cheap even if one context is very long. Layers with a window
     need no pages before the first key that a row sees. If these pages are not listed, `page_starts[i]` may be negative.
 
-    `cu_q` int32 `[num_sequences + 1]`, `seq_lens` int32 `[num_sequences]`, `pages` int32 `[num_listed]`, `page_starts`
-    int32 `[num_sequences]`, and `kv_slots` int64 `[num_tokens]`, which contains `page * page_tokens + position %
-    page_tokens` for each row. `max_q` bounds the query rows of any sequence and is known on the host; 1 guarantees pure
-    decode.
+    `cu_q` is int32 `[num_sequences + 1]`, `seq_lens` and `page_starts` are int32 `[num_sequences]`, and `pages` is
+    int32 `[num_listed]`. `kv_slots`, int64 `[num_tokens]`, contains `page * page_tokens + position % page_tokens` for
+    each row. `max_q` bounds the query rows of any sequence and is known on the host; 1 guarantees pure decode.
 
     A captured graph has fixed numbers of sequences and rows. On a GPU, a padding sequence has no query rows. A padding
     row belongs to no sequence and has a negative entry in `kv_slots`.

@@ -45,7 +45,7 @@ def act_as(actor: Actor) -> None:
 
 @contextmanager
 def acting_as(actor: Actor) -> Iterator[None]:
-    """Set the actor for the block only."""
+    """Set the actor for the duration of the block."""
     token = _acting.set(actor)
     try:
         yield

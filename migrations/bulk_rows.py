@@ -34,7 +34,7 @@ ROWS = "rows"
 
 
 def rows_of(columns: Sequence[Column[Any]], name: str = ROWS) -> FromClause:
-    """Return a PostgreSQL table of the rows in a JSON document: one parameter for any number of rows and columns."""
+    """Return a PostgreSQL table of the rows in a JSON document, which is a single parameter for any number of rows."""
     wanted = (column(one.name, one.type) for one in columns)
     return (
         func.json_to_recordset(cast(bindparam(name, type_=String), JSON))
@@ -51,8 +51,8 @@ def document(rows: Sequence[Any]) -> str:
 class BulkStatement:
     """A statement for many rows, compiled once. Each row is a `record` with fields named like the columns.
 
-    `postgresql` reads them from `rows_of(columns, name)`. `sqlite` runs once per row, because SQLite has no round trips
-    to save.
+    `postgresql` reads the rows from `rows_of(columns, name)`. `sqlite` runs once per row, because SQLite has no round
+    trips to save.
     """
 
     def __init__(
@@ -140,5 +140,5 @@ def write_together(connection: Connection, writes: Sequence[Write], is_last: boo
 
 @functools.lru_cache(maxsize=64)
 def text_of(statement: ClauseElement, dialect: Dialect) -> str:
-    """Return a statement's text for the driver. This avoids SQLAlchemy's overhead for each value that is read."""
+    """Return a statement's text. Passing it to the driver avoids SQLAlchemy's overhead for each value that is read."""
     return str(statement.compile(dialect=dialect))

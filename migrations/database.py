@@ -31,7 +31,7 @@ Clock = Callable[[], int]
 """Returns the time in microseconds since 1970."""
 
 LONGEST_READ_S = 20.0
-"""Time limit for reads with a cost that depends on a caller's filters, in seconds."""
+"""Time limit, in seconds, for reads whose cost depends on a caller's filters."""
 
 SQLITE_WAIT_S = 10.0
 """Longest time that a writer waits for other writers, in seconds."""
@@ -50,7 +50,7 @@ _PATIENCE = {
 """loramux's defaults for libpq's parameters. The URL can override them."""
 
 UNASKED_S = 1.0
-"""A connection is reused without a ping after at most this idle time, in seconds."""
+"""Longest idle time, in seconds, after which a connection is reused without a ping."""
 
 UPGRADE_ATTEMPTS = 5
 """Maximum number of attempts at an upgrade that PostgreSQL aborts because of deadlocks."""
@@ -131,7 +131,7 @@ class Database:
         """Let this process's threads write to SQLite one at a time.
 
         A thread that waits here continues as soon as the lock is free. SQLite's own wait sleeps for up to a tenth of a
-        second at a time, and remains only between processes.
+        second at a time, and is needed only between processes.
         """
         is_held = self.is_sqlite and self._writing.acquire(timeout=SQLITE_WAIT_S)
         try:
@@ -233,7 +233,7 @@ class Database:
         with self._engine.begin() as connection:
             connection.exec_driver_sql(f"PRAGMA analysis_limit={_SAMPLED_ROWS}")
             connection.exec_driver_sql("ANALYZE")
-        # Open connections keep the old statistics.
+        # Close all connections, because open ones keep the old statistics.
         self._engine.dispose()
 
     def check_schema(self) -> None:
@@ -283,7 +283,7 @@ def _create_engine(url: URL) -> Engine:
         url,
         connect_args={"timeout": SQLITE_WAIT_S, "check_same_thread": False},
         poolclass=QueuePool,
-        # The number of SQLite connections is unlimited, so that no thread waits for another's connection.
+        # The number of SQLite connections is unlimited, so that no thread waits for another thread's connection.
         max_overflow=-1,
         hide_parameters=True,
     )
@@ -340,14 +340,14 @@ def _ping_the_rested(engine: Engine) -> None:
             try:
                 engine.dialect.do_ping(connection)
             except engine.dialect.loaded_dbapi.Error as error:
-                # The pool reconnects, and drops all its connections that are as old as this one.
+                # Makes the pool reconnect and drop all connections that are as old as this one.
                 raise InvalidatePoolError from error
 
 
 def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError | None:
     """Disconnect from a server that became a standby, or was made read-only because its disk is full.
 
-    The driver reports an internal error. Without this check, connections to a standby would stay open forever.
+    The driver reports only an internal error. Without this check, connections to a standby would stay open forever.
     """
     cause = context.original_exception
     if getattr(cause, "sqlstate", None) != TAKES_NO_WRITES:
@@ -357,7 +357,7 @@ def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError |
 
 
 def _use_wal(cursor: Any) -> None:
-    """Switch the database file to WAL mode permanently. Servers that start together on a new file all try this."""
+    """Switch the database file to WAL mode permanently. All servers that start together on a new file try this."""
     for _ in range(_WAL_ATTEMPTS):
         try:
             cursor.execute("PRAGMA journal_mode=WAL")

@@ -10,7 +10,7 @@ from loramux.migrations.cache_triggers import install_cache_triggers, remove_cac
 from loramux.migrations.schema import metadata
 
 _FIRST_LOCKED = ("reservations", "usage_events")
-"""The tables that a settlement locks first, in the settlement's order.
+"""The tables that a settlement locks first, in the order in which it locks them.
 
 A reservation locks `reservations` last. By then it has locked rows that an upgrade locks later: counters, and any
 policies and tenants that have just changed. If the two deadlock, either the reservation or the upgrade is aborted and

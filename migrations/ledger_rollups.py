@@ -1,6 +1,6 @@
 """SQL that rebuilds all rollups from the ledger, as step 0011 does.
 
-Nothing else may write while these statements run, which step 0011 ensures. The statements have been released and must
+Nothing else may write while these statements run. Step 0011 ensures this. The statements have been released and must
 not change. A later step that needs different sums adds its own statements, as `model_spans.py` does.
 """
 

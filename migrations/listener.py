@@ -20,7 +20,7 @@ _TURN_S = 0.25
 class CacheListener:
     """Waits for changes. On PostgreSQL, it listens on a connection of its own.
 
-    Blocking: use it from one thread, and set `stopped` to end the wait.
+    Its methods block. Use them from one thread, and set `stopped` to end a wait.
 
     Raises SQLAlchemyError, or the driver's own errors, if the database fails. To continue, open another listener.
     """

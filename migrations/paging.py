@@ -30,10 +30,9 @@ def keyset_rows(
 
     `after` continues after that identifier, toward older rows. `before` alone goes in the other direction: it returns
     the `limit` rows just newer than that identifier, still newest first. With both, the page starts after `after` and
-    ends before `before`. The identifier need not exist.
+    ends before `before`. The identifiers need not exist.
 
-    Raises ValueError if `limit` is not positive, or if an identifier is not plain text, which would make the query
-    fail.
+    Raises ValueError if `limit` is not positive, or if an identifier is not printable ASCII.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")

@@ -41,7 +41,7 @@ tenants = Table(
     Column("display_name", String(200), nullable=False),
     Column("state", String(16), nullable=False),
     Column("weight", Integer, nullable=False),
-    # IANA name of the timezone of the tenant's days and months.
+    # IANA name of the timezone in which the tenant's days and months begin.
     Column("timezone", String(64), nullable=False, server_default="UTC"),
     # Bytes of host memory that the tenant's adapters keep when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
@@ -95,7 +95,7 @@ adapter_versions = Table(
     Column("state", String(16), nullable=False),
     # SHA-256 of the canonical file, hexadecimal. Set once validation has passed.
     Column("digest", String(64), nullable=True),
-    # SHA-256 over `digest` and the checksums of the version's rows in adapter_version_files. NULL without such rows.
+    # SHA-256 of `digest` and the checksums of the version's rows in adapter_version_files. NULL without such rows.
     Column("version_digest", String(64), nullable=True),
     Column("max_rank", Integer, nullable=True),
     Column("num_pages", Integer, nullable=True),
@@ -114,7 +114,8 @@ adapter_versions = Table(
     Column("ready_us", BigInteger, nullable=True),
     # When an operator pinned the version in the page pool.
     Column("pinned_us", BigInteger, nullable=True),
-    # The base of the server that received the version. Servers of this base validate the upload first. NULL for any.
+    # The base of the server that received the version. Servers of this base validate the upload first. NULL if any
+    # server may do so.
     Column("base_id", String(64), nullable=True),
     UniqueConstraint("adapter_id", "number"),
     Index("ix_adapter_versions_digest", "digest"),
@@ -147,7 +148,7 @@ bases = Table(
     Column("weight", Integer, nullable=True),
 )
 
-# The running servers of each base. A server that stops deletes its row; one that crashes stops changing `seen_us`.
+# The running servers of each base. A server deletes its row when it stops. After a crash, `seen_us` no longer changes.
 base_servers = Table(
     "base_servers",
     metadata,
@@ -161,7 +162,7 @@ base_servers = Table(
     CheckConstraint("state IN ('serving', 'draining')", name="state"),
 )
 
-# The bases that versions were validated for. A version without a row is waiting for a server of that base.
+# The validation of each version for each base. If a row is missing, the version is waiting for a server of that base.
 version_bases = Table(
     "version_bases",
     metadata,
@@ -351,7 +352,8 @@ usage_events = Table(
     Column("base", String(200), nullable=False, server_default=""),
     # The end user that the client named in `user`. For a long or unprintable name, its SHA-256.
     Column("end_user", String(128), nullable=True),
-    # The cost at the price in force at admission, rounded up once to a whole nano. 0 without a price.
+    # The cost at the price in force at admission, rounded up once to a whole billionth of the currency. 0 without a
+    # price.
     Column("cost_nanos", BigInteger, nullable=False, server_default="0"),
     Column("price_id", ID, nullable=True),
     # The transaction that wrote the event. Its row in usage_batches is deleted when the rollups include the event.
@@ -390,7 +392,7 @@ usage_batches = Table(
     Column("at_us", BigInteger, nullable=False),
 )
 
-# Properties that all of a series' requests share. "" if absent, or if the grain does not keep the column. A series
+# Properties that all requests of a series share. "" if absent, or if the grain does not keep the column. A series
 # without a tenant sums over all tenants.
 _SERIES = (
     Column("tenant_id", ID, nullable=False),
@@ -485,7 +487,7 @@ audit_log = Table(
 idempotency_keys = Table(
     "idempotency_keys",
     metadata,
-    # The caller: two callers may choose the same key.
+    # The caller. Different callers may choose the same key.
     Column("principal", String(200), primary_key=True),
     # SHA-256 of the Idempotency-Key that the client sent.
     Column("key_sha256", LargeBinary(32), primary_key=True),

@@ -10,7 +10,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
 
-# The function has no type, because SQLAlchemy would compare a boolean with 1, which rules out an index.
+# The function has no type. SQLAlchemy would compare a boolean function with 1, which would rule out an index.
 class unlikely(GenericFunction[Any]):  # noqa: N801 - named like an SQL function
     """Marks a condition so that SQLite prefers its index: https://sqlite.org/lang_corefunc.html#likelihood"""
 

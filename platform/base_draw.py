@@ -14,7 +14,8 @@ from loramux.adapter_store.registry.base_shares import BaseShare
 class BaseOrder:
     """The bases whose servers may run a request, the preferred one first.
 
-    `drawn` is the base that the weights chose, even if no server of it can run the request. `own` is this server's.
+    `drawn` is the base that the weights chose, even if no server of it can run the request. `own` is this server's
+    base.
     """
 
     drawn: str
@@ -26,15 +27,15 @@ class BaseOrder:
 
     @property
     def other(self) -> str | None:
-        """The preferred base if it is not this server's own."""
+        """The preferred base, or None if it is this server's own base."""
         return None if self.bases[0] == self.own else self.bases[0]
 
 
 class BaseDraw:
     """The weights of the bases, as this server last read them.
 
-    Without a weight for its own base, a server runs requests only on its own base. Bases that prepare requests in
-    another way than this server take no part, because servers forward token ids. Thread-safe: `note_shares` and
+    Without a weight for its own base, a server runs requests only on its own base. Bases whose tokenizer or chat
+    templates differ from this server's are excluded, because servers forward token ids. Thread-safe: `note_shares` and
     `note_live` replace whole values.
     """
 
@@ -49,20 +50,20 @@ class BaseDraw:
         self._weights = alike if self.own in alike and len(alike) > 1 else {}
 
     def note_live(self, bases: Collection[str]) -> None:
-        """Note the bases that have a server which accepts requests."""
+        """Note the bases that have at least one server that accepts requests."""
         self._live = bases
 
     @property
     def bases(self) -> Sequence[str]:
-        """The bases that requests are divided between, or () if they are not."""
+        """The bases that requests are divided between, or () if requests are not divided."""
         return tuple(self._weights)
 
     def order(self, tenant_id: str, adapter_id: str | None) -> BaseOrder | None:
         """Return the order for a tenant's requests to an adapter, or to the base if `adapter_id` is None.
 
-        The order depends only on these identifiers and the weights, so prompts that share a prefix find it cached, and
-        a conversation stays with one version. Bases without a live server come last. None means that requests are not
-        divided.
+        Among bases with a live server, the order depends only on these identifiers and the weights, so prompts that
+        share a prefix find it cached, and a conversation stays on one base. Bases without a live server come last. None
+        means that requests are not divided.
         """
         weights, live_bases = self._weights, self._live
         if not weights:
@@ -73,15 +74,15 @@ class BaseDraw:
 
 
 def drawn_order(weights: Mapping[str, int], key: str) -> Sequence[str]:
-    """Order the bases by weighted rendezvous hashing: the first is each base with the probability of its weight.
+    """Order the bases by weighted rendezvous hashing: each comes first with a probability proportional to its weight.
 
     The rest are ordered as if they were drawn without the first. Bases with the weight 0 come last. If one weight
     grows, keys move only to its base.
     """
 
     def distance(base: str) -> tuple[float, int]:
-        # Uniform in (0, 1), so that -log is exponentially distributed. Of such values, each divided by its weight, the
-        # smallest belongs to each base with the probability of its weight.
+        # Uniform in (0, 1), so that -log is exponentially distributed. The smallest of such values, each divided by its
+        # base's weight, belongs to each base with a probability proportional to its weight.
         number = int.from_bytes(hashlib.sha256(f"{base}:{key}".encode()).digest()[:8])
         weight = weights[base]
         return (-math.log((number + 0.5) / 2**64) / weight if weight else math.inf), number

@@ -9,9 +9,10 @@ import torch
 
 
 def array(tensor: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any]:
-    """The memory of a tensor as a numpy array, with bfloat16 as uint16 bits.
+    """A numpy array that shares the tensor's memory, with bfloat16 elements as uint16 bits.
 
-    A tensor with any other dtype or layout would cause a kernel to be recompiled in the middle of a step.
+    The tensor must be contiguous and have dtype `dtype`; otherwise numba would recompile a kernel in the middle of a
+    step.
     """
     assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
     assert tensor.is_contiguous()

@@ -1,8 +1,8 @@
 """Attention on the CPU, reading K and V directly from pages, whose layout is described in `kv.py`.
 
 A tile consists of a few consecutive query rows of all heads that share one KV head, so each key and value is loaded and
-widened once per tile. K is stored transposed in its page: the scores of sixteen tokens fill sixteen lanes, and neither
-K nor V has to be rearranged. A row's result is bitwise the same in any tile.
+widened once per tile. K is stored transposed in its page, so the scores of its sixteen tokens fill sixteen lanes, and
+neither K nor V has to be rearranged. A row's result is bitwise the same whichever tile contains the row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from loramux.kernels.cpu.vectors import (
 )
 
 TILE_ROWS = 16
-"""Maximum number of rows per tile (query rows times heads in a group), unless a group alone has more heads."""
+"""Maximum number of query rows times heads in a tile. If a group has more heads than this, a tile has one query row."""
 
 LINE = 32
 """Elements between prefetches: one cache line of bfloat16."""
@@ -56,8 +56,8 @@ def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None
 def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any, sink_address: int) -> Any:
     """Turn scores `[begin, end)` into unnormalised weights and all others into 0. Return the sum of the weights.
 
-    `num_scores` is a multiple of the panel size. A score's lane is always its token's position in the page. The sum
-    includes the weight of the score at `sink_address`, unless that is 0.
+    `num_scores` is a multiple of the panel size. A score's lane is always its token's position in the page. Unless
+    `sink_address` is 0, the sum includes the weight of the score at that address.
     """
     if soft_cap > 0:
         _cap_scores(scores, num_scores, scale, soft_cap)
@@ -79,7 +79,7 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
         lanes = exponentials(times(minus(load(scores, s), top), scale))
         weights = plus(weights, lanes)
         store(scores, s, lanes)
-    # Masked scores become exp(-87), which is negligible next to the largest weight, 1.
+    # The sum includes exp(-87) for each masked score, which is negligible next to the largest weight, 1.
     for s in range(begin):
         scores[s] = np.float32(0)
     for s in range(end, num_scores):
@@ -123,11 +123,11 @@ def _attend_tile(
     row_len: int,
     weights: Any,
 ) -> None:
-    """Attention of the last `num_tokens` rows of a context of `length`, for the `group_size` heads of KV head `head`.
+    """Compute attention for the last `num_tokens` rows of a context of `length` tokens and the heads of KV head `head`.
 
     `q_address` and `out_address` point to the tile's first row and head. The sequence's pages begin at
     `pages[page_begin]`. `q_tile`, `out_tile`, `scores` and `weights` are scratch for the tile's rows. A row of scores
-    is `row_len` long.
+    has `row_len` elements.
     """
     flat_pool = pool.reshape(-1)
     num_rows, head_size = num_tokens * group_size, head_dim * PAGE_TOKENS
@@ -193,7 +193,7 @@ def _tile_tokens(group_size: int) -> int:
 
 @helper
 def _tile_cost(num_tokens: int, length: int, window: int) -> int:
-    """Estimated cost of a tile at the end of a context of `length`, in keys times query rows."""
+    """Estimated cost of a tile at the end of a context of `length` tokens, in keys times query rows."""
     num_keys: Any = min(window + num_tokens, length)
     return num_tokens * num_keys
 
@@ -221,7 +221,7 @@ def _attend_share(
     sinks: int,
     row_len: int,
 ) -> None:
-    """Compute the tiles whose cumulative cost begins in `[low, high)`."""
+    """Compute the tiles that begin at a cumulative cost in `[low, high)`."""
     most = _tile_tokens(group_size)
     most_rows = most * group_size
     q_tile, out_tile = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
@@ -267,11 +267,12 @@ def attend(
     soft_cap: Any,
     sinks: int,
 ) -> None:
-    """Attention of all sequences. See `ReferenceKernels.paged_attention`.
+    """Compute attention for all sequences. See `ReferenceKernels.paged_attention`.
 
-    The tiles are divided into `num_threads` shares of equal cost. `cu_q`, `seq_lens`, `pages` and `page_starts` are
-    int32. `window` is the number of keys that a query sees. Without a window, it is larger than any context. `soft_cap`
-    0 means no cap. `sinks` is the address of a float32 per head, or 0.
+    Unless there is little work, the tiles are divided into `num_threads` shares of nearly equal cost. `cu_q`,
+    `seq_lens`, `pages` and `page_starts` are int32. `window` is the maximum number of keys that a query sees; without a
+    window, it is larger than any context. `soft_cap` 0 means no cap. `sinks` is the address of a float32 per head, or
+    0.
     """
     work: Any = 0
     row_len: Any = 0

@@ -1,8 +1,8 @@
-"""bfloat16 products with AVX512_BF16: two adjacent inputs for sixteen outputs in one instruction.
+"""bfloat16 products with AVX512_BF16: one instruction multiplies two adjacent inputs for sixteen outputs.
 
-A weight is laid out in panels of 32 outputs, ordered by pairs of inputs: `[panels, in_features / 2, 32, 2]`. A row's
-pair is then one 32-bit word that is broadcast to all outputs, and the sums are float32 (Intel, "Intrinsics Guide",
-`_mm512_dpbf16_ps`). The order of summation does not depend on the number of rows.
+A weight is laid out in panels of 32 outputs, ordered by pairs of inputs: `[panels, in_features / 2, 32, 2]`. Each pair
+of inputs of a row is then one 32-bit word, which is broadcast to all outputs. Sums are float32 (Intel, "Intrinsics
+Guide", `_mm512_dpbf16_ps`). The order of summation does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ SERIAL_ROUNDING = 100_000
 """With fewer elements to round, waking other threads costs more than it saves."""
 
 _ROW_LINES = 2 * BLOCK_INPUTS // 64
-"""Cache lines per row in a block. 12 rows have no more cache lines than the block has pairs of inputs."""
+"""Cache lines that a row of `x` occupies in a block. MAX_ROWS rows occupy fewer lines than the block has pairs of
+inputs, so prefetching one line per pair covers the next rows.
+"""
 
 _LANES = 16
 _FLOATS = ir.VectorType(ir.FloatType(), _LANES)
@@ -87,7 +89,7 @@ def pair_panels(
 
 
 def pair_panels_of(weight: torch.Tensor, multiple: int) -> torch.Tensor:
-    """`[panels, inputs / 2, 32, 2]` of a weight `[out_features, in_features]`, padded with 0."""
+    """Rearrange a weight `[out_features, in_features]` as `[panels, inputs / 2, 32, 2]`, padded with 0."""
     out_features, in_features = weight.shape
     missing = (0, -in_features % multiple, 0, -out_features % OUTPUTS)
     whole = functional.pad(weight, missing) if any(missing) else weight
@@ -110,8 +112,8 @@ def add_pairs(
 ) -> Any:
     """`y[r][o] += sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`, for 1 to 12 rows.
 
-    `x` and `y` are addresses, with steps in bytes. `num_pairs` >= 1 is the number of pairs of `k`. Also prefetches
-    `num_pairs` cache lines of `panels` starting at `ahead`, and as many starting at `also_ahead`.
+    `x` and `y` are addresses, with steps in bytes. `num_pairs` >= 1 is the number of pairs of inputs `k`. The call also
+    prefetches `num_pairs` cache lines of `panels` from `ahead` on and as many from `also_ahead` on.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -155,7 +157,7 @@ def _emit_block(
     ]
     for place in fetched:
         emit_prefetch(builder, builder.gep(place, [k]), FIRST_CACHE)
-    # Also prefetch a line of the next block's rows.
+    # Also prefetch one cache line of the next block of rows.
     next_row = builder.add(builder.lshr(k, _LONG(_ROW_LINES.bit_length() - 1)), _LONG(len(x)))
     line = builder.and_(k, _LONG(_ROW_LINES - 1))
     next_x = builder.add(builder.add(x[0], builder.mul(x_step, next_row)), builder.shl(line, _LONG(6)))
@@ -179,7 +181,7 @@ def _emit_block(
 
 
 def _product_of_pairs(module: Any) -> Any:
-    """`sums + a * b`, pairwise. LLVM accepts words in place of bfloat16 pairs, as older versions required."""
+    """Declare `sums + a[0] * b[0] + a[1] * b[1]`, with pairs as 32-bit words, which every version of LLVM accepts."""
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     known = module.globals.get(name)
     return known or ir.Function(module, ir.FunctionType(_FLOATS, (_FLOATS, _WORDS, _WORDS)), name)
@@ -222,7 +224,8 @@ def multiply_panel(
         for block in range(num_blocks):
             # Make blocks nearly equal in size, because a small block would read each weight for only a few rows.
             begin, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
-            # The first two blocks of rows each prefetch half of the next part of the weight.
+            # The first two blocks of rows each prefetch half of the next part of the weight. A single block prefetches
+            # both halves.
             ahead = first + (2 + block) * half if block < 2 else first
             also_ahead = ahead + half if num_blocks == 1 else ahead
             add_pairs(
@@ -245,11 +248,11 @@ def multiply_pair_panels(
     y: int,
     y_stride: int,
 ) -> None:
-    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`; `x`, `rounded`, `bias` and `y` are addresses.
+    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`. `x`, `rounded`, `bias` and `y` are addresses.
 
-    `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart. Rows of `y`, like `bias`, cover
-    `num_panels` whole panels. `rounded` is scratch for the same number of rows, padded to whole pairs and
-    `rounded_stride` bfloat16 elements apart.
+    `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart. `bias` and each row of `y` cover
+    `num_panels` whole panels. `rounded` is scratch for `num_rows` rows of bfloat16, padded to whole pairs and
+    `rounded_stride` elements apart.
     """
     num_pairs = (in_features + 1) // 2
     rounded_step, y_step = 2 * rounded_stride, 4 * y_stride

@@ -7,8 +7,8 @@ same for any number of rows, so a row's result is bitwise independent of the oth
 Memory is prefetched explicitly: weights one block or two steps ahead if only a few rows share them, K and V one page
 ahead, and adapters across rank, module and adapter boundaries. On two cores of a shared machine, prefetching made
 decode with 600 tokens of context 1.9 times as fast. Adapters are still read more slowly than weights, because a page
-stores only a short run per layer: 32 KiB with 8 KV heads of dimension 64. Two cores with AMX, which read memory
-sequentially at 32 GB/s, read such runs at 12 GB/s without prefetching and at 23 GB/s with it.
+stores only a short contiguous run for each layer: 32 KiB with 8 KV heads of dimension 64. Two cores with AMX, which
+read memory sequentially at 32 GB/s, read such runs at 12 GB/s without prefetching and at 23 GB/s with it.
 
 Rows are float32, passed as a tuple of addresses or as a first address and a step. Weights are a flat array of float32,
 or of bfloat16 bits as uint16. Bounds are not checked.
@@ -67,7 +67,7 @@ def emit_rows(
     emit: Callable[[Any, Any], None],
     least: int = 1,
 ) -> None:
-    """Use `emit(x_rows, y_rows)` to generate code for all numbers of rows in `[least, most]`; `num_rows` selects it.
+    """Emit code for each number of rows in `[least, most]` with `emit(x_rows, y_rows)`, and a switch on `num_rows`.
 
     Rows are passed as addresses. Rows of `x` are `x_step` bytes apart, and rows of `y` are `y_step` bytes apart.
     """
@@ -145,9 +145,9 @@ def _panel_adder(width: int) -> Any:
 
 
 add_panels = _panel_adder(PANEL)
-"""`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, for 16 outputs `o`, `size` >= 1 elements `k`.
+"""`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, for 16 outputs `o` and `size` >= 1 inputs `k`.
 
-`x` and `y` are addresses of the first row. Rows are `x_step` and `y_step` bytes apart.
+`x` and `y` are the addresses of their first rows. Rows are `x_step` and `y_step` bytes apart.
 """
 
 add_half_panels = _panel_adder(PANEL // 2)
@@ -212,8 +212,8 @@ def add_ranks(
 def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: Any) -> Any:
     """`x[r] · weights[a[c] : a[c] + size]` for all rows `r` and a tuple of places `a`, as one row-major tuple.
 
-    `size` is a multiple of 8 and may be 0. The call also prefetches the weights at `ahead`, the places of the next
-    call.
+    `size` is a multiple of 8 and may be 0. The call also prefetches the weights at `ahead`, which are the places of the
+    next call.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -224,7 +224,7 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
         following = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, ahead)]
 
         def sums_of(width: int, begin: Any, end: Any, step_size: int) -> list[Any]:
-            """Products over the elements `[begin, end)`, `step_size` at a time, in vectors of `width` lanes."""
+            """Dot products over the elements `[begin, end)`, `step_size` at a time, in vectors of `width` lanes."""
             lanes = ir.VectorType(_FLOAT, width)
             zeros = [ir.Constant(lanes, [0.0] * width)] * (len(x_rows) * len(columns))
 

@@ -1,4 +1,4 @@
-"""Finds out which instructions the kernels use on this CPU, without importing numba or torch."""
+"""Determines which instructions the kernels use on this CPU, without importing numba or torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bfloat16_products(features: Collection[str]) -> str | None:
         return "AMX"
     if "avx512bf16" in features:
         return "AVX512_BF16"
-    # The feature's name on ARM, where oneDNN uses it.
+    # `bf16` is the name of the feature on ARM, where oneDNN uses it.
     return "oneDNN" if "bf16" in features else None
 
 

@@ -26,9 +26,9 @@ from loramux.kernels.routing import Routing
 def make_coded_experts(
     num_experts: int, weights: Iterable[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None, x_bits: int = 16
 ) -> CodedExperts | None:
-    """Lay out one weight for each expert, or return None if this CPU cannot multiply by the codes of all weights.
+    """Lay out one weight for each expert, or return None if this CPU cannot multiply by the codes of every weight.
 
-    None is also returned if the weights' panels differ in layout or in the limit for `x`.
+    None is also returned if the panels of the weights differ in layout, table or limit.
     """
     first: CodePanels | None = None
     panels = np.empty((0, 0), np.uint8)
@@ -122,8 +122,8 @@ def multiply_expert_codes(
     """`y[pair] = x[pair // pairs_per_row] @ weight[expert of pair]ᵀ + bias[expert]`.
 
     `pairs`, sorted by expert, and `starts` come from a `Routing`. `chosen` lists the experts that have pairs.
-    `rounded`, `factors` and `sums` are scratch with a row for each pair, in the formats of `rounded`, `factors` and `y`
-    in `quantized_linear.multiply_codes`.
+    `rounded`, `factors` and `sums` are scratch with one row per pair, in the formats of `rounded`, `factors` and `y` in
+    `quantized_linear.multiply_codes`.
     """
     num_blocks = num_groups * group // block
     x_step, factor_step, sums_step = bytes_of(kind) * rounded_stride, 8 * num_blocks, 4 * sums_stride

@@ -22,7 +22,7 @@ L2_EPS = np.float32(1e-6)
 
 @helper
 def _row_start(pool: Any, pages: Any, first_page: int, row: int, k_dim: int) -> int:
-    """Index into the flat pool of a row of the state whose pages begin at `pages[first_page]`."""
+    """Index in the flat pool at which a row of a state begins. The state's pages begin at `pages[first_page]`."""
     per_page = pool.shape[1] // k_dim
     return np.int64(pages[first_page + row // per_page]) * pool.shape[1] + row % per_page * k_dim
 
@@ -33,7 +33,10 @@ def _convolve_block(
     num_rows: int, size: int, conv_len: int, pool: Any, pages: Any, first_page: int, tail_row: int, input_rows: int,
     k_dim: int, is_first: bool,
 ) -> None:  # fmt: skip
-    """Convolve the `size` channels at the addresses over a sequence's rows, and update their part of the tail."""
+    """Convolve `size` channels over a sequence's rows, apply SiLU, and update the channels' part of the tail.
+
+    The addresses point to the first channel.
+    """
     flat_pool = pool.reshape(-1)
     for t in range(num_rows):
         y = floats_at(y_address + 4 * t * y_stride)
@@ -103,7 +106,7 @@ def convolve(
 
 @helper
 def _read_unit(address: int, size: int, scale: Any, unit: Any) -> None:
-    """`unit = x / |x| * scale` for the `size` elements of x at an address."""
+    """`unit = x / |x| * scale` for the `size` elements of x at `address`."""
     x, square = floats_at(address), np.float32(0)
     for d in range(size):
         square += x[d] * x[d]
@@ -156,7 +159,7 @@ def _update_head(
         _read_unit(row + 4 * key_head * k_dim, k_dim, q_scale, q)
         _read_unit(row + 4 * (num_k + key_head) * k_dim, k_dim, np.float32(1), k)
         v = floats_at(row + 4 * (2 * num_k * k_dim + head * v_dim))
-        # The next row is far away in memory, and the state of this head fills the L1 cache.
+        # Prefetch the next row, which is far away in memory. The state of this head fills the L1 cache.
         following = floats_at(row + 4 * qkv_stride)
         for d in range(0, k_dim, PANEL):
             prefetch(following, key_head * k_dim + d)

@@ -123,7 +123,7 @@ def _expand_visit(
     visit: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
     starts: Any, sums: Any,
 ) -> None:  # fmt: skip
-    """Process one visit. `ahead` contains the pool indices at which the next visit begins."""
+    """Process one visit. `ahead` contains the pool indices at which the ranks of the next visit begin."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     if visit.gain != NO_AFFINE:
         for e in range(0, visit.length, COLUMNS_STEP):
@@ -139,7 +139,7 @@ def _expand_visit(
 
 @helper
 def _expand_tasks(slot_rank: int, num_rows: int, out_features: int, chunk_len: int) -> Any:
-    """Number of tasks of a segment in one module, one per chunk of columns, and the cost of each."""
+    """Number of tasks of a segment in one module (one per chunk of columns), and the cost of each task."""
     return (out_features + chunk_len - 1) // chunk_len, chunk_len * slot_rank * (num_rows + READ_COST)
 
 
@@ -176,7 +176,7 @@ def expand_share(
     slots: Any,
     shifts: Any,
 ) -> None:
-    """Run the tasks that begin at a cost in `[low, high)`, out of the total `expand_work`.
+    """Run the tasks that begin at a cumulative cost in `[low, high)`. The total is `expand_work`.
 
     `low_rank.low_rank` describes the other arguments.
     """

@@ -1,6 +1,6 @@
-"""Products of experts in panels, in one parallel loop over the panels of all chosen experts.
+"""Products with the weights of experts, in one parallel loop over the panels of all chosen experts.
 
-A loop for each expert would wait for the slowest thread each time, thousands of times in a decode step.
+A parallel loop for each expert would wait for its slowest thread, thousands of times in a decode step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from loramux.kernels.cpu.vectors import PANEL, floats_at
 from loramux.kernels.routing import Routing
 
 ROWS_TO_SPREAD = 8
-"""Mean number of rows per expert above which threads share the panels of each expert, so that their work is equal.
-With fewer rows, reading weights takes most of the time. Each thread then reads whole experts in order."""
+"""Mean number of rows per expert above which threads share the panels of each expert, so that their work is equal. With
+fewer rows, reading weights takes most of the time, and each thread reads consecutive panels.
+"""
 
 
 class ExpertPanels:
@@ -78,7 +79,7 @@ def _gather_row(x_address: int, out_address: int, size: int) -> None:
 
 @helper
 def place_task(task: int, num_panels: int, chosen: Any, is_spread: bool) -> tuple[int, int]:
-    """The expert and the panel of a task."""
+    """The expert of a task, and the panel of that expert."""
     if is_spread:
         return chosen[task % len(chosen)], task // len(chosen)
     return chosen[task // num_panels], task % num_panels
@@ -88,7 +89,7 @@ def place_task(task: int, num_panels: int, chosen: Any, is_spread: bool) -> tupl
 def scatter(
     pairs: Any, begin: int, end: int, sums: int, sums_step: int, y: int, y_step: int, first: int, size: int
 ) -> None:
-    """Copy outputs of the sorted pairs `[begin, end)` to the rows of the pairs."""
+    """Copy `size` outputs of each of the sorted pairs `[begin, end)` to the row of `y` that belongs to the pair."""
     for i in range(begin, end):
         _gather_row(sums + i * sums_step + 4 * first, y + pairs[i] * y_step + 4 * first, size)
 
@@ -115,7 +116,7 @@ def multiply_pair_panels(
     """`y[pair] = bfloat16(x[pair // pairs_per_row]) @ weight[expert of pair]ᵀ + bias[expert]`.
 
     `pairs`, sorted by expert, and `starts` come from a `Routing`. `chosen` lists the experts that have pairs. `rows`
-    and `sums` are scratch with a row for each pair, in the formats of `rounded` and `y` in
+    and `sums` are scratch with one row per pair, in the formats of `rounded` and `y` in
     `avx512_bf16.multiply_pair_panels`.
     """
     width = avx512_bf16.OUTPUTS

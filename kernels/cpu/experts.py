@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CPU: the products of the experts, and the sum of their outputs."""
+"""Mixtures of experts on a CPU: the products with the experts' weights, and the sum of the experts' outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PackedExperts:
     """
 
     def __init__(self, weights: Iterable[torch.Tensor], bias: torch.Tensor | None = None) -> None:
-        """Lay out the weight of each expert, `[out_features, in_features]`; `bias` `[num_experts, out_features]`."""
+        """Each of `weights` is `[out_features, in_features]`, and `bias` is `[num_experts, out_features]`."""
         weights = iter(weights)
         first = next(weights)
         product, all_weights = product_of(first.dtype), chain([first], weights)
@@ -49,7 +49,7 @@ class PackedExperts:
 
 
 class SeparateExperts:
-    """Multiplies by one expert after the other, for layouts that `ExpertPanels` does not support."""
+    """Multiplies by one expert at a time, for layouts that `ExpertPanels` does not support."""
 
     def __init__(self, weights: Iterable[torch.Tensor], bias: torch.Tensor | None) -> None:
         self._experts = [
@@ -97,9 +97,9 @@ def sum_experts(
     num_rows: int,
     size: int,
 ) -> None:
-    """Compute `out` of `reference.experts.sum_experts`; `y`, `weights` and `out` are contiguous.
+    """Compute `out` of `reference.experts.sum_experts`. `y`, `weights` and `out` are contiguous.
 
-    `shared` and `gate` are an address and a row stride each; address 0 means that there is no shared expert or no gate.
+    `shared` and `gate` are each an address and a row stride. Address 0 means that there is no shared expert or no gate.
     """
     if num_rows * top_k * size < SERIAL_WORK:
         for t in range(num_rows):

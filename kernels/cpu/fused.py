@@ -134,7 +134,7 @@ def _clamped_silu_row(row_address: int, out_address: int, size: int, alpha: Any,
     gates, ups, out = floats_at(row_address), floats_at(row_address + 4 * size), floats_at(out_address)
     for i in range(size):
         gate, up = gates[i], ups[i]
-        # Comparisons leave NaN as it is.
+        # Comparisons with NaN are false, so a NaN stays NaN.
         if gate > limit:
             gate = limit
         if up > limit:

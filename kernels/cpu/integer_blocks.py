@@ -1,8 +1,8 @@
 """LLVM code for the innermost loop of products with quantised weights: a block of rows times a block of one panel.
 
 Up to 128 inputs are multiplied in integers: `x`, rounded to 16 or 8 bits, times the integers that the weight's codes
-represent. Sums of integers are exact, so every x86 CPU and every number of rows produces the same bits. Only the sum of
-a block is scaled and added to `y`, in float32.
+represent. Sums of integers are exact, so the result is bitwise the same on every x86 CPU and for any number of rows.
+Only the sum of a block is scaled and added to `y`, in float32.
 
 Two adjacent inputs of a row are one 32-bit word, which is broadcast to all outputs. One instruction multiplies both
 inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, otherwise `vpmaddwd` followed by an addition
@@ -47,7 +47,7 @@ WHOLE_PANEL = slice(0, REGISTERS)
 """The registers of all outputs of a panel."""
 
 HAS_BYTE_TABLES = WIDTH != 16
-"""True if only bytes can be looked up in a register: AVX2. AVX-512 looks up 16-bit integers."""
+"""True without AVX-512: AVX2 can look up only bytes in a register, while AVX-512 can look up 16-bit integers."""
 
 IS_SUPPORTED = integer_products(cpu_features()) is not None
 """True if this CPU has the instructions that this file uses."""
@@ -120,7 +120,7 @@ def parts_of_panel(num_rows: int, has_table: bool) -> list[slice]:
 
 
 class _Table:
-    """The 16 integers of 4-bit codes, in registers that hold them twice."""
+    """The 16 integers of 4-bit codes, repeated twice to fill a register."""
 
     def __init__(self, builder: Any, data: Any, dtype: Any) -> None:
         element = _BYTE if dtype == types.int8 else _HALF
@@ -143,7 +143,7 @@ class _Table:
         return [builder.call(choose, [self._tables[0], index]) for index in (lower, _shifted(builder, lower, 4))]
 
     def _select_bytes(self, builder: Any, index: Any) -> list[Any]:
-        """The integers of 32 codes in two registers, looked up as one byte each, or as a lower and an upper byte."""
+        """The integers of 32 codes, in two registers. Each integer is looked up as one byte, or as two bytes."""
         choose = _function(builder, "llvm.x86.avx2.pshuf.b", _PACKED, [_PACKED, _PACKED])
         found = [builder.call(choose, [table, index]) for table in self._tables]
         integers = []
@@ -159,7 +159,7 @@ class _Table:
 
 
 class _ByteTable:
-    """The 16 integers of 4-bit codes plus 128, as bytes in a register that holds them repeatedly."""
+    """The 16 integers of 4-bit codes, plus 128, as bytes repeated to fill a register."""
 
     def __init__(self, builder: Any, data: Any, dtype: Any) -> None:
         element = _BYTE if dtype == types.int8 else _HALF
@@ -299,7 +299,7 @@ def emit_starts(
 
 
 def emit_loads(builder: Any, place: Any, lanes: Any, element_bytes: int) -> list[Any]:
-    """Load consecutive values for all outputs into registers."""
+    """Load one value for each output, in registers of type `lanes`."""
     places = [builder.gep(place, [_LONG(element_bytes * lanes.count * part)]) for part in range(REGISTERS)]
     return [builder.load(builder.bitcast(each, lanes.as_pointer()), align=1) for each in places]
 
@@ -312,7 +312,7 @@ def _splat(builder: Any, scalar: Any) -> Any:
 def emit_sums(
     builder: Any, x: list[Any], weights_at: Emit, num_words: Any, starts: list[Any], is_bytes: bool
 ) -> list[Any]:
-    """`starts` plus the products of all words of `x`, in integers that stay in registers.
+    """`starts` plus the products of all words of `x` and their weights. The integer sums stay in registers.
 
     `weights_at(k)` are the weights of the block's outputs for the `k`-th word.
     """

@@ -31,8 +31,8 @@ NO_WINDOW = 1 << 40
 class CpuKernels(CpuLora):
     """The kernels over one page pool in host memory.
 
-    Values derived from a batch are cached as long as the same object is passed, which covers all layers of a step. Each
-    step has a new batch object, without padding.
+    Arrays derived from a batch are cached until a different batch object is passed, so all layers of a step share them.
+    Every step must pass a new batch object, without padding.
     """
 
     def __init__(self, pool: PoolViews) -> None:
@@ -209,7 +209,7 @@ class CpuKernels(CpuLora):
         return y
 
     def _kv_of(self, num_kv_heads: int, head_dim: int) -> npt.NDArray[Any]:
-        """The pages of layers with these heads, `[num_pages, num_layers, num_elements]`."""
+        """The pages of layers with these KV heads, `[num_pages, num_layers, num_elements]`."""
         heads = num_kv_heads, head_dim
         if heads not in self._kv:
             self._kv[heads] = array(self._pool.kv_of(*heads), self._pool.kv.dtype)

@@ -24,7 +24,7 @@ SERIAL_WORK = 200_000
 
 @helper
 def page_start(pool: Any, page: int, layer: int) -> int:
-    """Index into the flat pool of a page's first element in a layer."""
+    """Index in the flat pool of the first element of a page in a layer."""
     return (np.int64(page) * pool.shape[1] + layer) * pool.shape[2]
 
 
@@ -55,7 +55,7 @@ def write(
 ) -> None:
     """Store K and V of row `t` at token `kv_slots[t] % 16` of page `kv_slots[t] // 16`.
 
-    `kv_slots` int64 `[T]`. `num_heads` counts KV heads.
+    `kv_slots` is int64 `[T]`. `num_heads` is the number of KV heads.
     """
     flat_pool = pool.reshape(-1)
     num_rows = kv_slots.shape[0]

@@ -32,7 +32,7 @@ SERIAL_WORK = 200_000
 """With fewer multiplications, waking other threads costs more than it saves."""
 
 ROWS_HINT = 16
-"""Number of rows for which oneDNN chooses its layout, as in a decode step of a busy server."""
+"""Number of rows for which oneDNN chooses the layout of a weight: a typical decode step of a busy server."""
 
 
 class PackedLinear:
@@ -41,8 +41,8 @@ class PackedLinear:
     Each row of `x` and `y` is contiguous, and rows may be any distance apart.
 
     One copy of the weight `[out_features, in_features]` is kept, laid out for this CPU. If the weight is bfloat16 and
-    the CPU multiplies bfloat16, `x` is rounded to bfloat16. A row's result is bitwise independent of the other rows,
-    except with oneDNN, which does not guarantee this.
+    the CPU has bfloat16 instructions, `x` is rounded to bfloat16. A row's result is bitwise independent of the other
+    rows, except with oneDNN, which does not guarantee this.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -56,13 +56,13 @@ class PackedLinear:
 
 
 class Product(Protocol):
-    """A weight in a particular layout, and the multiplication by it."""
+    """Multiplies by a weight that it holds in its own layout."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | None], Product]:
-    """The fastest product for weights of `dtype` on this CPU.
+    """The class of the fastest product with weights of `dtype` on this CPU.
 
     oneDNN is used only on ARM. On x86 it is slower, or only emulates bfloat16.
     """
@@ -90,9 +90,7 @@ class OneDnnProduct:
 
 
 class FloatPanels:
-    """A weight in panels of 16 outputs, stored as bfloat16 if it is bfloat16, otherwise as float32. Sums are
-    float32.
-    """
+    """A weight in panels of 16 outputs. Any dtype except bfloat16 is converted to float32. Sums are float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, self._in_features = weight.shape
@@ -110,7 +108,7 @@ class FloatPanels:
 
 
 def float_panels(weight: torch.Tensor) -> torch.Tensor:
-    """`[panels, in_features, 16]`, flattened. The last panel is padded with 0."""
+    """Rearrange a weight as `[panels, in_features, 16]`, flattened. The last panel is padded with 0."""
     dtype = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32
     out_features, in_features = weight.shape
     num_panels = -(-out_features // PANEL)
@@ -146,7 +144,7 @@ def multiply_panels(
     y: int,
     y_width: int,
 ) -> None:
-    """`y[t] = x[t] @ weightᵀ + bias`; `x`, `bias` and `y` are addresses, and `bias` 0 means no bias.
+    """`y[t] = x[t] @ weightᵀ + bias`. `x`, `bias` and `y` are addresses, and `bias` 0 means no bias.
 
     Rows of `x` are `x_stride` elements apart. `y` is contiguous `[num_rows, y_width]` and contains whole panels.
     """

@@ -26,7 +26,7 @@ MAX_EXCESS = 1 / 32
 def _segment_work(
     shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any, starts: Any, slots: Any, shifts: Any
 ) -> Any:  # fmt: skip
-    """Running total of multiplications before each segment, int64 `[num_segments + 1]`."""
+    """Cumulative number of multiplications before each segment, then the total, int64 `[num_segments + 1]`."""
     work = np.zeros(slots.shape[0] + 1, np.int64)
     for s in range(slots.shape[0]):
         own_starts, own_slots, own_shifts = starts[s : s + 2], slots[s : s + 1], shifts[s : s + 1]
@@ -40,7 +40,7 @@ def _segment_work(
 
 @helper
 def _whole_segments(work: Any, num_parts: int) -> Any:
-    """The first segment of each of `num_parts` shares, int64 `[num_parts + 1]`.
+    """The first segment of each of `num_parts` shares, then the number of segments, int64 `[num_parts + 1]`.
 
     A segment belongs to the share that contains its midpoint.
     """
@@ -55,7 +55,7 @@ def _whole_segments(work: Any, num_parts: int) -> Any:
 
 @helper
 def _is_even(work: Any, firsts: Any) -> bool:
-    """True if the shares that start at these segments are nearly equal."""
+    """True if no share exceeds an equal share by more than MAX_EXCESS."""
     num_parts = firsts.shape[0] - 1
     most = np.int64(0)
     for part in range(num_parts):
@@ -70,7 +70,7 @@ def _run_segments(
     y_stride: int, pool: Any, layer: int, plan: Any, page_table: Any, off: Any, rank: Any, scale: Any, x_rows: Any,
     rows: Any, starts: Any, slots: Any, shifts: Any,
 ) -> None:  # fmt: skip
-    """Shrink and expand segments `[first, last)`, as requested."""
+    """Shrink, expand, or both, for segments `[first, last)`."""
     own_starts, own_slots, own_shifts = starts[first : last + 1], slots[first:last], shifts[first:last]
     if shrinks:
         shrink_share(
@@ -115,11 +115,12 @@ def low_rank(
 
     If the adapter has affines, the sum is then replaced by `y + gain * y + shift`.
 
-    The first product is computed only if `shrinks`, and the second only if `expands`; see `ReferenceKernels`. The work
-    is divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements.
-    `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from `group_plan`. Tables and segments have
-    the dtypes given in `tables.py`. `x_rows` int32 `[num_lora_rows]` are the rows of `x` that belong to `rows`. For
-    segment `s`, `shifts[s]` is added to the indices of the plan's modules; `shifts` is int32 `[num_segments]`.
+    The first product is computed only if `shrinks` is true, and the second only if `expands` is true. See
+    `ReferenceKernels`. The work is divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by
+    address and strides in elements. `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from
+    `group_plan`. Tables and segments have the dtypes given in `tables.py`. `x_rows`, int32 `[num_lora_rows]`, contains
+    the row of `x` for each element of `rows`. `shifts`, int32 `[num_segments]`, is added to the module indices of the
+    plan for the segment.
     """
     work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots, shifts)
     firsts = _whole_segments(work, num_threads)

@@ -1,9 +1,9 @@
-"""Products of many rows with a quantised weight, computed with AMX: bitwise equal to the results of `quantized_linear`.
+"""Products of many rows with a quantised weight, computed with AMX. Bitwise equal to `quantized_linear`.
 
-Tiles multiply 8-bit integers. Each 16-bit integer of `x` is therefore split into two: `256 * upper + lower`, where
-`upper` is signed and `lower` is not. Four tiles hold the sums of both halves for 16 rows and the 32 outputs of a panel
-(Intel, "Architecture Instruction Set Extensions Programming Reference", on AMX). The codes of a block are unpacked once
-for all rows.
+Tiles multiply 8-bit integers. Each 16-bit integer of `x` is therefore split into two bytes: `256 * upper + lower`,
+where `upper` is signed and `lower` is not. Four tiles hold the sums of both halves for 16 rows and the 32 outputs of a
+panel (Intel, "Architecture Instruction Set Extensions Programming Reference", on AMX). The codes of a block are
+unpacked once for all rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from loramux.kernels.cpu.integer_blocks import OUTPUTS, emit_outputs, emit_start
 from loramux.kernels.cpu.rounded_rows import round_blocks
 
 TILE_INPUTS = 64
-"""Inputs multiplied by one instruction: one tile row of 64 bytes."""
+"""Maximum number of inputs that one instruction multiplies: the bytes of a tile row."""
 
 SERIAL_SPLITTING = 100_000
 """With fewer elements to split, waking other threads costs more than it saves."""
@@ -53,7 +53,7 @@ def has_integer_tiles() -> bool:
 
 @intrinsic
 def _configure(typing_context: Any, num_inputs: Any) -> Any:
-    """Configure tiles for 16 rows, 32 outputs and `num_inputs` inputs, at most 64."""
+    """Configure the tiles for 16 rows, 32 outputs and `num_inputs` <= 64 inputs."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         num_inputs = builder.trunc(args[0], _BYTE)
@@ -106,7 +106,7 @@ def _unpack(typing_context: Any, panels: Any, codes: Any, table: Any, num_pairs:
 def _add_tiles(
     typing_context: Any, x: Any, x_step: Any, lower: Any, tiles: Any, size: Any, num_inputs: Any, sums: Any
 ) -> Any:
-    """Write the sums of 16 rows and one block of `size` inputs to `sums`. `num_inputs` inputs fit into a tile.
+    """Write the sums of 16 rows and one block of `size` inputs to `sums`. A tile holds `num_inputs` inputs of each row.
 
     `x` is the address of the upper halves; the lower halves begin `lower` bytes after it.
     """
@@ -263,7 +263,8 @@ def multiply_code_tiles(
     """Compute `quantized_linear.multiply_codes` with tiles. `num_rows` is at least 1.
 
     `halves` is scratch for the upper halves of `x`, `[whole tiles of rows, half_stride]` bytes. Scratch of the same
-    size for the lower halves begins `lower` bytes after it. `scratch` has `TILES_BYTES + SUMS_BYTES` for each thread.
+    size for the lower halves begins `lower` bytes after it. `scratch` has `TILES_BYTES + SUMS_BYTES` bytes for each
+    thread.
     """
     num_blocks = num_groups * group // block
     x_step, factor_step, y_step = 2 * rounded_stride, 8 * num_blocks, 4 * y_stride

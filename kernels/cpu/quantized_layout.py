@@ -1,6 +1,6 @@
 """The layout of a quantised weight on a CPU: panels of 32 outputs, divided into groups of inputs.
 
-A panel stores, for one group after the other, everything that a product reads:
+A panel stores its groups one after another. Each group contains everything that a product reads:
 
 - the float32 scales of the 32 outputs;
 - their int16 zero points, if the weight has any;
@@ -23,11 +23,12 @@ from loramux.kernels.cpu.integer_blocks import HAS_BYTE_TABLES, INTERLEAVED, OUT
 from loramux.kernels.quantized import QuantizedWeight
 
 BLOCKS = (128, 64, 32, 16)
-"""Possible numbers of inputs in a block, whose products are summed in integers."""
+"""Possible numbers of inputs in a block. The products of a block are summed as integers."""
 
 LARGEST_CODE = 8191
-"""Largest integer of a 4-bit codebook whose values are not multiples of a unit. NF4 values are then wrong by at most
-`1 / 16382` of the group's largest weight."""
+"""Largest integer of a 4-bit codebook whose values are not multiples of one unit. The error of an NF4 value is at most
+`1 / 16382` of the group's largest weight.
+"""
 
 LEAST_LIMIT = 8191
 """Smallest acceptable `limit`. A block's largest input is then rounded at least 32 times as precisely as in
@@ -61,9 +62,9 @@ class CodePanels:
 def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     """Lay out a weight, or return None if its products cannot be computed in integers.
 
-    Integer products are impossible for an 8-bit codebook with values that are not integers (such as FP8), for zero
-    points that are very large or used with such values, and for several groups whose size is not a multiple of 16
-    inputs.
+    Integer products are impossible for an 8-bit codebook whose values are not 8-bit integers times a unit (such as
+    FP8), for zero points that are very large or whose codebook has a unit other than 1, and for several groups whose
+    size is not a multiple of 16 inputs.
     """
     found = _integers_of(weight.codebook)
     if found is None:
@@ -112,7 +113,7 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
 
 
 def _integers_of(codebook: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], float] | None:
-    """Integers and a unit whose products are the values of a codebook, or None."""
+    """Integers and a unit whose products are the values of a codebook (approximately, for 4 bits), or None."""
     values = codebook.astype(np.float64)
     if not np.isfinite(values).all() or not values.any():
         return None

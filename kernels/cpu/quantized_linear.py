@@ -1,4 +1,4 @@
-"""Products with a quantised weight on a CPU, which read only the bytes of its codes and scales."""
+"""Products with a quantised weight on a CPU, without dequantising the weight."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SERIAL_WORK = 500_000
 """With fewer multiplications, waking other threads costs more than it saves."""
 
 LARGEST_BYTE = np.float32(127)
-"""Largest integer of `x` in 8 bits."""
+"""Limit of the integers of an 8-bit `x`."""
 
 
 def pack_for(weight: QuantizedWeight, x_bits: int) -> CodePanels | None:
-    """Lay out a weight, or return None if this CPU cannot multiply its codes by `x` in 16 or 8 bits.
+    """Lay out a weight, or return None if this CPU cannot multiply its codes by an `x` of `x_bits` (16 or 8) bits.
 
-    `x` in 8 bits needs VNNI and integers that fit into 8 bits.
+    An 8-bit `x` requires VNNI and a weight whose integers fit into 8 bits.
     """
     packed = pack_codes(weight) if IS_SUPPORTED else None
     if packed is None or x_bits == 16:
@@ -48,7 +48,7 @@ def pack_for(weight: QuantizedWeight, x_bits: int) -> CodePanels | None:
 def make_quantized_linear(
     weight: QuantizedWeight, bias: torch.Tensor | None, x_bits: int = 16
 ) -> QuantizedLinear | None:
-    """The linear of a quantised weight, or None if this CPU cannot multiply by its codes (see `pack_for`)."""
+    """The linear layer of a quantised weight, or None if this CPU cannot multiply by its codes (see `pack_for`)."""
     packed = pack_for(weight, x_bits)
     return None if packed is None else QuantizedLinear(packed, weight.out_features, bias, x_bits)
 
@@ -56,7 +56,7 @@ def make_quantized_linear(
 class QuantizedLinear:
     """`y = x @ weightᵀ + bias` for a quantised weight `[out_features, in_features]`, laid out by `pack_codes`.
 
-    `x` is rounded to 16 or 8 bits, relative to the largest input of its block. A row's result is bitwise independent
+    `x` is rounded to 16 or 8 bits, relative to the largest input of each block. A row's result is bitwise independent
     of the other rows, and the same on every x86 CPU.
     """
 
@@ -77,7 +77,7 @@ class QuantizedLinear:
         kind: type[np.signedinteger[Any]] = np.int16
         limit = np.float32(packed.limit)
         if self._has_byte_inputs:
-            # Tiles take `x` in 16 bits, which contain the same integers.
+            # Tiles read `x` as int16. The integers are the same.
             kind, limit = np.int16 if uses_tiles else np.int8, LARGEST_BYTE
         rounded = np.empty((num_rows, size + ROW_PAD), kind)
         factors = torch.empty(num_rows, size // packed.block, 2)
@@ -153,12 +153,12 @@ def multiply_codes(
     y: int,
     y_stride: int,
 ) -> None:
-    """`y[t] = x[t] @ weightᵀ + bias`; `x`, `rounded`, `factors`, `bias` and `y` are addresses.
+    """`y[t] = x[t] @ weightᵀ + bias`. `x`, `rounded`, `factors`, `bias` and `y` are addresses.
 
-    The weight is described in `CodePanels`. `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart.
-    Rows of `x` cover whole blocks, and rows of `y`, like `bias`, whole panels. `rounded` and `factors` are scratch for
-    the same number of rows: `kind` (np.int16 or np.int8), `rounded_stride` elements apart, and two 32-bit words
-    per block.
+    `CodePanels` describes the weight. `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart. Rows of
+    `x` cover whole blocks. `bias` and rows of `y` cover whole panels. `rounded` is scratch for `num_rows` rows of
+    `kind` (np.int16 or np.int8), `rounded_stride` elements apart. `factors` is scratch for `num_rows` rows of two
+    32-bit words per block.
     """
     num_blocks = num_groups * group // block
     x_step, factor_step, y_step = bytes_of(kind) * rounded_stride, 8 * num_blocks, 4 * y_stride

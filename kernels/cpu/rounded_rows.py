@@ -34,12 +34,12 @@ _FLOATS, _WORDS = (ir.VectorType(kind, PANEL) for kind in (_FLOAT, _INT))
 INFINITY_BITS = 0x7F800000
 
 _ROUNDING = 12582912.0
-"""Adding 1.5 * 2**23 rounds to an integer and leaves its 16 bits in the low half."""
+"""Adding 1.5 * 2**23 rounds a float32 to an integer and leaves the integer's 16 bits in the low half."""
 
 
 @intrinsic
 def bytes_of(typing_context: Any, kind: Any) -> Any:
-    """The bytes of an element of `kind`, np.int16 or np.int8."""
+    """Size in bytes of an element of `kind`, which is np.int16 or np.int8."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _LONG(kind.dtype.bitwidth // 8)
@@ -118,7 +118,7 @@ def round_blocks(
 ) -> None:  # fmt: skip
     """Round rows to `kind`, np.int16 or np.int8, in blocks of `block` inputs, a multiple of 16.
 
-    The largest input of a block becomes `limit`.
+    The largest magnitude in a block becomes `limit`.
 
     `factors[t, b]` is a pair: the float32 factor that turns the integers back into inputs, and the int32 sum of the
     integers. `x`, `rounded` and `factors` are addresses, with steps in bytes. `limit` is a float32.

@@ -30,7 +30,7 @@ def _next(values: Any, num_values: int, last: int) -> int:
 
 @helper
 def _mask_groups(keys: Any, totals: Any, num_experts: int, num_groups: int, top_groups: int) -> None:
-    """Set the keys of all groups but the best to -inf. `totals` is scratch for a float32 per group."""
+    """Set the keys of all but the `top_groups` best groups to -inf. `totals` is scratch for one float32 per group."""
     size = num_experts // num_groups
     for g in range(num_groups):
         first, second = -np.float32(np.inf), -np.float32(np.inf)

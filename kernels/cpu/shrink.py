@@ -13,13 +13,13 @@ from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.cpu.vectors import LANES, floats_at, widen
 
 MAX_RUN = 2048
-"""Maximum number of elements in a run of one rank. Four runs stay in the L1 cache while a segment's rows are multiplied
-by them.
+"""Maximum number of elements in a run, which is a contiguous part of one rank's row of A. Four runs stay in the L1
+cache while a segment's rows are multiplied by them.
 """
 
 
 class _ShrinkVisit(NamedTuple):
-    """A run of one rank, or of RANKS ranks, which is read once for all rows of a segment.
+    """A run of one rank, or one run of each of RANKS ranks, read once for all rows of a segment.
 
     All fields are int64 except the flag `is_first`. `x` and `planes` are addresses.
     """
@@ -34,10 +34,10 @@ class _ShrinkVisit(NamedTuple):
 
 @helper
 def _places_and_length(pool: Any, layer: int, pages: Any, e: int, step: int, count: int) -> Any:
-    """Pool indices at which `count` rows of the stream in `pages` continue, and how many elements each run may have.
+    """Pool indices at which the next runs of `count` rows begin, and the maximum number of elements in each run.
 
-    The first row continues at element `e`, and the rows are `step` elements apart. `count` is RANKS or 1. For 1, the
-    single index is returned RANKS times.
+    The first run begins at element `e` of the stream in `pages`, and the rows are `step` elements apart. `count` is
+    RANKS or 1. For 1, the single index is returned RANKS times.
     """
     page_elements = np.int64(pool.shape[2])
     length: Any = min(MAX_RUN, page_elements - e % page_elements)
@@ -70,7 +70,7 @@ def _shrink_segment(
     x: int, x_step: int, planes: int, plane_step: int, x_rows: Any, rows: Any, begin: int, end: int,
     pool: Any, a: Any, ahead: Any, length: int, is_first: bool,
 ) -> None:  # fmt: skip
-    """Multiply all rows of a segment by the same runs of A's rows."""
+    """Multiply all rows of a segment by the same runs."""
     j = begin
     while j < end:
         if IS_WIDE and end - j >= 6:
@@ -91,7 +91,7 @@ def _shrink_segment(
 def _shrink_visit(
     visit: Any, a: Any, ahead: Any, x_step: int, plane_step: int, pool: Any, x_rows: Any, rows: Any, starts: Any
 ) -> None:  # fmt: skip
-    """Process one visit. `ahead` contains the pool indices at which the next visit begins."""
+    """Process one visit. `ahead` contains the pool indices at which the runs of the next visit begin."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     if visit.num_ranks == RANKS:
         _shrink_segment(
@@ -107,7 +107,7 @@ def _shrink_visit(
 
 @helper
 def _shrink_tasks(slot_rank: int, num_rows: int, in_features: int) -> Any:
-    """Number of tasks of a segment in one module, one per 4 ranks, and the cost of each."""
+    """Number of tasks of a segment in one module (one per 4 ranks), and the cost of each task."""
     return (slot_rank + RANKS - 1) // RANKS, RANKS * in_features * (num_rows + READ_COST)
 
 
@@ -144,7 +144,7 @@ def shrink_share(
     slots: Any,
     shifts: Any,
 ) -> None:
-    """Run the tasks that begin at a cost in `[low, high)`, out of the total `shrink_work`.
+    """Run the tasks that begin at a cumulative cost in `[low, high)`. The total is `shrink_work`.
 
     `low_rank.low_rank` describes the other arguments.
     """

@@ -26,8 +26,9 @@ READ_COST = 3
 
 @helper
 def share_of(cursor: int, cost: int, count: int, low: int, high: int) -> Any:
-    """The range `[first, last)` of the `count` tasks that begin in `[low, high)`. Task `k` begins at `cursor + k *
-    cost`.
+    """The range `[first, last)` of those of `count` tasks that begin at a cumulative cost in `[low, high)`.
+
+    Task `k` begins at `cursor + k * cost`.
     """
     first = min(count, max(0, (low - cursor + cost - 1) // cost))
     last = min(count, max(0, (high - cursor + cost - 1) // cost))

@@ -1,4 +1,4 @@
-"""Rows of the embedding and the head that an adapter replaces, on the CPU."""
+"""CPU kernels for the rows of the embedding and the head that an adapter replaces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _copy_rows(
     s: int, tokens: Any, y: Any, pool: Any, ids: Any, vocab_size: int, padded_len: int, module: int, page_table: Any,
     off: Any, num_rows: Any, rows: Any, starts: Any, slots: Any,
 ) -> None:  # fmt: skip
-    """Copy the rows of one segment's tokens."""
+    """Copy the replaced rows of one segment's tokens."""
     flat_pool, pages = pool.reshape(-1), page_table[slots[s]]
     count = np.int64(num_rows[slots[s], 0, module])
     begin, first_id = np.int64(off[slots[s], 0, module, 0]), np.int64(off[slots[s], 0, module, 1])
@@ -123,8 +123,8 @@ def store_columns(
 ) -> None:
     """`y[t, ids[r]] = planes[t, r]` for each row `t` of each segment and each trained row `r` of its adapter.
 
-    `planes` and `y` are float32, passed by address and row stride in elements; for the rest, see `replace_rows`. No
-    adapter replaces more than `row_stride` rows.
+    `planes` and `y` are float32, passed by address and row stride in elements. `replace_rows` describes the other
+    arguments. No adapter replaces more than `row_stride` rows.
     """
     if rows.shape[0] * row_stride < SERIAL_COPIES:
         for j in range(rows.shape[0]):

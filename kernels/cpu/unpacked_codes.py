@@ -54,10 +54,10 @@ _BYTES = ir.VectorType(_BYTE, _REGISTER_BYTES)
 
 @intrinsic
 def _buffer(typing_context: Any) -> Any:
-    """The address of UNPACKED_BYTES on the stack of the calling function."""
+    """The address of a buffer of UNPACKED_BYTES on the stack of the calling function."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # numba's own function would fill the buffer with zeros.
+        # `cgutils.alloca_once` would fill the buffer with zeros.
         with builder.goto_entry_block():
             memory = builder.alloca(ir.ArrayType(_BYTE, UNPACKED_BYTES))
         memory.align = _REGISTER_BYTES
@@ -101,8 +101,8 @@ def _add_blocks(
 ) -> Any:  # fmt: skip
     """Add the products of `num_blocks` unpacked blocks to `y`, as `add_codes` does for one block.
 
-    `scales` is the place of the first block's group, and `first` is the block's number in that group. Each group has
-    `group_blocks` blocks and `group_bytes` bytes.
+    `scales` is the byte offset in `panels` of the first block's group, and `first` is that block's number in its group.
+    Each group has `group_blocks` blocks and `group_bytes` bytes.
     """
     is_bytes = x_type.dtype == types.int8
     lanes = ir.VectorType(ir.IntType(8 if is_bytes else 16), _REGISTER_BYTES // (1 if is_bytes else 2))

@@ -74,7 +74,7 @@ def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any
 
 
 def emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Lanewise `a * b + c`, in one instruction if the CPU has one.
+    """Lanewise `a * b + c`, in one instruction if the CPU has fused multiply-add.
 
     The code sets its own flags, so numba adds none. A chain of these operations therefore keeps its order in every
     function.

@@ -1,4 +1,4 @@
-"""Compiles every CPU kernel ahead of time, so that no server has to: `python -m loramux.kernels.cpu.warm`."""
+"""Compiles every CPU kernel ahead of time, so no server has to: `python -m loramux.kernels.cpu.warm`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def warm(dtype: torch.dtype) -> None:
     segments = build_segments(np.zeros(3, np.int32), kernels.segment_rows, RANK)
     call = LoraCall(0, group, tables, segments)
     kernels.lora_add(x, call, torch.zeros(3, width))
-    # Reading the same elements as an embedding stays within the pool. The values do not matter.
+    # An embedding of this shape stays within the pool. The values do not matter.
     embedding = replace(call, group=replace(group, is_embedding=True))
     kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
     # Adapters without trained rows compile the same code.
@@ -71,7 +71,7 @@ def warm(dtype: torch.dtype) -> None:
     kernels.clamped_silu_and_mul(x, 1.0, 1.0)
     PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
     routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
-    # 8-bit integers, 4-bit codes of small integers, and 4-bit codes of large integers.
+    # Compile for 8-bit integers, for 4-bit codes of small integers, and for 4-bit codes of large integers.
     for codebook in (INT8, INT4, 1000 * INT4):
         codes = np.zeros((width, width if codebook is INT8 else width // 2), np.uint8)
         weight = QuantizedWeight(codes=codes, codebook=codebook, scales=np.ones((width, 1), np.float32))

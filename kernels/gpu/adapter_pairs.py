@@ -18,15 +18,15 @@ PAIR_BLOCK = 1024
 
 
 def max_pair_segments(num_pairs: int, num_experts: int, segments: Segments) -> int:
-    """An upper bound on the segments: in each expert's list, each adapter has at most one partial segment."""
+    """An upper bound on the number of segments: in each expert's list, each adapter has at most one partial segment."""
     return whole_grid(min(num_pairs, num_pairs // tile_rows(segments) + num_experts * segments.num_segments))
 
 
 def adapter_pairs(routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
-    """List the pairs of rows with an adapter by expert, and divide them into segments of one adapter and expert.
+    """List all pairs of rows with an adapter by expert, and divide them into segments of one adapter and expert.
 
-    `slots` int32 `[T]` is the adapter slot of each row, or -1. Only rows of the base may lie between two rows of the
-    same adapter, and there are no more adapters than `segments`.
+    `slots`, int32 `[T]`, contains the adapter slot of each row, or -1. Only rows of the base may lie between two rows
+    of the same adapter, and the rows belong to at most `segments.num_segments` adapters.
     """
     num_pairs, num_experts, device = routing.num_pairs, routing.starts.shape[0] - 1, slots.device
     num_segments = max_pair_segments(num_pairs, num_experts, segments)
@@ -54,9 +54,10 @@ def _read_pairs(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The pairs listed at `[begin, begin + BLOCK)`, their slots, and whether each has an adapter and begins a segment.
+    """Pairs `[begin, begin + BLOCK)` of the list, their slots, whether they have an adapter and whether they begin a
+    segment.
 
-    The entry at `end` and those after it have no adapter and begin no segment.
+    Entries from `end` on have no adapter and begin no segment.
     """
     listed = begin + tl.arange(0, BLOCK)
     is_listed = listed < end

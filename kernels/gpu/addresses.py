@@ -41,7 +41,7 @@ def chunk_addresses(
     `e` fits in 32 bits, as the offsets do. Indices into the pool may need 64 bits.
     """
     page = tl.load(pages + e // E, mask=is_read, other=0).to(tl.int64)
-    # Chunks are at least 16 elements and aligned to their length, so that 16 bytes can be read at a time.
+    # Chunks have at least 16 elements and are aligned to their length, so 16 bytes can be read at a time.
     return tl.multiple_of(pool + (page * (L * E) + layer * E + e % E), 16)
 
 
@@ -84,7 +84,9 @@ IS_COMPILED = isinstance(pick, triton.JITFunction)
 
 
 def dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
-    """The dtype for tensor cores: a 16-bit dtype if both sides have it, otherwise float32 as three tf32 products."""
+    """The dtype of operands on tensor cores: a 16-bit dtype if both have it, otherwise float32 (as three tf32
+    products).
+    """
     if x is not weights or not IS_COMPILED:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x, tl.float32)

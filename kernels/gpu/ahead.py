@@ -4,8 +4,8 @@ By default, Triton compiles programs one after another, each at its first launch
 of executing them, and compiles the programs that they need into Triton's cache on disk, where later launches find them.
 A recorded launch runs all of Triton's code that determines a program's cache key, so the keys match.
 
-The cache is the directory named by `TRITON_CACHE_DIR`. No GPU is needed. The engine compiles ahead before its warm-up,
-and `tests/engine/execution/test_compile_ahead.py` compares the keys.
+The cache is in `TRITON_CACHE_DIR`, or in `~/.triton/cache` by default. Compiling needs no GPU. The engine compiles
+ahead before its warm-up, and `tests/engine/execution/test_compile_ahead.py` compares the keys.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def compile_ahead(launch: Callable[[], None], num_processes: int, command: Seque
     """Compile, in parallel, all programs that `launch` needs and that are not in Triton's cache.
 
     `launch` is called once and executes only programs that this process has already loaded. If a process dies or fails,
-    its remaining programs are compiled at their first launch. So are all programs if only one process or one program
-    would be compiled here. Progress and failures are reported on standard error.
+    its remaining programs are compiled at their first launch. So are all programs if `num_processes` is 1 or only one
+    program is missing. Progress and failures are reported on standard error.
     """
     with recorded_programs() as lines:
         launch()
@@ -149,7 +149,7 @@ def compile_in_processes(lines: Sequence[str], num_processes: int, command: Sequ
         last = done.stderr.strip().rpartition("\n")[2]
         return f"exit code {done.returncode}: {last}" if done.returncode else None
 
-    # One kernel's programs take similar times to compile and are recorded together, so deal them out round-robin.
+    # One kernel's programs take similar times to compile and are recorded together, so distribute them round-robin.
     shares = [lines[first::num_processes] for first in range(num_processes)]
     with ThreadPoolExecutor(num_processes) as waiting:
         return [failure for failure in waiting.map(run, shares) if failure is not None]

@@ -5,8 +5,8 @@ token's K or V of a head is contiguous, so loads coalesce and feed `tl.dot` dire
 transposed. `rotate_and_store.py` writes the GPU layout.
 
 One kernel handles both prefill and decode. Each program processes up to `block_m` (query, head) pairs that share one KV
-head, and iterates over tiles of keys with an online softmax (Milakov and Gimelshein, 2018). To fill the device, and so
-that one long context does not delay a step, several programs can share a context. They write partial results to a
+head, and iterates over tiles of keys with an online softmax (Milakov and Gimelshein, 2018). To fill the device, and to
+keep one long context from delaying a step, several programs can share a context. They write partial results to a
 workspace, which a second kernel combines (Flash-Decoding; Dao et al., 2023).
 """
 
@@ -43,14 +43,14 @@ def paged_attention(
 
     `q` and `out` are `[T, num_heads, head_dim]` of float32, float16 or bfloat16, and `pool.kv` has one of these dtypes
     too. Sums are float32. Rows may be views into wider rows. Head `h` reads KV head `h // (num_heads // num_kv_heads)`.
-    The query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. `sinks`
-    float32 `[num_heads]` contains the score of an additional key for each head, which has no value.
+    The query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. `sinks`,
+    float32 `[num_heads]`, contains for each head the score of an additional key that has no value.
 
     `workspace` is float32 with at least `plan.workspace_elements(...)` elements. Its contents do not matter before or
     after the call. The batch is read on the device, so a captured graph can be replayed after the batch's tensors are
     overwritten in place. Sequences without query rows, and rows that belong to no sequence, are padding and are
-    skipped. Pool elements and listed pages are never read beyond a context or before the windows of all its rows.
-    `check_attention` defines what is supported.
+    skipped. No page or pool element is read beyond the end of a context or before the first key that one of its rows
+    sees. `check_attention` defines what is supported.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
@@ -65,14 +65,14 @@ def paged_attention(
         block_q = tiling.block_q(group_size)
         num_tiles = tiling.num_tiles(num_tokens, num_sequences, group_size)
         is_split = tiling.num_splits > 1
-        # Both kernels need the same values in order to find the same work.
+        # Both kernels derive their work from these values, so they must be equal.
         shared: dict[str, Any] = {
             "GROUP": group_size, "HEAD_DIM": spec.head_dim,
             "BLOCK_D": max(16, triton.next_power_of_2(spec.head_dim)),
             "BLOCK_Q": block_q, "TILE_N": tiling.tile_n, "MIN_ROWS": tiling.min_rows, "MAX_ROWS": tiling.max_rows,
             "WINDOW": spec.sliding_window or 0, "PARTIAL_PAD": PARTIAL_PAD, "MIN_TILES": tiling.min_tiles,
         }  # fmt: skip
-        # Without sinks, neither kernel reads them.
+        # Without sinks, any pointer will do, because neither kernel reads it.
         sinks_or_any = workspace if sinks is None else sinks
         _attend[(num_tiles, spec.num_kv_heads, tiling.num_splits)](
             q, kv, out, workspace, sinks_or_any, batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts,
@@ -86,7 +86,7 @@ def paged_attention(
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
         if is_split:
-            # Decode has few pairs and is latency-bound. For prefill, most tiles of the upper bound are empty.
+            # Decode has few pairs and is latency-bound. In prefill, most of the launched tiles are empty.
             pairs = 1 if num_tiles == num_sequences else 8
             _combine[(num_tiles, spec.num_kv_heads, triton.cdiv(block_q * group_size, pairs))](
                 workspace, out, sinks_or_any, batch.cu_q, batch.seq_lens, out.stride(0), num_sequences,
@@ -259,7 +259,7 @@ def _attend(
 
     The grid is `(tiles, num_kv_heads, splits)`. Writes `out` or, when split, `partial[line, head, split]`: `HEAD_DIM`
     values of the split's attention, then the base-2 logarithm of its sum of exponentials. A line is a token or, if each
-    sequence has only one tile, a row of a tile. The only split with keys always writes `out`.
+    sequence has only one tile, a row of a tile. If only one split has keys, it writes `out`.
     """
     kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, row, num_queries, first_position = _tile_of(
@@ -268,7 +268,7 @@ def _attend(
     if num_queries == 0:
         return
     first_tile, last_tile, split_tiles = _keys_of(first_position, num_queries, num_splits, TILE_N, MIN_TILES, WINDOW)
-    # The result of the only split with keys needs no combining.
+    # If only one split has keys, its result needs no combining.
     is_only = last_tile - first_tile <= split_tiles
     first_tile += split * split_tiles
     if first_tile >= last_tile:

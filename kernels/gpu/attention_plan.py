@@ -17,9 +17,9 @@ NO_LIMIT = 1 << 30
 SMALL_STEP = 512
 """Maximum number of rows in a step whose prefill alone does not fill the device."""
 FULL_DEVICE = 3
-"""Number of decode programs on each multiprocessor from which more programs gain nothing (measured on an H100)."""
+"""Number of decode programs per multiprocessor beyond which more bring no speed-up (measured on an H100)."""
 LONG_CONTEXT = 2048
-"""Number of keys up to which a context is not split if the batch fills the device."""
+"""If the batch fills the device, contexts of up to this many keys are not split."""
 PARTIAL_PAD = 4
 """Floats after the `head_dim` values of a partial row: its base-2 logsumexp, and padding to align rows to 16 bytes."""
 
@@ -46,8 +46,9 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
 class Tiling:
     """One launch over the sequences with `[min_rows, max_rows]` query rows.
 
-    A program processes `block_m` (query, head) pairs, in tiles of `tile_n` keys. `num_splits` programs share a context,
-    but each processes at least `min_tiles` tiles, so that the others have nothing to do if the context is short.
+    A program processes `block_m` (query, head) pairs, in tiles of `tile_n` keys. `num_splits` programs share a context.
+    Each processes at least `min_tiles` tiles, as long as there are tiles, so some have nothing to do if the context is
+    short.
     """
 
     min_rows: int
@@ -60,7 +61,7 @@ class Tiling:
     min_tiles: int = 1
 
     def block_q(self, group_size: int) -> int:
-        """Query rows per program. Its pairs are packed as `query * group_size + head`."""
+        """Number of query rows per program. Their pairs are packed as `query * group_size + head`."""
         return min(self.block_m // group_size, self.max_rows)
 
     def num_tiles(self, num_tokens: int, num_sequences: int, group_size: int) -> int:
@@ -144,7 +145,7 @@ def attention_plan(
     elif block_d > 128 or num_tokens * group_size <= 512:
         block_m = 64
     block_m = max(block_m, triton.next_power_of_2(group_size))
-    # Split small steps into at least four, so that a few rows after a long prefix do not delay many decodes.
+    # Use at least four splits in small steps, so that a few rows after a long prefix do not delay many decodes.
     fewest_splits = 4 if num_tokens <= SMALL_STEP else 1
     long_programs = max(1, num_tokens * group_size // block_m) * spec.num_kv_heads
     long = Tiling(

@@ -7,7 +7,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def capability_problem(capability: tuple[int, int]) -> str | None:
-    """Reason why a GPU of this compute capability, major and minor, cannot run the kernels, or None if it can."""
+    """Reason why a GPU of compute capability `(major, minor)` cannot run the kernels, or None if it can."""
     if capability >= MIN_CAPABILITY:
         return None
     (major, minor), (least_major, least_minor) = capability, MIN_CAPABILITY

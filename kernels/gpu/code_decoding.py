@@ -1,7 +1,7 @@
 """PTX that decodes the codes of weights to 16-bit values, with fewer instructions than Triton generates.
 
-Each text reads one register with two or four bytes, and writes registers with two values each. `prmt` picks four bytes
-among eight (PTX ISA, "Integer Arithmetic Instructions: prmt").
+Each text reads one register with two or four bytes, and writes registers with two values each. `prmt` selects four of
+eight bytes (PTX ISA, "Integer Arithmetic Instructions: prmt").
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 class Decoding:
     """PTX texts, one for each code in a byte. A text reads `pack` bytes.
 
-    The values of integers are `code + offset`. The values of other kinds are final.
+    A code of kind INTEGERS is decoded to `code + offset`. Codes of other kinds are decoded to their final values.
     """
 
     texts: tuple[str, ...]
@@ -30,7 +30,7 @@ class Decoding:
 
 
 def decoding_of(kind: CodeKind, bits: int, table: Sequence[float] | None, dtype: torch.dtype) -> Decoding | None:
-    """How to decode to `dtype`, or None if there is no PTX for it."""
+    """The PTX that decodes such codes to `dtype`, or None if this file has none."""
     if dtype not in DTYPES:
         return None
     if kind is CodeKind.TABLE:
@@ -40,16 +40,16 @@ def decoding_of(kind: CodeKind, bits: int, table: Sequence[float] | None, dtype:
         return Decoding((_text(_e4m3(dtype), "b, m, f, z"),), 2)
     if bits == 8:
         return None
-    # From this number on, the lowest bit of a value is worth 1, so that the code is the lowest bits of the sum.
+    # The lowest bit of a value in `[base, 2 * base)` is worth 1, so the lowest bits of `base + code` are the code.
     base = {torch.bfloat16: 128, torch.float16: 1024}[dtype]
     pair = f"prmt.b32 $0, b, {_bits([base], dtype)[0] >> 8:#x}, 0x4140;"
     return Decoding(_of_halves("cvt.u32.u16 b, $1;", (pair,), "b"), 2, base)
 
 
 def _look_up(table: Sequence[float], dtype: torch.dtype) -> tuple[str, ...]:
-    """Look up the two bytes of a value separately, each by the lower three bits of the code in both halves of `table`.
+    """Look up each of a value's two bytes by the lower three bits of the code, in both halves of `table`.
 
-    The highest bit of the code then chooses between the halves.
+    The highest bit of the code then selects one of the halves.
     """
     lines = [
         # The lowest 16 bits of s are the four codes, without their highest bits.
@@ -75,11 +75,11 @@ def _look_up(table: Sequence[float], dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def _e4m3(dtype: torch.dtype) -> tuple[str, ...]:
-    """The value divided by `E4M3_FACTOR`.
+    """Decode E4M3 numbers, divided by `E4M3_FACTOR`.
 
-    Bits of E4M3, read as the sign and the upper bits of a float16 whose exponent has one bit more, are the value
-    divided by 2**8. In a bfloat16, whose exponent has four bits more, they are the value divided by 2**120. Its
-    products keep subnormal numbers.
+    The bits of an E4M3 number, used as the sign and the upper bits of a float16, whose exponent has one more bit,
+    represent the number divided by 2**8. In a bfloat16, whose exponent has four more bits, they represent the number
+    divided by 2**120. bfloat16 products keep subnormal numbers.
     """
     shift, mask = (1, "0x3F803F80") if dtype is torch.float16 else (4, "0x07F007F0")
     lines = (

@@ -8,23 +8,24 @@ import numpy.typing as npt
 from loramux.kernels.quantized import CodeKind, QuantizedWeight, code_kind
 
 MAX_STEPS = {4: 64, 8: 128}
-"""Maximum number of inputs that a program multiplies at a time, by the bits of a code."""
+"""Maximum number of inputs that a program multiplies at a time, by the size of a code in bits."""
 
 MIN_STEP = 16
 """Minimum number of inputs that tensor cores multiply at a time."""
 
 E4M3_FACTOR = 256
-"""Bits of E4M3, read as the upper bits of a float16, are the value divided by this factor."""
+"""The bits of an E4M3 number, used as the upper bits of a float16, represent the number divided by this factor."""
 
 _MAX_ZEROS = {4: 2**7, 8: 2**15 - 1}
-"""Largest zero points that the kernels subtract exactly, by the bits of a code."""
+"""Largest zero point that the kernels subtract exactly, by the size of a code in bits."""
 
 
 def can_place(weight: QuantizedWeight) -> bool:
     """True if the kernels can multiply by the codes of a weight.
 
     They cannot if the codebook has no `code_kind`, if there are several groups whose size is not a multiple of 16
-    inputs, or if there are zero points and either the codebook is not integers or a zero point exceeds `_MAX_ZEROS`.
+    inputs, or if there are zero points and either the codebook does not consist of integers or a zero point exceeds
+    `_MAX_ZEROS`.
     """
     kind = code_kind(weight.codebook)
     if kind is None or step_of(weight) < MIN_STEP:
@@ -45,7 +46,7 @@ def step_of(weight: QuantizedWeight) -> int:
 
 
 def zero_of(weight: QuantizedWeight) -> int:
-    """The zero point that storing signed integers as non-negative codes adds to the weight's own zero points."""
+    """The offset that makes a codebook of integers non-negative. It is added to the weight's own zero points."""
     return -min(0, int(weight.codebook.min())) if code_kind(weight.codebook) is CodeKind.INTEGERS else 0
 
 

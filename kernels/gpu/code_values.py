@@ -1,4 +1,4 @@
-"""The values of codes inside Triton kernels."""
+"""Decodes the codes of quantised weights inside Triton kernels."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def values_of(
     HAS_ZEROS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """The values of codes of the kind `KINDS[KIND]`, without scales: of bytes or, for 4 bits, of half `PART` of bytes.
+    """The values of codes of kind `KINDS[KIND]`, without scales. A 4-bit code is half `PART` of a byte.
 
-    `zero` is the zero point of integers, `ZERO` unless `HAS_ZEROS`. E4M3 values are divided by `E4M3_FACTOR`.
+    `zero` is the zero point of integers. It is `ZERO` unless `HAS_ZEROS`. E4M3 values are divided by `E4M3_FACTOR`.
     """
     if TEXTS is not None:
         registers: tl.constexpr = "=r,=r,r" if PACK == 4 else "=r,h"

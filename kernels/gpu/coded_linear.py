@@ -1,4 +1,4 @@
-"""The linear of a quantised weight on a GPU."""
+"""A linear layer with a quantised weight on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_DEQUANTIZED_ROWS = 512
 
 
 def make_coded_linear(weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device) -> CodedLinear | None:
-    """The linear of a quantised weight, or None if the kernels cannot multiply by its codes (see `place_codes`)."""
+    """The linear layer of a quantised weight, or None if the kernels do not support the weight (see `place_codes`)."""
     placed = place_codes([weight], 1, None if bias is None else bias[None], device)
     return None if placed is None else CodedLinear(placed)
 

@@ -1,9 +1,9 @@
-"""Products with 8-bit and 4-bit weights on a GPU, which read only the bytes of their codes and scales.
+"""Products with 8-bit and 4-bit weights on a GPU. The weights are read in quantised form and decoded in registers.
 
-A program turns codes into values in registers, multiplies them on tensor cores, and multiplies the sums of each group
-of inputs by its scales. Values are therefore rounded to the dtype of `x` before they are scaled: integers and FP8 are
-exact in every dtype. The weight is the first operand of each product, because only the first can stay in registers.
-Every launch depends on shapes only.
+A program turns codes into values, multiplies them on tensor cores, and multiplies the sums of each group of inputs by
+its scales. Values are therefore rounded to the dtype of `x` before they are scaled. This is exact for FP8 and for
+integers of at most 8 bits. The weight is the first operand of each product, because only the first can stay in
+registers. Launches depend only on shapes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from loramux.kernels.gpu.coded_weights import CodedWeights
 from loramux.kernels.routing import Routing
 
 TILE_ROWS = (16, 32, 64)
-"""Possible numbers of rows per tile. A step with more rows than the largest has several tiles, which all decode the
-weight."""
+"""Possible numbers of rows per tile. With more rows than the largest tile has, there are several tiles, and each
+decodes the weight.
+"""
 
 LARGE_STEP_ROWS = 128
-"""Minimum number of rows for which products use large tiles, of as many rows."""
+"""Number of rows of a large tile, and minimum number of rows for which products use large tiles."""
 
 TARGET_PROGRAMS = 256
-"""A product with fewer programs divides its inputs among several: two programs on each multiprocessor hide latencies
-(measured on an H100)."""
+"""If a product has fewer programs than this, several programs share the inputs of a tile. Two programs per
+multiprocessor hide latencies (measured on an H100).
+"""
 
 MAX_SPLITS = 8
 SUM_BLOCK = 1024
@@ -47,13 +49,13 @@ class Tiling:
     num_stages: int
 
     def num_splits(self, num_rows: int, num_columns: int, num_steps: int) -> int:
-        """Number of programs that share the `num_steps` steps of a tile. Each has at least one."""
+        """Number of programs that share the `num_steps` steps of a tile. Each program has at least one step."""
         programs = triton.cdiv(num_rows, self.rows) * triton.cdiv(num_columns, self.columns)
         most = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, programs)))
         return triton.cdiv(num_steps, triton.cdiv(num_steps, most))
 
     def step(self, weights: CodedWeights) -> int:
-        """Number of bytes of an output that a program loads at a time."""
+        """Number of bytes of codes that a program loads at a time for each output."""
         return min(weights.step, self.max_step)
 
     def num_steps(self, weights: CodedWeights) -> int:
@@ -63,7 +65,7 @@ class Tiling:
 def tiling_of(num_rows: int, itemsize: int) -> Tiling:
     """The tiling for `num_rows` rows with elements of `itemsize` bytes.
 
-    The number of stages is limited so that they fit into the shared memory of every supported GPU.
+    The number of stages is limited so that the stages fit into the shared memory of every supported GPU.
     """
     if num_rows >= LARGE_STEP_ROWS:
         return Tiling(LARGE_STEP_ROWS, 128, 64, 8, 1 if itemsize == 4 else 3)
@@ -99,14 +101,14 @@ def multiply_coded_experts(x: torch.Tensor, weights: CodedWeights, routing: Rout
 
 
 def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Routing | None) -> None:
-    """`y` `[splits, T, out_features]` gets partial sums without the bias. Otherwise, it has no axis for splits."""
+    """Launch the product. If `y` is `[splits, T, out_features]`, it receives partial sums without the bias."""
     assert x.stride(1) == 1
-    # A token has an expert at most once, so no expert has more rows than there are tokens.
+    # A token chooses an expert at most once, so no expert has more rows than there are tokens.
     num_rows = x.shape[0] if routing is None else routing.experts.shape[0]
     if not num_rows:
         return
     codes, is_split = weights.codes, y.ndim == 3
-    # The tiles of experts have as many rows as an expert has on average.
+    # Experts use the tiling for the mean number of rows per expert.
     mean_rows = num_rows if routing is None else triton.cdiv(routing.num_pairs, codes.shape[0])
     tiling = tiling_of(mean_rows, x.dtype.itemsize)
     num_splits = y.shape[0] if is_split else 1
@@ -115,7 +117,7 @@ def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Ro
         triton.cdiv(num_rows, tiling.rows),
         num_splits if routing is None else codes.shape[0],
     )
-    # The kernel does not read absent tensors.
+    # The kernel does not read the tensors that stand in for absent ones.
     zeros, bias = (codes if one is None else one for one in (weights.zeros, weights.bias))
     pairs, starts = (codes, codes) if routing is None else (routing.pairs, routing.starts)
     step = tiling.step(weights)
@@ -167,7 +169,7 @@ def _multiply_codes(
     """Multiply ROWS rows, or pairs of one expert, by BLOCK_N columns; grid `(columns, tiles of rows, experts)`.
 
     With `IS_SPLIT`, the third axis of the grid divides the bytes of each output instead: `split_bytes` for each
-    program. A load of `STEP` bytes of an output contains `STEP` inputs, or twice as many for 4 bits.
+    program. `STEP` bytes of an output contain the codes of `STEP` inputs, or of twice as many inputs for 4 bits.
     """
     third = tl.program_id(2)
     expert = third * HAS_ROUTING

@@ -18,8 +18,8 @@ class CodedWeights:
     """The quantised weights of one linear layer, or of the same layer of all experts.
 
     `codes` uint8 `[num_experts, out_features, bytes]` contains 8-bit codes, or pairs of 4-bit codes. 4-bit codes are
-    paired in blocks of `2 * step` inputs: byte `i` of a block has the code of input `i` in its lower bits, and the code
-    of input `step + i` in its upper bits. The last block is padded with codes of 0.
+    paired in blocks of `2 * step` inputs: byte `i` of a block has the code of input `i` in its lower four bits, and the
+    code of input `step + i` in its upper four bits. The last block is padded with codes of 0.
 
     Codes of the kind INTEGERS are non-negative integers, with the zero points `zeros` int16 `[num_experts,
     out_features, groups]`, or with the zero point `zero` for all weights. `table` contains the 16 values of the kind
@@ -52,10 +52,9 @@ class CodedWeights:
 def place_codes(
     weights: Iterable[QuantizedWeight | torch.Tensor], num_experts: int, bias: torch.Tensor | None, device: torch.device
 ) -> CodedWeights | None:
-    """Lay out one weight for each expert on `device`, or return None if the kernels cannot multiply by all of them.
+    """Lay out one weight for each expert on `device`, or return None if the kernels do not support the weights.
 
-    They cannot if a weight is not quantised, if `can_place` is False for it, or if the weights differ in their
-    codebooks or groups.
+    All weights must be quantised, satisfy `can_place`, and have the same codebook and group size.
     """
     codes, scales, zeros = None, [], []
     first: QuantizedWeight | None = None
@@ -110,7 +109,7 @@ def _in_blocks(weight: QuantizedWeight) -> npt.NDArray[np.uint8]:
 
 
 def _narrowed(scales: npt.NDArray[np.float32]) -> torch.Tensor:
-    """The scales in 16 bits if that is exact."""
+    """The scales, in a 16-bit dtype if it represents them exactly."""
     if is_bfloat16(scales):
         return torch.from_numpy(scales).bfloat16()
     return torch.from_numpy(scales.astype(np.float16) if is_float16(scales) else scales)

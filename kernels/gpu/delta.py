@@ -1,7 +1,7 @@
 """The causal convolution and the gated delta rule of hybrid decoders on a GPU.
 
-Both kernels run through each sequence's rows in order, so one launch serves decode and prefill, and its grid depends
-only on the number of sequences. `DeltaSpec` describes the state of a sequence. Arithmetic is float32.
+Both kernels process each sequence's rows in order, so one launch serves decode and prefill, and its grid depends only
+on the number of sequences. `DeltaSpec` describes the state of a sequence. Arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_K_DIM = 256
 LN_2 = 0.6931471805599453
 
 TILE_TOKENS = 16
-"""Rows that one program of the convolution computes together."""
+"""Number of rows that one program of the convolution computes together."""
 
 TILE_ELEMENTS = 4096
 """Largest part of a matrix that one program keeps in registers, in elements."""
@@ -69,7 +69,7 @@ def _row_start(
     ROWS_PER_PAGE: tl.constexpr,
     PAGE_ELEMENTS: tl.constexpr,
 ) -> tl.tensor:
-    """Index of the first element of each of a state's rows."""
+    """Index in the pool of the first element of each of these rows of a state."""
     page = tl.load(pages_ptr + first_page + row // ROWS_PER_PAGE, mask=is_read, other=0)
     return page.to(tl.int64) * PAGE_ELEMENTS + row % ROWS_PER_PAGE * K_DIM
 
@@ -153,7 +153,9 @@ def delta_rule(
     batch: AttentionBatch,
     spec: DeltaSpec,
 ) -> torch.Tensor:
-    """`y` of `reference.delta.delta_rule` in the dtype of `qkv`. Rows of `qkv` and `gates` may be views."""
+    """`y` of `reference.delta.delta_rule` in the dtype of `qkv`. Rows of `qkv` and `gates` may be views into wider
+    rows.
+    """
     assert qkv.stride(1) == gates.stride(1) == 1
     assert rates.is_contiguous()
     num_sequences, per_page = batch.seq_lens.shape[0], spec.rows_per_page(pool.geometry)

@@ -13,7 +13,9 @@ from loramux.kernels.gpu.code_values import format_of, values_of
 from loramux.kernels.gpu.coded_weights import CodedWeights
 
 MAX_BYTES = 256 << 20
-"""Maximum size of the part of a weight that is dequantised at a time. Products with small parts are much slower."""
+"""Maximum size, in bytes, of the part of a weight that is dequantised at a time. Products with small parts are much
+slower.
+"""
 
 BLOCK_N = 16
 """Number of outputs that a program dequantises at a time."""
@@ -35,7 +37,7 @@ def multiply_dequantized(x: torch.Tensor, weights: CodedWeights) -> torch.Tensor
 
 
 def _dequantize(weights: CodedWeights, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-    """The weights of these outputs `[len(columns), in_features]`, rounded to `dtype`."""
+    """Rows `columns` of the weight, `[num_columns, in_features]`, rounded to `dtype`."""
     num_columns = columns.stop - columns.start
     weight = torch.empty(num_columns, weights.in_features, dtype=dtype, device=weights.codes.device)
     num_bytes, step = weights.codes.shape[2], weights.step

@@ -313,7 +313,7 @@ def _plan(
         # With only a few segments, narrow blocks use more multiprocessors.
         widest, block_r, num_warps = 128, 16, 1
     else:
-        # Reading more ranks at a time saves round trips.
+        # Reading more ranks at a time saves round trips to memory.
         widest, block_r = 128, max(16, min(64, triton.next_power_of_2(max_rank)))
     block_n = min(widest, *(layout.chunk_len for layout in layouts))
     first_blocks, num_blocks = [], 0
@@ -337,8 +337,8 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
 
     - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` describes how B transposed is
       stored.
-    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]` as `lora_shrink` wrote them; only the listed
-      rows' entries below `rank` are read.
+    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]` as `lora_shrink` wrote them. Only entries
+      below `rank` of rows that a segment lists are read.
     - `call` as for `lora_shrink`.
     - `y` bfloat16, float16 or float32 `[T, group.total_out]`, last axis contiguous: read, summed in float32 and rounded
       once. Rows that no segment lists, and columns of a module of rank 0, keep their bits.

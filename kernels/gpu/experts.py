@@ -1,6 +1,6 @@
 """Mixtures of experts on a GPU.
 
-Every launch depends on shapes only, so a captured graph can be replayed with other tokens. Programs of experts without
+Launches depend only on shapes, so a captured graph can be replayed with other tokens. Programs of experts without
 tokens end immediately. Activations are float32, float16 or bfloat16 with a contiguous last axis.
 """
 
@@ -42,7 +42,7 @@ def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing)
     num_tokens = routing.experts.shape[0]
     rows = LARGE_ROWS if num_tokens >= MANY_TOKENS else SMALL_ROWS
     if num_tokens:
-        # A token has an expert at most once, so no expert has more pairs than there are tokens.
+        # A token chooses an expert at most once, so no expert has more pairs than there are tokens.
         _multiply[triton.cdiv(out_features, BLOCK_COLUMNS), triton.cdiv(num_tokens, rows), num_experts](
             x, weight, weight if bias is None else bias, y, routing.pairs, routing.starts, x.stride(0),
             HAS_BIAS=bias is not None, PAIRS_PER_ROW=routing.pairs_per_row(x), IN=in_features, OUT=out_features,
@@ -107,7 +107,7 @@ def sum_experts(
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(size))
     has_shared, has_gate = shared is not None, shared_gate is not None
-    # The kernel does not read absent tensors.
+    # The kernel does not read the tensors that stand in for absent ones.
     shared, shared_gate = (y if one is None else one for one in (shared, shared_gate))
     if num_tokens:
         _sum[(num_tokens, triton.cdiv(size, block))](

@@ -115,7 +115,7 @@ def clamped_silu_and_mul(
 ) -> torch.Tensor:
     """`gate * sigmoid(alpha * gate) * (up + 1)` `[T, n]`, as in gpt-oss, from `gate_up` `[T, 2 * n]`.
 
-    Before that, `gate` is clamped to at most `limit`, and `up` to `[-limit, limit]`.
+    Beforehand, `gate` is clamped to `(-inf, limit]` and `up` is clamped to `[-limit, limit]`.
     """
     return _launch_gate(gate_up, out, is_gelu=False, alpha=alpha, limit=limit)
 
@@ -123,7 +123,7 @@ def clamped_silu_and_mul(
 def _launch_gate(
     gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool, alpha: float = 1.0, limit: float = 0.0
 ) -> torch.Tensor:
-    """Launch a gate; `limit` 0 means that nothing is clamped and nothing added to `up`."""
+    """Launch a gate. `limit` 0 means that nothing is clamped and that nothing is added to `up`."""
     assert gate_up.stride(-1) == 1
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
@@ -158,7 +158,7 @@ def _gate(
     gate = tl.load(gate_up_ptr + row * stride + column, mask=is_stored, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + SIZE + column, mask=is_stored, other=0.0).to(tl.float32)
     if LIMIT > 0:
-        # Comparisons leave NaN as it is, unlike a minimum.
+        # Unlike a minimum, a comparison leaves NaN unchanged.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
     z = gate * ALPHA

@@ -80,7 +80,7 @@ class GpuLora:
         replace_columns(self._pool, x, call, y)
 
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        # Only shrink lets the next kernel start early.
+        # An embedding's gather, unlike a shrink, does not let the next kernel start early.
         pdl = self._pdl and not call.group.is_embedding
         lora_expand(self._pool, planes, call, y, pdl=pdl)
 
@@ -96,7 +96,8 @@ class GpuKernels(GpuLora):
     A launch depends only on the shapes of its arguments, `Segments.max_rank`, `Segments.max_rows` and
     `AttentionBatch.max_q`, so a captured graph stays valid when the contents of its tensors change. Scratch memory
     comes from torch's allocator, which makes no driver calls after the first steps and keeps the memory of captured
-    graphs separate. Launches are planned for `num_processors` multiprocessors, by default the number on the pool's GPU.
+    graphs separate. Launches are planned for `num_processors` multiprocessors, by default as many as the pool's GPU
+    has.
     """
 
     def __init__(self, pool: PoolViews, *, pdl: bool = False, num_processors: int | None = None) -> None:

@@ -17,7 +17,7 @@ TARGET_PROGRAMS = 528
 
 
 MAX_GRID_ROWS = 65535
-"""Largest size of a grid's second and third axis (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""Largest size of a grid's second and third axes (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 
 def whole_grid(num_segments: int) -> int:
@@ -27,7 +27,7 @@ def whole_grid(num_segments: int) -> int:
 
 
 def segment_grid(num_segments: int) -> tuple[int, int]:
-    """The second and third axis of a grid over segments.
+    """The sizes of the second and third axes of a grid over segments.
 
     A program's segment is `program_id(1) + program_id(2) * num_programs(1)`.
     """
@@ -43,9 +43,9 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
-    """True if each row could be its own segment, as in decode, so that there are many segments of few rows.
+    """True if each row could be its own segment, as in decode.
 
-    This affects only speed: either kind of launch supports segments of any length.
+    Segments then have few rows. This affects only speed: either kind of launch supports segments of any length.
     """
     return num_segments >= num_tokens
 

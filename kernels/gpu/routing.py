@@ -1,4 +1,4 @@
-"""The choice of experts on a GPU. As in `experts.py`, every launch depends on shapes only."""
+"""The choice of experts on a GPU. As in `experts.py`, launches depend only on shapes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _route(
     highest = tl.max(logit, 0)
     share = tl.where(is_expert, tl.exp2((logit - highest) * LOG2_E), 0.0)
     total = tl.sum(share, 0)
-    # False also if the total is NaN, because a logit is NaN or the highest is infinite.
+    # Also false if the total is NaN, because a logit is NaN or the highest is infinite.
     is_usable = total < float("inf")
     score = share / total
     if HAS_SIGMOID:
@@ -119,7 +119,7 @@ def _masked_groups(
     GROUP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The keys, with -inf for all groups except the best ones."""
+    """The keys, with -inf for all groups except the TOP_GROUPS best."""
     group = tl.arange(0, GROUP_BLOCK)
     totals = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     for g in tl.range(NUM_GROUPS):

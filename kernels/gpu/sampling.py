@@ -24,7 +24,7 @@ BLOCK = 4096
 """Number of a row's logits that the second launch reads at a time."""
 
 MAX_CANDIDATES = 8192
-"""Maximum number of candidate tokens for a search in registers. Passes over the row first narrow the search to them."""
+"""Maximum number of tokens to search in registers. Passes over the row first narrow the search to so few tokens."""
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)
@@ -124,7 +124,7 @@ def group_maxima(
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     is_column = column < V
     x = tl.load(logits_ptr + row * logits_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    # Comparisons with NaN are false.
+    # Comparisons with NaN are false, so NaN counts as non-finite.
     is_finite = tl.abs(x) < float("inf")
     x = tl.where(is_column, tl.where(is_finite, x, float("inf")), float("-inf"))
     tl.store(workspace_ptr + row * workspace_stride + group, tl.max(x, 1), mask=group < NUM_GROUPS)
@@ -255,7 +255,7 @@ def search(
     k: tl.tensor,
     mass: tl.tensor,
 ) -> tl.tensor:
-    """The smallest bound in `(low, high)` that covers `k` tokens or a total weight of `mass`; `high` if there is none.
+    """The smallest bound in `(low, high)` that covers `k` tokens or a total weight of `mass`, else `high`.
 
     Makes at most 31 passes over `keys`, which stay in registers.
     """
@@ -302,7 +302,7 @@ def find_threshold(
         # the bound excludes them. The half and the factor 1.001 leave far more room than rounding errors need.
         share = (1 - tl.maximum(top_p, 0.0)) * total / (2 * V)
         high = (-tl.log2(share) / sharpness * 1.001).to(tl.int32, bitcast=True)
-    # Any bound covers at least one token for each group whose maximum is within the bound.
+    # A bound covers at least one token of each group whose maximum is within the bound.
     is_group = tl.arange(0, GROUPS) < NUM_GROUPS
     group_keys = distance_keys(maxima, largest, is_group)
     group_weights = tl.where(is_group, weights_of(group_keys, sharpness), 0.0)
@@ -313,7 +313,7 @@ def find_threshold(
         num_passes = 0
         while (count_high - count_low > CANDIDATES) & (low + 1 < high):
             middle = low + (high - low) // 2
-            # The midpoint of the bit patterns is a distance near 0, and few tokens are that near. Therefore halve the
+            # The midpoint of the bit patterns is a distance near 0, where there are few tokens. Therefore, halve the
             # distance itself at first.
             if num_passes < _NUM_HALVINGS:
                 middle = tl.maximum(middle, high - _EXPONENT_STEP)

@@ -32,8 +32,8 @@ ROW_COLUMNS = 256
 """Number of columns of A that a program with one row multiplies at a time."""
 
 ROW_CHUNKS = 4
-"""Maximum number of blocks of ROW_COLUMNS per program, unless MAX_SPLITS is reached. Their loads are unrolled and
-overlap.
+"""Maximum number of blocks of ROW_COLUMNS columns per program, unless MAX_SPLITS is reached. The loop over the blocks
+is unrolled, so their loads overlap.
 """
 
 TILE_COLUMNS = 128
@@ -284,7 +284,7 @@ def _plan(
     programs = num_splits * len(group.modules)
     block_r = 16 if max_rank <= 16 or is_decode_shaped(num_tokens, num_segments) else 32
     if rows == 1 and programs * num_segments > TARGET_PROGRAMS:
-        # Fewer registers leave room for more programs.
+        # Smaller blocks need fewer registers, which leaves room for more programs.
         block_r = 8
     # With few segments, divide an adapter's ranks among programs too. With many, that would only add idle programs.
     rank_blocks = min(-(-max_rank // block_r), TARGET_PROGRAMS // (programs * num_segments))
@@ -350,7 +350,8 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     assert num_modules == len(group.modules)
     _, num_layers, page_elements = pool.adapter.shape
     rows = tile_rows(segments)
-    # For experts, the rows of planes determine how many pairs share a row of `x`. Otherwise, each row has its own.
+    # For experts, the rows of planes determine how many pairs share a row of `x`. Otherwise, each has its own row of
+    # `x`.
     pairs_per_row = planes.shape[1] // x.shape[0] if group.expert_stride else 1
     plan = _plan(group, page_elements, pairs_per_row * x.shape[0], num_segments, num_planes, max_rank, rows)
     # The segments of experts are written by an earlier kernel in the same step. Large grids are slower if they start

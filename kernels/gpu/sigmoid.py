@@ -1,4 +1,4 @@
-"""The sigmoid, which kernels in several files compute."""
+"""The sigmoid function, for kernels in several files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the embedding and the head that an adapter replaces, on the GPU."""
+"""GPU kernels for the rows of the embedding and the head that an adapter replaces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_COLUMNS = 128
 def load_ids(
     ids: tl.tensor, pages: tl.tensor, first_id: tl.tensor, indices: tl.tensor, is_read: tl.tensor, W: tl.constexpr
 ) -> tl.tensor:
-    """The ids at `indices` among the ids of the adapter in `pages`. A page has `W` units of four bytes."""
+    """The ids at `indices` in the list that begins at `first_id` in `pages`. A page has `W` units of four bytes."""
     place = first_id + indices
     page = tl.load(pages + place // W, mask=is_read, other=0).to(tl.int64)
     return tl.load(ids + page * W + place % W, mask=is_read, other=0)
@@ -81,7 +81,7 @@ def replace_rows_kernel(
         if num_rows < VOCAB:
             low = tl.zeros_like(token)
             high = low + num_rows
-            # Each step halves the range, until only the first id that is not below the token is left.
+            # Search for the first id that is not below the token. Each step halves the range.
             for _ in tl.static_range(STEPS):
                 middle = (low + high) // 2
                 is_open = low < high
@@ -169,7 +169,7 @@ def replace_rows(pool: PoolViews, tokens: torch.Tensor, call: LoraCall, y: torch
     """`y[t] = row of tokens[t]` for each row `t` of each segment whose adapter replaces the token's row.
 
     - `pool` contains flat pages; `layout.py` describes how trained rows are stored.
-    - `tokens` int32 or int64 `[T]`, contiguous; tokens of the adapter for rows listed by a segment.
+    - `tokens` int32 or int64 `[T]`, contiguous; rows listed by a segment have tokens of the adapter's vocabulary.
     - `call` as for `lora_gather`, but with the tables `AdapterTables.trained_rows`.
     - `y` `[T, hidden_size]` in the dtype of `pool.adapter`, contiguous. Nothing else is written.
 

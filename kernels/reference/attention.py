@@ -33,11 +33,10 @@ def paged_attention(
     """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
 
     `q` and `out` float32 `[T, num_heads, head_dim]`; head `h` reads KV head `h // (num_heads // num_kv_heads)`. The
-    query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. Sequences
-    without query rows are skipped, and so are rows that belong to no sequence. `soft_cap(s) = cap * tanh(s / cap)`.
-    `sinks` float32 `[num_heads]` contains the score of an additional key for each head, which takes part in the softmax
-    but has no value (Xiao et al., 2023). Pool elements outside the contexts are never used, not even multiplied by
-    zero.
+    query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. Sequences without
+    query rows are skipped, and so are rows that belong to no sequence. `soft_cap(s) = cap * tanh(s / cap)`. `sinks`,
+    float32 `[num_heads]`, contains for each head the score of an additional key that takes part in the softmax but has
+    no value (Xiao et al., 2023). Pool elements outside the contexts are never used, not even multiplied by zero.
     """
     page_tokens = pool.geometry.page_tokens
     keys, values, step = _kv_pages(pool, spec.num_kv_heads, spec.head_dim)

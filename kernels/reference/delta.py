@@ -11,7 +11,7 @@ from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.tables import AttentionBatch, PoolViews
 
 L2_EPS = 1e-6
-"""Added to the squared length of q and k before they are divided by their length."""
+"""Added to the squared lengths of q and k before each is divided by its length."""
 
 
 def convolve(
@@ -20,8 +20,8 @@ def convolve(
     """`y[t, c] = silu(sum over j of weight[j, c] * x[t - conv_len + 1 + j, c])` over the positions of `t`'s sequence.
 
     `x` `[T, channels]`, `weight` float32 `[conv_len, channels]`. Inputs before the step come from the tail in the
-    sequence's state, and inputs before the sequence are 0. Afterwards, the tail contains the last inputs. `layer`
-    counts the layers of `spec`. Rows that belong to no sequence become 0.
+    sequence's state, and inputs before the sequence are 0. Afterwards, the tail contains the last inputs. `layer` is an
+    index into the layers of `spec`. Rows that belong to no sequence become 0.
     """
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for begin, end, state, is_first in _states(pool, layer, batch, spec):
@@ -86,7 +86,7 @@ def _states(
     """For each sequence in the step, yield its first row, its end row, its state in this layer, and `is_first`.
 
     The caller may change the state, which is then stored. `is_first` is True if the sequence begins with this step, so
-    that its state has no content yet.
+    its state has no content yet.
     """
     per_page = spec.rows_per_page(pool.geometry)
     stored = pool.state[:, : per_page * spec.k_dim].unflatten(1, (per_page, spec.k_dim))

@@ -39,7 +39,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def clamped_silu_and_mul(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """`gate * sigmoid(alpha * gate) * (up + 1)` `[T, n]`; float32 `gate_up` `[T, 2 * n]` contains gate, then up.
 
-    Before that, `gate` is clamped to at most `limit`, and `up` to `[-limit, limit]`.
+    Beforehand, `gate` is clamped to `(-inf, limit]` and `up` is clamped to `[-limit, limit]`.
     """
     gate, up = gate_up.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -24,7 +24,7 @@ def upgrade() -> None:
         batch.add_column(sa.Column("source_url", sa.String(length=1200), nullable=True))
         batch.create_index("ix_uploads_state_expires", ["state", "expires_us"], unique=False)
     aliases = _aliases()
-    # SQLite can change a check only by recreating the table, which no foreign key may reference in the meantime.
+    # SQLite can change a check constraint only by recreating the table. Meanwhile, no foreign key may reference it.
     op.drop_table("adapter_aliases")
     with op.batch_alter_table("adapter_versions") as batch:
         batch.add_column(sa.Column("files_sha256", sa.String(length=64), nullable=True))

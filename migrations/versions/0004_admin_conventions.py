@@ -1,4 +1,4 @@
-"""Add idempotency keys, request cancellation, adapter limits of API keys, key rotation, and persistent pins."""
+"""Add idempotency keys, request cancellation, adapter limits for API keys, key rotation, and persistent pins."""
 
 from __future__ import annotations
 

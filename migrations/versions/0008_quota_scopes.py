@@ -15,7 +15,7 @@ _ID = sa.String(length=40)
 
 def upgrade() -> None:
     op.add_column("tenants", sa.Column("timezone", sa.String(length=64), nullable=False, server_default="UTC"))
-    # SQLite cannot change the tables' keys, and both tables are small, so recreate them with their rows.
+    # SQLite cannot change a table's keys. Both tables are small, so recreate them with their rows.
     policies, counters = _take_down("quota_policies"), _take_down("quota_counters")
     op.drop_table("quota_counters")
     op.drop_table("quota_policies")

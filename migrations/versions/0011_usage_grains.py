@@ -20,7 +20,7 @@ _FINEST_NUMBER, _EVERYBODY_NUMBER = 5, 0
 
 
 def upgrade() -> None:
-    """Rebuild all rollups from the ledger, which takes minutes for millions of requests."""
+    """Rebuild all rollups from the ledger. This takes minutes for millions of requests."""
     if op.get_bind().dialect.name == "postgresql":
         # A gateway that is still running waits for this lock and then fails, so that its usage is not counted twice.
         op.execute("LOCK TABLE usage_events, usage_adjustments, usage_batches IN SHARE ROW EXCLUSIVE MODE")

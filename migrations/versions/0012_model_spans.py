@@ -15,7 +15,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Compute the new sums from the existing ones, which takes a few minutes for ten million requests."""
+    """Compute the new sums from the existing ones. This takes a few minutes for ten million requests."""
     _run(sum_up_models())
 
 
@@ -26,8 +26,8 @@ def downgrade() -> None:
 
 def _run(statements: Iterable[str]) -> None:
     if op.get_bind().dialect.name == "postgresql":
-        # Gateways that add usage to the rollups wait for this lock. A gateway of an older version that is still
-        # running afterwards would leave out the new sums.
+        # Gateways that add usage to the rollups wait for this lock. A gateway of an older version that is still running
+        # afterwards would not update the new sums.
         op.execute("LOCK TABLE usage_rollups IN SHARE ROW EXCLUSIVE MODE")
     for statement in statements:
         op.execute(statement)

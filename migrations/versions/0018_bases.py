@@ -1,6 +1,6 @@
-"""Add the bases that versions are validated for. Servers for the previous schema serve every version.
+"""Add the bases that versions are validated for. Servers that use the previous schema serve every version.
 
-The first base that registers counts as validated for all existing versions: see `adapter_store/registry/bases.py`.
+All existing versions count as validated for the first base that registers: see `adapter_store/registry/bases.py`.
 """
 
 from __future__ import annotations

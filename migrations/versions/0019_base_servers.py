@@ -1,4 +1,4 @@
-"""Add the servers of each base. Servers for the previous schema ignore the table, so it does not list them."""
+"""Add the servers of each base. Servers that use the previous schema ignore the table, so it does not list them."""
 
 from __future__ import annotations
 

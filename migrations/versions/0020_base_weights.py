@@ -1,4 +1,4 @@
-"""Add weights by which requests are divided between bases. Servers for the previous schema ignore them."""
+"""Add weights by which requests are divided between bases. Servers that use the previous schema ignore them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from loramux.platform.accounts.principals import Principal
 
 PLATFORM = "platform"
 PERSON = "oidc_"
-"""Prefix of actors who signed in through single sign-on. A pseudonym follows."""
+"""Prefix of the actor for a single sign-on user. A pseudonym follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

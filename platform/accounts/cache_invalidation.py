@@ -61,7 +61,7 @@ class CacheInvalidation:
 
     def _follow(self, listener: CacheListener) -> None:
         epoch = listener.epoch()
-        # Changes made before the thread started to listen went unnoticed.
+        # Clear the caches, because changes made before the thread started to listen went unnoticed.
         self._tell()
         while not self._stopped.is_set():
             listener.wait(POLL_INTERVAL_S)

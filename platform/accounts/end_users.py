@@ -8,7 +8,7 @@ MAX_END_USER = 128
 
 
 def end_user_label(user: str | None) -> str | None:
-    """Return the request's `user` if it is short and printable, otherwise its SHA-256.
+    """Return the request's `user` if it is short and printable, otherwise its SHA-256. Without one, return None.
 
     Long names stay distinct, and no request is refused because of its `user`.
     """

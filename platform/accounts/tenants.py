@@ -146,7 +146,7 @@ class Tenants:
         return _tenant(row)
 
     def delete(self, tenant_id: str) -> bool:
-        """Delete a tenant without adapters, unrevoked keys and usage, together with its revoked keys and its quotas.
+        """Delete a tenant that has no adapters, unrevoked keys or usage, with its revoked keys, quotas and grants.
 
         Returns False if there is no such tenant. Raises TenantInUse.
         """
@@ -197,7 +197,7 @@ class Tenants:
         return Page(tuple(_tenant(row) for row in rows), has_more)
 
     def share(self, tenant_id: str) -> Share:
-        """Return the tenant's share. Its isolation key is derived from a secret that the engine never receives."""
+        """Read the tenant's share. Its isolation key is derived from a secret that the engine never receives."""
         table = schema.tenants
         query = select(table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes).where(
             table.c.id == tenant_id

@@ -86,14 +86,14 @@ class Admission:
         raise RuntimeError("quota policies change faster than they can be applied")
 
     def reserve(self, request: ReservationRequest) -> Reservation:
-        """Reserve the request's maximum cost. Raises QuotaExceeded or RequestTooLarge, and then reserves nothing."""
+        """Reserve the request's maximum cost, or raise QuotaExceeded or RequestTooLarge and reserve nothing."""
         outcome = self._only(request)
         assert isinstance(outcome, Reservation)
         return outcome
 
     def extend(self, request_id: str, tokens: int) -> bool:
-        """Reserve more tokens for a running request. Return False if a policy refuses or the request is already
-        settled.
+        """Reserve more tokens for a running request. Return False if a policy refuses the tokens or the request is
+        already settled.
         """
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
@@ -125,7 +125,8 @@ class Admission:
             )
             table = schema.reservations
             wanted = {item.request_id for item in checkpoints}
-            # Few requests are marked for cancellation. Reading all of them is cheaper than looking up each of ours.
+            # Few requests are marked for cancellation. Reading all of them is cheaper than looking up each checkpointed
+            # request.
             flagged = connection.execute(
                 select(table.c.id).where(table.c.state == "open", table.c.cancel_requested_us.is_not(None))
             ).scalars()
@@ -182,7 +183,7 @@ class Admission:
         """Add recent settlements to the rollups, and return the number of settlement transactions added."""
         total = 0
         while True:
-            # Share a lock with the committer, so that it waits for one short fold instead of polling SQLite's lock.
+            # Share a lock with the committer, so that it waits for one short update instead of polling SQLite's lock.
             with self._turn if self._database.is_sqlite else nullcontext():
                 folded = self._rollups.fold()
             total += folded

@@ -98,8 +98,8 @@ class AdmissionTransaction:
     ) -> None:
         """Lock the counters that the operations check or change.
 
-        If the policies have changed once the counters are locked, the new policies apply. Raises CountersMissing if
-        they need a counter that is not locked.
+        If the policies changed before the counters were locked, the new policies apply. Raises CountersMissing if they
+        need a counter that is not locked.
         """
         self._read_rules(callers, rows)
         wanted = self._bind(callers, self._policies.latest_us)

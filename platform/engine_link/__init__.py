@@ -1,1 +1,1 @@
-"""Reaching an engine process and supervising it."""
+"""Connecting to an engine process and supervising it."""
