@@ -6,13 +6,13 @@ Only the sum of a block is scaled and added to `y`, in float32.
 
 Two adjacent inputs of a row are one 32-bit word, which is broadcast to all outputs. One instruction multiplies both
 inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, otherwise `vpmaddwd` followed by an addition
-(Intel, "Intrinsics Guide"). Codes of 8 bits are the integers themselves. Codes of 4 bits select from a table of 16
-integers that stays in a register. With AVX2, codes of consecutive integers (int4) are not looked up: the codes are
-multiplied, and each sum starts at the first integer times the sum of the row's `x`.
+(Intel, "Intrinsics Guide"). 8-bit codes are the integers themselves. 4-bit codes are indices into a table of 16
+integers, which stays in a register. With AVX2, codes that represent consecutive integers (int4) are not looked up. The
+codes themselves are multiplied, and each sum starts at the first integer times the sum of the row's `x`.
 
 With `x` in 8 bits, a word holds four adjacent inputs. `vpdpbusd`, which AVX512_VNNI and AVX_VNNI both have, multiplies
-them by unsigned bytes. The weight's bytes are therefore its integers plus 128 (or its codes), and each sum starts at
--128 times the sum of the row's `x` in the block.
+them by unsigned bytes. The weight's bytes are therefore its integers plus 128, and each sum starts at -128 times the
+sum of the row's `x` in the block. Codes that are not looked up are already unsigned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REGISTERS = OUTPUTS // WIDTH
 """Registers that hold the sums of one row for a whole panel."""
 
 INTERLEAVED = [*range(4), *range(8, 12), *range(4, 8), *range(12, 16)]
-"""The order of 16 outputs that `vpunpcklbw` and similar instructions of AVX2 restore."""
+"""The order of 16 outputs that AVX2's `vpunpcklbw` and similar instructions turn into ascending order."""
 
 WHOLE_PANEL = slice(0, REGISTERS)
 """The registers of all outputs of a panel."""
@@ -74,10 +74,10 @@ def add_codes(
 ) -> Any:  # fmt: skip
     """`y[r][o] += factor[r] * scale[o] * sum over k of x[r][k] * (integer[k][o] - zero[o])`, for 1 to MAX_ROWS rows.
 
-    `x`, `factors` and `y` are addresses, with steps in bytes. A row of `factors` is a float32 factor and the int32
-    sum of the row's `x` over `k`. `scales`, `zeros` and `codes` are places in the bytes of `panels`; `zeros` -1 means
-    none. `num_pairs` >= 1 is the number of pairs of `k`. `table` is `CodePanels.table`. `x_type` is np.int16, or
-    np.int8 for an even number of pairs of integers that fit into 8 bits, on a CPU with VNNI.
+    `x`, `factors` and `y` are addresses, with steps in bytes. A row of `factors` is a float32 factor and the int32 sum
+    of the row's `x` over `k`. `scales`, `zeros` and `codes` are byte offsets in `panels`; `zeros` is -1 if there are no
+    zero points. `num_pairs` >= 1 is the number of pairs of inputs `k`. `table` is `CodePanels.table`. `x_type` is
+    np.int16 or np.int8. np.int8 requires VNNI, an even `num_pairs`, and weights whose integers fit into 8 bits.
     """
     is_bytes = x_type.dtype == types.int8
 
@@ -109,7 +109,7 @@ def add_codes(
 
 
 def parts_of_panel(num_rows: int, has_table: bool) -> list[slice]:
-    """Divide the registers of a panel into parts, which a block of rows computes one after the other.
+    """Divide the registers of a panel into parts, which a block of rows computes one after another.
 
     The sums of a part must fit in the registers together with the operands and the table of codes. AVX2 has only 16
     registers, so most blocks compute half a panel at a time.
@@ -176,7 +176,7 @@ class _ByteTable:
 
 
 class _PlainCodes:
-    """Codes of 4 bits that represent consecutive integers, in `INTERLEAVED` order."""
+    """4-bit codes that represent consecutive integers, with outputs in `INTERLEAVED` order."""
 
     def __init__(self, builder: Any, data: Any) -> None:
         self.offset = builder.zext(builder.load(data), _INT)
@@ -201,7 +201,7 @@ class _PlainCodes:
 
 
 def table_of(context: Any, builder: Any, table: Any, array: Any, is_bytes: bool = False) -> Any:
-    """What turns 4-bit codes into integers, for `x` in bytes or in 16 bits, or None if `table` has the type of None."""
+    """The decoder of 4-bit codes for `x` in 8 bits (`is_bytes`) or 16 bits, or None if the codes have 8 bits."""
     if not isinstance(table, types.Array):
         return None
     data = make_array(table)(context, builder, array).data
@@ -211,7 +211,7 @@ def table_of(context: Any, builder: Any, table: Any, array: Any, is_bytes: bool 
 
 
 def offset_of(lookup: Any, is_bytes: bool) -> Any:
-    """The number by which the multiplied integers exceed the weight's, as an int32 value."""
+    """The number by which the integers that are multiplied exceed the weight's integers, as an int32 value."""
     if isinstance(lookup, _PlainCodes):
         return lookup.offset
     return _INT(UNSIGNED if is_bytes else 0)
@@ -269,9 +269,9 @@ def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
 def emit_starts(
     builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any, offset: Any, part: slice = WHOLE_PANEL
 ) -> list[Any]:
-    """`-(zero[o] + offset) * sum of x[r]` for all rows and the outputs of `part`, with 0 for missing zero points.
+    """`-(zero[o] + offset) * sum of x[r]` for all rows and the outputs of `part`.
 
-    `offset` is an int32 value.
+    `zero` is 0 if there are no zero points. `offset` is an int32 value.
     """
     negatives = []
     for row in factor_rows:
@@ -314,7 +314,7 @@ def emit_sums(
 ) -> list[Any]:
     """`starts` plus the products of all words of `x` and their weights. The integer sums stay in registers.
 
-    `weights_at(k)` are the weights of the block's outputs for the `k`-th word.
+    `weights_at(k)` returns the weights of the block's outputs for the `k`-th word.
     """
     x_rows = [builder.inttoptr(row, _INT.as_pointer()) for row in x]
     entry = builder.block

@@ -4,9 +4,9 @@ A panel stores its groups one after another. Each group contains everything that
 
 - the float32 scales of the 32 outputs;
 - their int16 zero points, if the weight has any;
-- the codes of each pair of inputs. Codes of 8 bits take 64 bytes, `[output, input of the pair]`. Codes of 4 bits take
-  32 bytes, whose lower bits belong to outputs `[0, 16)` and whose upper bits belong to outputs `[16, 32)`, in the order
-  `INTERLEAVED` if they are not looked up.
+- the codes of each pair of inputs. 8-bit codes take 64 bytes, `[output, input of the pair]`. 4-bit codes take 32 bytes,
+  whose lower four bits belong to outputs `[0, 16)` and whose upper four bits belong to outputs `[16, 32)`. Each run of
+  16 outputs is in the order `INTERLEAVED` if the codes are not looked up.
 
 A product therefore reads a panel sequentially, and the weight is kept only once.
 """
@@ -42,9 +42,9 @@ _INT32_MAX = 2**31 - 1
 class CodePanels:
     """A quantised weight in panels.
 
-    `x` is rounded to integers of at most `limit` in blocks of `block` inputs, so that no sum of a block overflows.
-    `table` contains the integers of 4-bit codes and is None for 8 bits. As np.uint8, it contains only the number to
-    subtract from each code, and the outputs are in the order `INTERLEAVED`.
+    `x` is rounded to integers in `[-limit, limit]`, so no sum over the `block` inputs of a block can overflow. `table`
+    contains the integers of 4-bit codes and is None for 8 bits. If its dtype is np.uint8, it contains only the number
+    to subtract from each code, and outputs are in the order `INTERLEAVED`.
     """
 
     panels: npt.NDArray[np.uint8]

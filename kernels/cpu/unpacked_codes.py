@@ -38,7 +38,7 @@ TILE_ROWS = 6
 """Maximum number of rows per tile. With AVX-512, their sums and outputs fit in the registers."""
 
 UNPACK_ROWS = 2 * MAX_ROWS
-"""With more rows than this, codes are unpacked only once."""
+"""Maximum number of rows for which `add_codes` is always used. With more rows, codes may be unpacked only once."""
 
 LEAST_TILE_ROWS = (UNPACK_ROWS + 1) // -(-(UNPACK_ROWS + 1) // TILE_ROWS)
 """Minimum number of rows per tile if the rows are divided into as few equal tiles as possible."""
