@@ -1,4 +1,4 @@
-"""The sizes of a model's gated delta rule and the layout of a sequence's state, without importing torch."""
+"""The sizes of a model's gated delta rule and the layout of a sequence's state. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ MAX_CHUNK = 1024
 MIN_CHUNK = 128
 MAX_RANK = 256
 MAX_EXPERT_RANK = 64
-"""Largest rank of an expert's module. It bounds uploads and adapter pages for bases with hundreds of experts."""
+"""Largest rank of an expert's module. It bounds the size of uploads and the number of adapter pages for bases with
+hundreds of experts.
+"""
 
 MAX_ELEMENTS = (1 << 31) - 1
 """Maximum length of a stream, in elements. Offsets are int32."""
@@ -379,7 +381,9 @@ def _lay_out(
             offsets[m, index] = cursor
             cursor += part.num_elements
             if cursor > MAX_ELEMENTS:
-                raise ValueError(f"a layer's modules end after more than {MAX_ELEMENTS} elements")
+                raise ValueError(
+                    f"a layer's modules need more than {MAX_ELEMENTS} elements, which is all that offsets can address"
+                )
     return cursor
 
 

@@ -94,7 +94,7 @@ class QuantizedWeight:
         )
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
-        """The float32 weights of outputs `[begin, end)`. Every product with a quantised weight is specified by them."""
+        """The float32 weights of outputs `[begin, end)`. They define the result of every product with the weight."""
         codes, scales = self.codes[begin:end], self.scales[begin:end]
         if self.bits == 4:
             # Look up both codes of a byte at once: a complex64 has the bytes of two float32 values.

@@ -9,12 +9,12 @@ import torch
 
 
 class ExpertWeights(Protocol):
-    """One linear layer of all experts: a `StackedExperts`, or a device's own layout."""
+    """One linear layer of each expert: a `StackedExperts`, or a device's own layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedExperts:
-    """One linear layer of all experts.
+    """One linear layer of each expert.
 
     `weight` is `[num_experts, out_features, in_features]`, and `bias` is `[num_experts, out_features]` or None. Both
     are contiguous.

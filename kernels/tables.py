@@ -48,12 +48,13 @@ class PoolViews:
 class AdapterTables:
     """Location of each resident adapter, by slot; written only between steps.
 
-    `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 3]` in elements, `rank` int32
-    `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`. `outer` contains the tables of the modules outside the
-    layers, with L = 1, offsets in elements of whole pages, and the same `page_table`; None if no adapter has such
-    modules. `trained_rows` contains the tables of the rows that adapters replace in those modules, with L = 1: `rank`
-    is the number of rows, `off[..., 0]` is their offset in elements of whole pages, and `off[..., 1]` is the offset of
-    their ids in units of four bytes; `scale` is unused.
+    `page_table` is int32 `[num_slots, max_pages]`, `off` is int32 `[num_slots, L, M, 3]` in elements, `rank` is int32
+    `[num_slots, L, M]`, and `scale` is float32 `[num_slots, L, M]`.
+
+    `outer` contains the tables of the modules outside the layers, with L = 1, offsets in elements of whole pages, and
+    the same `page_table`. It is None if no adapter has such modules. `trained_rows` contains the tables of the rows
+    that adapters replace in those modules, with L = 1: `rank` is the number of rows, `off[..., 0]` is their offset in
+    elements of whole pages, and `off[..., 1]` is the offset of their ids in units of four bytes. `scale` is unused.
     """
 
     page_table: torch.Tensor
@@ -91,7 +92,7 @@ class ModuleGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Rows of a batch that use an adapter, grouped by slot; rows without an adapter are not listed.
+    """Rows of a batch that use an adapter, grouped by slot. Rows without an adapter are not listed.
 
     `rows` int32 `[num_lora_rows]` are token rows, `starts` int32 `[num_segments + 1]` are indices into `rows`, and
     `slots` int32 `[num_segments]` are adapter slots. Segment `i` is `rows[starts[i]:starts[i + 1]]` and uses adapter

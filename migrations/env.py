@@ -14,7 +14,7 @@ _FIRST_LOCKED = ("reservations", "usage_events")
 
 A reservation locks `reservations` last. By then it has locked rows that an upgrade locks later: counters, and any
 policies and tenants that have just changed. If the two deadlock, either the reservation or the upgrade is aborted and
-retried: see `Database.upgrade`.
+retried. See `Database.upgrade`.
 """
 
 

@@ -45,7 +45,7 @@ tenants = Table(
     Column("timezone", String(64), nullable=False, server_default="UTC"),
     # Bytes of host memory that the tenant's adapters keep when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
-    # Root of the tenant's prefix-cache namespace, so that two tenants can never share KV pages.
+    # Secret from which the tenant's prefix-cache namespace is derived, so that two tenants never share KV pages.
     Column("isolation_secret", LargeBinary(32), nullable=False),
     Column("created_us", BigInteger, nullable=False),
     CheckConstraint("state IN ('active', 'suspended')", name="state"),
@@ -304,7 +304,7 @@ quota_counters = Table(
 reservations = Table(
     "reservations",
     metadata,
-    # The request's ID: each request has one reservation.
+    # The request's ID. Each request has one reservation.
     Column("id", ID, primary_key=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     Column("api_key_id", ID, ForeignKey("api_keys.id"), nullable=False),
@@ -332,7 +332,7 @@ reservations = Table(
 usage_events = Table(
     "usage_events",
     metadata,
-    # The request's id: the ledger contains each request once.
+    # The request's ID. The ledger contains each request once.
     Column("request_id", ID, primary_key=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     Column("api_key_id", ID, nullable=False),
@@ -570,8 +570,8 @@ adapter_residency = Table(
 signals = Table(
     "signals",
     metadata,
-    # `caches` counts changes to rows that gateways cache: see cache_triggers.py. A gateway writes `probe` to test if
-    # the database accepts writes again.
+    # `caches` counts changes to rows that gateways cache: see cache_triggers.py. A gateway writes `probe` to test
+    # whether the database accepts writes again.
     Column("name", String(16), primary_key=True),
     Column("value", BigInteger, nullable=False),
 )

@@ -40,12 +40,12 @@ LINE = 32
 """Elements between prefetches: one cache line of bfloat16."""
 
 SERIAL_WORK = 200_000
-"""With fewer multiplications, waking other threads costs more than it saves."""
+"""Number of multiplications below which waking other threads costs more than it saves."""
 
 
 @exact
 def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None:
-    """`cap * tanh(scale * score / cap)`, for whole panels."""
+    """Replace scores by `cap * tanh(scale * score / cap)`, in whole panels."""
     for s in range(0, num_scores, PANEL):
         # tanh(x) is 1 - 2 / (exp(2 * x) + 1).
         power = exponentials(times(load(scores, s), np.float32(2) * scale / soft_cap))

@@ -38,10 +38,10 @@ is a power of two would all map to one cache set."""
 MANY_ROWS = 64
 
 SERIAL_WORK = 500_000
-"""With fewer multiplications, waking other threads costs more than it saves."""
+"""Number of multiplications below which waking other threads costs more than it saves."""
 
 SERIAL_ROUNDING = 100_000
-"""With fewer elements to round, waking other threads costs more than it saves."""
+"""Number of elements to round below which waking other threads costs more than it saves."""
 
 _ROW_LINES = 2 * BLOCK_INPUTS // 64
 """Cache lines that a row of `x` occupies in a block. MAX_ROWS rows occupy fewer lines than the block has pairs of

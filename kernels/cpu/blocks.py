@@ -260,7 +260,7 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
 
 @intrinsic
 def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ahead: Any, size: Any, sums: Any) -> Any:
-    """`sums[o] += sum over k of x[k] * weights[places[k] + o]` for `size` outputs `o`, added by increasing `k`.
+    """`sums[o] += sum over k of x[k] * weights[places[k] + o]` for `size` outputs `o`, in order of increasing `k`.
 
     `x` and `sums` are addresses. `places` and `ahead` are tuples. `size` is a multiple of 16. The call also prefetches
     the weights at `ahead`.

@@ -54,7 +54,7 @@ def _traits(packed: CodePanels) -> tuple[Any, ...]:
 
 
 class CodedExperts:
-    """One linear layer of all experts, whose weights are quantised.
+    """One linear layer of each expert, with quantised weights.
 
     `x` is rounded as in `QuantizedLinear`. A row's result is bitwise independent of the other rows, and the same on
     every x86 CPU.

@@ -25,7 +25,7 @@ RANK_BLOCK = 64
 
 
 class _ExpandVisit(NamedTuple):
-    """Columns of up to RANK_BLOCK ranks, which are read once for all rows of a segment.
+    """One visit: columns of up to RANK_BLOCK ranks, read once for all rows of a segment.
 
     All fields are int64 except the float32 `factor`; `planes` and `y` are addresses. `gain` and `shift` are the pool
     indices of the affine to apply afterwards, or NO_AFFINE.

@@ -27,7 +27,7 @@ fewer rows, reading weights takes most of the time, and each thread reads consec
 
 
 class ExpertPanels:
-    """One linear layer of all experts in the layout of `Avx512Bf16Panels` or of `FloatPanels`.
+    """One linear layer of each expert in the layout of `Avx512Bf16Panels` or of `FloatPanels`.
 
     A row's result is bitwise independent of the other rows.
     """

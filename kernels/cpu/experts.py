@@ -18,7 +18,7 @@ from loramux.kernels.cpu.vectors import exponential, floats_at
 from loramux.kernels.routing import Routing
 
 SERIAL_WORK = 30_000
-"""With fewer elements to sum, waking other threads costs more than it saves."""
+"""Number of elements to sum below which waking other threads costs more than it saves."""
 
 
 class ExpertProducts(Protocol):
@@ -26,7 +26,7 @@ class ExpertProducts(Protocol):
 
 
 class PackedExperts:
-    """One linear layer of all experts, laid out for this CPU.
+    """One linear layer of each expert, laid out for this CPU.
 
     A step reads the weights of each chosen expert once. As in `PackedLinear`, a row's result is bitwise independent of
     the other rows, except with oneDNN.

@@ -14,7 +14,7 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import exponential, floats_at
 
 SERIAL_WORK = 30_000
-"""With fewer elements, waking other threads costs more than it saves."""
+"""Number of elements below which waking other threads costs more than it saves."""
 
 
 @helper

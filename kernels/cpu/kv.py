@@ -19,7 +19,7 @@ PAGE_TOKENS = 16
 """Tokens per page. The scores of one head over one page fill sixteen lanes."""
 
 SERIAL_WORK = 200_000
-"""With fewer elements to copy, waking other threads costs more than it saves."""
+"""Number of elements to copy below which waking other threads costs more than it saves."""
 
 
 @helper

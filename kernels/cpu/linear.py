@@ -29,7 +29,7 @@ BLOCK_INPUTS = 256
 """Inputs in a block of a panel. The block, 8 KiB in bfloat16, stays in the L1 cache while all rows use it."""
 
 SERIAL_WORK = 200_000
-"""With fewer multiplications, waking other threads costs more than it saves."""
+"""Number of multiplications below which waking other threads costs more than it saves."""
 
 ROWS_HINT = 16
 """Number of rows for which oneDNN chooses the layout of a weight: a typical decode step of a busy server."""
@@ -62,7 +62,7 @@ class Product(Protocol):
 
 
 def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | None], Product]:
-    """The class of the fastest product with weights of `dtype` on this CPU.
+    """The class that computes products with weights of `dtype` fastest on this CPU.
 
     oneDNN is used only on ARM. On x86 it is slower, or only emulates bfloat16.
     """

@@ -1,7 +1,7 @@
 """LoRA on the CPU in one call: shrink, expand, or both.
 
 Each call costs about 20 µs for Python code and waking threads, as much as reading half a megabyte. Decode therefore
-adds LoRA to a linear in one call, and in one parallel region if each thread can process whole segments.
+adds LoRA to a linear layer in one call, and in one parallel region if each thread can process whole segments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from loramux.kernels.cpu.expand import expand_share, expand_work
 from loramux.kernels.cpu.shrink import shrink_share, shrink_work
 
 SERIAL_WORK = 400_000
-"""With fewer multiplications, waking other threads costs more than it saves."""
+"""Number of multiplications below which waking other threads costs more than it saves."""
 
 MAX_EXCESS = 1 / 32
 """Fraction by which a thread's work may exceed an equal share. Beyond this, a barrier after the shrink is faster."""

@@ -1,4 +1,5 @@
-"""Products of many rows with a quantised weight, computed with AMX. Bitwise equal to `quantized_linear`.
+"""Products of many rows with a quantised weight, computed with AMX. The results have the same bits as in
+`quantized_linear`.
 
 Tiles multiply 8-bit integers. Each 16-bit integer of `x` is therefore split into two bytes: `256 * upper + lower`,
 where `upper` is signed and `lower` is not. Four tiles hold the sums of both halves for 16 rows and the 32 outputs of a
@@ -25,10 +26,10 @@ from loramux.kernels.cpu.integer_blocks import OUTPUTS, emit_outputs, emit_start
 from loramux.kernels.cpu.rounded_rows import round_blocks
 
 TILE_INPUTS = 64
-"""Maximum number of inputs that one instruction multiplies: the bytes of a tile row."""
+"""Maximum number of inputs that one instruction multiplies. A tile row has 64 bytes."""
 
 SERIAL_SPLITTING = 100_000
-"""With fewer elements to split, waking other threads costs more than it saves."""
+"""Number of elements to split below which waking other threads costs more than it saves."""
 
 TILES_BYTES = 128 * OUTPUTS
 """Size of the unpacked codes of the largest block, in bytes."""

@@ -28,10 +28,10 @@ whose length is a power of two would all map to one cache set."""
 MANY_ROWS = 64
 
 SERIAL_WORK = 500_000
-"""With fewer multiplications, waking other threads costs more than it saves."""
+"""Number of multiplications below which waking other threads costs more than it saves."""
 
 LARGEST_BYTE = np.float32(127)
-"""Limit of the integers of an 8-bit `x`."""
+"""Largest magnitude of the integers to which an 8-bit `x` is rounded."""
 
 
 def pack_for(weight: QuantizedWeight, x_bits: int) -> CodePanels | None:

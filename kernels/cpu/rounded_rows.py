@@ -27,7 +27,7 @@ from loramux.kernels.cpu.vectors import (
 )
 
 SERIAL_ROUNDING = 100_000
-"""With fewer elements to round, waking other threads costs more than it saves."""
+"""Number of elements to round below which waking other threads costs more than it saves."""
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = (ir.VectorType(kind, PANEL) for kind in (_FLOAT, _INT))
@@ -70,7 +70,7 @@ def _largest_bits(typing_context: Any, x: Any, size: Any) -> Any:
 
 @intrinsic
 def _round(typing_context: Any, x: Any, size: Any, factor: Any, out: Any, kind: Any) -> Any:
-    """`out[k] = round(x[k] * factor)` as `kind`, ties to even; returns the sum. `size` is a multiple of 16."""
+    """`out[k] = round(x[k] * factor)` as `kind`, ties to even. Return the sum of `out`. `size` is a multiple of 16."""
     element = ir.IntType(kind.dtype.bitwidth)
     elements = ir.VectorType(element, PANEL)
 

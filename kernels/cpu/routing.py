@@ -11,7 +11,7 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import exponential, floats_at, integers_at
 
 SERIAL_LOGITS = 10_000
-"""With fewer logits, waking other threads costs more than it saves."""
+"""Number of logits below which waking other threads costs more than it saves."""
 
 
 @helper

@@ -19,7 +19,7 @@ cache while a segment's rows are multiplied by them.
 
 
 class _ShrinkVisit(NamedTuple):
-    """A run of one rank, or one run of each of RANKS ranks, read once for all rows of a segment.
+    """One visit: a run of one rank, or of each of RANKS ranks, read once for all rows of a segment.
 
     All fields are int64 except the flag `is_first`. `x` and `planes` are addresses.
     """

@@ -26,7 +26,7 @@ READ_COST = 3
 
 @helper
 def share_of(cursor: int, cost: int, count: int, low: int, high: int) -> Any:
-    """The range `[first, last)` of those of `count` tasks that begin at a cumulative cost in `[low, high)`.
+    """Among `count` tasks, the range `[first, last)` of the tasks that begin at a cumulative cost in `[low, high)`.
 
     Task `k` begins at `cursor + k * cost`.
     """

@@ -12,12 +12,12 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import floats_at
 
 SERIAL_COPIES = 100_000
-"""With fewer elements to copy, waking other threads costs more than it saves."""
+"""Number of elements to copy below which waking other threads costs more than it saves."""
 
 
 @helper
 def _row_of(token: int, ids: Any, pages: Any, first_id: int, num_rows: int, vocab_size: int) -> Any:
-    """Index of a token among the ascending ids, or -1 if the adapter does not replace its row."""
+    """Index of the adapter's row for a token, or -1 if the adapter does not replace the token's row."""
     if num_rows >= vocab_size:
         return token
     flat_ids = ids.reshape(-1)

@@ -21,7 +21,9 @@ from numba.np.arrayobj import make_array
 from loramux.kernels.cpu.compiled import cpu_features, exact, helper, intrinsic
 
 LANES = 8
-"""Lanes in the narrowest vector: all vectorised lengths (head_dim, page tokens and chunks) are multiples of 8."""
+"""Number of lanes in the narrowest vector. All vectorised lengths (head_dim, page tokens and chunks) are multiples of
+8.
+"""
 
 PANEL = 16
 """Number of outputs computed together: two AVX2 registers or one AVX-512 register."""
@@ -294,7 +296,7 @@ def _pointer_at(typing_context: Any, address: Any) -> Any:
 
 @helper
 def floats_at(address: int) -> Any:
-    """The float32 values from a memory address on, as a contiguous array of unlimited length.
+    """The float32 values that start at a memory address, as a contiguous array of unlimited length.
 
     Kernels accept activations as an address and a row stride, so views into wider rows need no copy, and one compiled
     version works for all strides.
@@ -304,13 +306,13 @@ def floats_at(address: int) -> Any:
 
 @helper
 def integers_at(address: int) -> Any:
-    """The int32 values from a memory address on, as a contiguous array of unlimited length."""
+    """The int32 values that start at a memory address, as a contiguous array of unlimited length."""
     return carray(_pointer_at(address), (1 << 48,), np.int32)
 
 
 @helper
 def halves_at(address: int) -> Any:
-    """The bfloat16 bits from a memory address on, as a contiguous uint16 array of unlimited length."""
+    """The bfloat16 bits that start at a memory address, as a contiguous uint16 array of unlimited length."""
     return carray(_pointer_at(address), (1 << 48,), np.uint16)
 
 

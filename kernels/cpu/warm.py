@@ -54,7 +54,7 @@ def warm(dtype: torch.dtype) -> None:
     segments = build_segments(np.zeros(3, np.int32), kernels.segment_rows, RANK)
     call = LoraCall(0, group, tables, segments)
     kernels.lora_add(x, call, torch.zeros(3, width))
-    # An embedding of this shape stays within the pool. The values do not matter.
+    # Lookups in an embedding of this shape stay within the pool. The values do not matter.
     embedding = replace(call, group=replace(group, is_embedding=True))
     kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
     # Adapters without trained rows compile the same code.

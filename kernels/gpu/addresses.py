@@ -38,7 +38,7 @@ def chunk_addresses(
 ) -> tl.tensor:
     """Pool addresses of elements `e` of one adapter's stream. `pages` is the adapter's row of the page table.
 
-    `e` fits in 32 bits, as the offsets do. Indices into the pool may need 64 bits.
+    `e` fits in 32 bits, like the offsets. Indices into the pool may need 64 bits.
     """
     page = tl.load(pages + e // E, mask=is_read, other=0).to(tl.int64)
     # Chunks have at least 16 elements and are aligned to their length, so 16 bytes can be read at a time.

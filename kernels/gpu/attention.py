@@ -49,7 +49,7 @@ def paged_attention(
     `workspace` is float32 with at least `plan.workspace_elements(...)` elements. Its contents do not matter before or
     after the call. The batch is read on the device, so a captured graph can be replayed after the batch's tensors are
     overwritten in place. Sequences without query rows, and rows that belong to no sequence, are padding and are
-    skipped. No page or pool element is read beyond the end of a context or before the first key that one of its rows
+    skipped. No page or pool element is read beyond the end of a context or before the first key that any of its rows
     sees. `check_attention` defines what is supported.
     """
     group_size = spec.num_heads // spec.num_kv_heads
@@ -353,8 +353,8 @@ def _combine(
 ) -> None:
     """Combine the partial results of `PAIRS` (query, head) pairs, weighted by their sums of exponentials.
 
-    Grid `(tiles, num_kv_heads, blocks of pairs)`. Reads only splits that had keys, because the others wrote nothing. If
-    there was only one, it has already written the result.
+    The grid is `(tiles, num_kv_heads, blocks of pairs)`. Reads only splits that had keys, because the others wrote
+    nothing. If there was only one, it has already written the result.
     """
     kv_head = tl.program_id(1)
     _, row, num_queries, position = _tile_of(

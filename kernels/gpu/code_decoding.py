@@ -21,7 +21,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 class Decoding:
     """PTX texts, one for each code in a byte. A text reads `pack` bytes.
 
-    A code of kind INTEGERS is decoded to `code + offset`. Codes of other kinds are decoded to their final values.
+    A code of kind INTEGERS is decoded to `code + offset`. Codes of other kinds are decoded to the values that
+    `values_of` returns.
     """
 
     texts: tuple[str, ...]

@@ -68,7 +68,7 @@ def is_float16(values: npt.NDArray[np.float32]) -> bool:
 
 
 def placed_bytes(weight: QuantizedWeight) -> int:
-    """Bytes that a weight takes on a GPU, without the padding of its rows."""
+    """Size in bytes of a weight on a GPU, without the padding of its rows."""
     scales = placed_scales(weight)
     scale_bytes = 2 if is_bfloat16(scales) or is_float16(scales) else 4
     zero_bytes = 0 if weight.zeros is None else 2

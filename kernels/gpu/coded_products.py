@@ -166,7 +166,7 @@ def _multiply_codes(
     HAS_ZEROS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
-    """Multiply ROWS rows, or pairs of one expert, by BLOCK_N columns; grid `(columns, tiles of rows, experts)`.
+    """Multiply ROWS rows, or pairs of one expert, by BLOCK_N columns. The grid is `(columns, tiles of rows, experts)`.
 
     With `IS_SPLIT`, the third axis of the grid divides the bytes of each output instead: `split_bytes` for each
     program. `STEP` bytes of an output contain the codes of `STEP` inputs, or of twice as many inputs for 4 bits.
@@ -250,7 +250,7 @@ def _sum_splits(
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """Sum the partial results of `_multiply_codes` in order and add the bias; grid `(T, blocks of columns)`."""
+    """Sum the partial results of `_multiply_codes` in order and add the bias. The grid is `(T, blocks of columns)`."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < OUT
     place = tl.program_id(0).to(tl.int64) * OUT + column

@@ -41,7 +41,7 @@ def check_delta(spec: DeltaSpec, pool: PoolViews) -> None:
 def convolve(
     x: torch.Tensor, weight: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch, spec: DeltaSpec
 ) -> torch.Tensor:
-    """`y` of `reference.delta.convolve` in the dtype of `x`; rows of `x` may be views into wider rows."""
+    """`y` of `reference.delta.convolve` in the dtype of `x`. Rows of `x` may be views into wider rows."""
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     num_sequences, per_page = batch.seq_lens.shape[0], spec.rows_per_page(pool.geometry)
@@ -69,7 +69,7 @@ def _row_start(
     ROWS_PER_PAGE: tl.constexpr,
     PAGE_ELEMENTS: tl.constexpr,
 ) -> tl.tensor:
-    """Index in the pool of the first element of each of these rows of a state."""
+    """Pool indices of the first elements of rows `row` of a state."""
     page = tl.load(pages_ptr + first_page + row // ROWS_PER_PAGE, mask=is_read, other=0)
     return page.to(tl.int64) * PAGE_ELEMENTS + row % ROWS_PER_PAGE * K_DIM
 
@@ -97,7 +97,10 @@ def _convolve(
     TILE: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
-    """Convolve K_DIM channels of one sequence, and update their part of the tail; grid `(sequences, INPUT_ROWS)`."""
+    """Convolve K_DIM channels of one sequence, and update their part of the tail.
+
+    The grid is `(sequences, INPUT_ROWS)`.
+    """
     sequence, block = tl.program_id(0), tl.program_id(1)
     begin = tl.load(cu_q_ptr + sequence)
     num_rows = tl.load(cu_q_ptr + sequence + 1) - begin
@@ -207,7 +210,7 @@ def _delta_rule(
     LOG2_E: tl.constexpr,
     LN_2: tl.constexpr,
 ) -> None:
-    """Apply the rule to BLOCK_V rows of one matrix, which stay in registers; grid `(sequences, NUM_V, blocks)`."""
+    """Apply the rule to BLOCK_V rows of one matrix, kept in registers. The grid is `(sequences, NUM_V, blocks)`."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     begin = tl.load(cu_q_ptr + sequence)
     end = tl.load(cu_q_ptr + sequence + 1)

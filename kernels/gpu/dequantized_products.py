@@ -73,7 +73,7 @@ def _dequantize_codes(
     HAS_ZEROS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
-    """Dequantise STEP bytes of BLOCK_N outputs from `first` on; grid `(columns, bytes)`."""
+    """Dequantise STEP bytes of BLOCK_N outputs from `first` on. The grid is `(columns, bytes)`."""
     place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     output = (first + place).to(tl.int64)
     is_column = output < end

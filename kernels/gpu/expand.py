@@ -36,7 +36,9 @@ def read_b(
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Rows `ranks` of B transposed, BLOCK_N columns from `offset` on; 0 from row `rank` on and past the last column."""
+    """Rows `ranks` of B transposed, BLOCK_N columns from `offset` on. Values from row `rank` on and past the last
+    column are 0.
+    """
     is_rank = ranks < rank
     chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, is_rank, L, E)
     return tl.load(
@@ -59,7 +61,7 @@ def prefetch_b(
 ) -> None:
     """Prefetch into the L2 cache the block that `read_b` reads first.
 
-    Keeping the block in registers until shrink has ended would leave room for fewer programs.
+    Keeping the block in registers until the shrink has ended would leave room for fewer programs.
     """
     ranks = tl.minimum(tl.arange(0, BLOCK_R), rank - 1)
     prefetch(chunk_addresses(pool, pages, offset + ranks * padded_len, layer, ranks >= 0, L, E), BLOCK_N)
@@ -78,7 +80,7 @@ def with_affine(
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """`total + gain * total + shift` for the last axis of `total`; gain and shift start at `offset` of the stream."""
+    """`total + gain * total + shift` for the last axis of `total`. Gain and shift start at `offset` of the stream."""
     row = tl.arange(0, 2)
     chunk = chunk_addresses(pool, pages, offset + row * padded_len, layer, row >= 0, L, E)
     both = tl.load(chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_column[None, :], other=0.0).to(tl.float32)

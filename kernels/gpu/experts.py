@@ -70,7 +70,7 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
-    """Multiply ROWS pairs of one expert by BLOCK_N columns; grid `(columns, tiles of pairs, experts)`."""
+    """Multiply ROWS pairs of one expert by BLOCK_N columns. The grid is `(columns, tiles of pairs, experts)`."""
     expert = tl.program_id(2)
     listed = tl.load(starts_ptr + expert) + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     end = tl.load(starts_ptr + expert + 1)
@@ -132,7 +132,7 @@ def _sum(
     HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ) -> None:
-    """Compute BLOCK columns of one token; grid `(T, blocks)`."""
+    """Compute BLOCK columns of one token. The grid is `(T, blocks)`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_stored = column < SIZE

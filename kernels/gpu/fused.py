@@ -148,7 +148,7 @@ def _gate(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
 ) -> None:
-    """Compute `BLOCK` columns of one row; grid `(T, blocks)`.
+    """Compute `BLOCK` columns of one row. The grid is `(T, blocks)`.
 
     All gates are `gate * sigmoid(z) * up`, because `(1 + tanh(y)) / 2 = sigmoid(2 * y)`.
     """

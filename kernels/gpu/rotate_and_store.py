@@ -94,7 +94,7 @@ def _rotate_and_store(
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Process all heads of one row; grid `(T,)`."""
+    """Process all heads of one row. The grid is `(T,)`."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(kv_slots_ptr + row)
     if slot < 0:

@@ -24,7 +24,7 @@ BLOCK = 4096
 """Number of a row's logits that the second launch reads at a time."""
 
 MAX_CANDIDATES = 8192
-"""Maximum number of tokens to search in registers. Passes over the row first narrow the search to so few tokens."""
+"""Maximum number of tokens to search in registers. Passes over the row first narrow larger searches."""
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)
@@ -118,7 +118,10 @@ def group_maxima(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """The largest logit of each group, or infinity if the group has a non-finite logit; grid `(S, groups / GROUPS)`."""
+    """The largest logit of each group, or infinity if the group has a non-finite logit.
+
+    The grid is `(S, groups / GROUPS)`.
+    """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -152,7 +155,7 @@ def choose_tokens(
     ALL_GREEDY: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
-    """Choose one row's token; grid `(S,)`."""
+    """Choose one row's token. The grid is `(S,)`."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     workspace_ptr += row * workspace_stride
@@ -369,7 +372,7 @@ def read_weights(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The weights of one block of the row; 0 for tokens that are not kept."""
+    """The weights of one block of the row, with 0 for tokens that are not kept."""
     keys = read_keys(logits_ptr, largest, block, V, BLOCK)
     weights = weights_of(keys, sharpness)
     return tl.where((keys <= threshold) & (weights >= min_p), weights, 0.0)

@@ -20,7 +20,7 @@ _versions = sa.table(
 
 
 def upgrade() -> None:
-    """Add the column. If this step was downgraded before, restore the tokens from the validation reports."""
+    """Add the column. If this step was undone before, restore the tokens from the validation reports."""
     op.add_column("adapter_versions", sa.Column("invocation_tokens", sa.JSON(), nullable=True))
     connection, columns = op.get_bind(), _versions.c
     has_tokens = sa.cast(columns.report, sa.Text).like('%"invocation_tokens"%')

@@ -1,6 +1,7 @@
 """Add the bases that versions are validated for. Servers that use the previous schema serve every version.
 
-All existing versions count as validated for the first base that registers: see `adapter_store/registry/bases.py`.
+Existing versions that were accepted count as validated for the first base that registers: see
+`adapter_store/registry/bases.py`.
 """
 
 from __future__ import annotations

@@ -102,10 +102,10 @@ class ModelResolver:
     def resolve(self, principal: Principal, name: str, sticky: str | None = None) -> ResolvedModel:
         """Resolve a name, never falling back to the base.
 
-        If the name stands for several versions, equal `sticky` texts always get the same version. Without `sticky`, the
-        choice is random. Raises ModelNotFound, InvalidRequest, PermissionDenied if the key has no inference scope, or
-        AdapterNotValidated if the version is not valid for the served base, or for any base that requests are divided
-        between.
+        If the name stands for several versions, equal `sticky` texts get the same version while the weights are
+        unchanged. Without `sticky`, the choice is random. Raises ModelNotFound, InvalidRequest, PermissionDenied if the
+        key has no inference scope, or AdapterNotValidated if the version is not valid for the served base, or for any
+        base that requests are divided between.
         """
         require_inference(principal)
         if name == self.served_name:

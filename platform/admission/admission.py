@@ -133,7 +133,7 @@ class Admission:
             return [request_id for request_id in flagged if request_id in wanted]
 
     def recover_expired(self) -> int:
-        """Settle the reservations of dead gateways, and return their number.
+        """Settle a batch of reservations whose gateways seem dead, and return the number settled.
 
         The prompt and the last checkpoint's tokens are charged. A lease that ends more than two lease lengths ahead was
         written before the clock was set back, so it counts as expired.

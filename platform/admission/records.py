@@ -49,7 +49,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Number of tokens that a running request has committed so far."""
+    """The number of completion tokens that a request has delivered so far."""
 
     request_id: str
     completion_tokens: int
