@@ -39,7 +39,7 @@ class CpuKernels(CpuLora):
         super().__init__(pool)
         if pool.geometry.page_tokens != cpu_kv.PAGE_TOKENS:
             raise ValueError(
-                f"pages hold {pool.geometry.page_tokens} tokens; the CPU kernels support {cpu_kv.PAGE_TOKENS}"
+                f"pages hold {pool.geometry.page_tokens} tokens; the CPU kernels support pages of {cpu_kv.PAGE_TOKENS}"
             )
         if pool.geometry.head_dim % LANES:
             raise ValueError(f"head_dim is {pool.geometry.head_dim}; the CPU kernels support multiples of {LANES}")

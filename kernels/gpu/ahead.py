@@ -130,8 +130,8 @@ def compile_ahead(launch: Callable[[], None], num_processes: int, command: Seque
     failures = compile_in_processes(missing, num_processes, command)
     if failures:
         _say(
-            f"{len(failures)} of {num_processes} compile processes failed; "
-            f"the engine will compile the missing programs: {failures[0]}"
+            f"{len(failures)} of {num_processes} compile processes failed ({failures[0]}); "
+            "the engine will compile the missing programs"
         )
     _say(f"compiling ahead took {time.perf_counter() - begin:.1f} s")
 

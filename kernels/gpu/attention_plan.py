@@ -39,7 +39,7 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
     if geometry.num_kv_heads * geometry.head_dim % (spec.num_kv_heads * spec.head_dim):
         raise ValueError("num_kv_heads * head_dim of the attention does not divide the pages' num_kv_heads * head_dim")
     if spec.sliding_window is not None and spec.sliding_window < 1:
-        raise ValueError(f"sliding_window is {spec.sliding_window}; a query sees at least itself")
+        raise ValueError(f"sliding_window is {spec.sliding_window}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,7 +322,7 @@ def _limit(
         return None
     check_limit(scopes)
     if tenant_id is None or not adapters:
-        raise InvalidRequest("only a tenant's key can be limited to adapters; name at least one", param="adapters")
+        raise InvalidRequest("a limit must name at least one adapter of a tenant", param="adapters")
     return find_adapter_ids(connection, tenant_id, adapters)
 
 

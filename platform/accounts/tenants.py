@@ -128,7 +128,7 @@ class Tenants:
         if changes.timezone is not None:
             _check_timezone(changes.timezone)
         if changes.host_floor_bytes is not None and not 0 <= changes.host_floor_bytes <= MAX_FLOOR_BYTES:
-            raise InvalidRequest(f"a floor must be from 0 to {MAX_FLOOR_BYTES} bytes", param="host_floor_bytes")
+            raise InvalidRequest(f"host_floor_bytes must be from 0 to {MAX_FLOOR_BYTES}", param="host_floor_bytes")
         with self._database.write() as connection:
             query = select(table).where(table.c.id == tenant_id)
             row = connection.execute(query.with_for_update(key_share=True)).one_or_none()

@@ -146,7 +146,7 @@ OTHER_SPECS = {
     "uneven-heads": (AttentionSpec(5, 2, 16, 1.0), "cannot share 2 KV heads"),
     "too-many-heads": (AttentionSpec(258, 2, 16, 1.0), "at most 128 can share one"),
     "other-heads": (AttentionSpec(4, 4, 16, 1.0), "does not divide the pages'"),
-    "window-0": (AttentionSpec(4, 2, 16, 1.0, sliding_window=0), "sees at least itself"),
+    "window-0": (AttentionSpec(4, 2, 16, 1.0, sliding_window=0), "sliding_window is 0; it must be at least 1"),
 }
 
 

@@ -55,7 +55,7 @@ def test_failed_processes_do_not_stop_the_engine_and_one_core_uses_none(
         return
     assert told[:2] == [
         f"compiling 2 of 2 GPU programs in 2 processes, into {tmp_path}",
-        "2 of 2 compile processes failed; the engine will compile the missing programs: exit code 1: no space left",
+        "2 of 2 compile processes failed (exit code 1: no space left); the engine will compile the missing programs",
     ]
 
 

@@ -436,7 +436,11 @@ REFUSED = {
     "group-129": (AttentionSpec(129, 1, 8, 1.0), PageGeometry(1, 1, 8, 2, 2), "at most 128 can share one"),
     "other-pages": (AttentionSpec(6, 3, 8, 1.0), PageGeometry(1, 4, 8, 2, 2), "does not divide the pages'"),
     "page-of-32": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 2, 8, 2, 2, 32), "pages of 16"),
-    "window-0": (AttentionSpec(4, 2, 8, 1.0, 0), PageGeometry(1, 2, 8, 2, 2), "sees at least itself"),
+    "window-0": (
+        AttentionSpec(4, 2, 8, 1.0, 0),
+        PageGeometry(1, 2, 8, 2, 2),
+        "sliding_window is 0; it must be at least 1",
+    ),
 }
 
 
