@@ -59,7 +59,7 @@ class LoraKernels(Protocol):
         ...
 
     def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        """`y[t, id] = x[t] · row of id` for each id whose row of the head the adapter replaces.
+        """`y[t, id] = x[t] · row of id` for each token id whose row of the head is replaced by the adapter.
 
         `call.tables` is `AdapterTables.trained_rows`. No adapter of a segment replaces more rows than
         `call.segments.max_rank`. `y` has a column for each id, including ids beyond the head's own.

@@ -15,10 +15,10 @@ holds with that `E` and layer 0. An embedding's A is stored by token: row `t` of
 + t * rank`, is not padded, and may cross a page boundary.
 
 The outer stream ends with the trained rows: rows of an outer module's own weight `[vocab_size, hidden_size]` that the
-adapter replaces. They are stored like the rows of an A whose rank is the number of rows, in ascending order of their
-token ids. The ids, int32, are stored in place of B, from byte `4 * offset` of the stream on. If all rows are replaced,
-row `i` belongs to token `i`, and no ids are stored. An adapter with tokens beyond the base's vocabulary has a row for
-each of them, and can therefore have more rows than the base's weight.
+adapter replaces. They are stored like the rows of an A whose rank is the number of trained rows, in ascending order of
+their token ids. The ids, int32, are stored in place of B, from byte `4 * offset` of the stream on. If all rows are
+replaced, row `i` belongs to token `i`, and no ids are stored. An adapter with tokens beyond the base's vocabulary has a
+row for each of them, and can therefore have more rows than the base's weight.
 """
 
 from __future__ import annotations

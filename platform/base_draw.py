@@ -76,8 +76,8 @@ class BaseDraw:
 def drawn_order(weights: Mapping[str, int], key: str) -> Sequence[str]:
     """Order the bases by weighted rendezvous hashing: each comes first with a probability proportional to its weight.
 
-    The rest are ordered as if they were drawn without the first. Bases with the weight 0 come last. If one weight
-    grows, keys move only to its base.
+    The rest are ordered as if they were drawn without the first. Bases with weight 0 come last. If one weight grows,
+    keys move only to that base.
     """
 
     def distance(base: str) -> tuple[float, int]:

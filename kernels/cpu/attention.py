@@ -1,4 +1,4 @@
-"""Attention on the CPU, reading K and V directly from pages, whose layout is described in `kv.py`.
+"""Attention on the CPU. K and V are read directly from pages, whose layout `kv.py` describes.
 
 A tile consists of a few consecutive query rows of all heads that share one KV head, so each key and value is loaded and
 widened once per tile. K is stored transposed in its page, so the scores of its sixteen tokens fill sixteen lanes, and

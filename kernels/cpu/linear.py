@@ -32,7 +32,7 @@ SERIAL_WORK = 200_000
 """Number of multiplications below which waking other threads costs more than it saves."""
 
 ROWS_HINT = 16
-"""Number of rows for which oneDNN chooses the layout of a weight: a typical decode step of a busy server."""
+"""Number of rows for which oneDNN optimises the layout of a weight, about as many as in a busy server's decode step."""
 
 
 class PackedLinear:

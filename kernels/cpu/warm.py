@@ -90,7 +90,7 @@ def warm(dtype: torch.dtype) -> None:
 
 
 def warm_delta(kernels: CpuKernels, geometry: PageGeometry, batch: AttentionBatch) -> None:
-    """Call the kernels of hybrid decoders. Both sequences of `batch` keep their state in its first page."""
+    """Call the kernels of hybrid decoders. Both sequences of `batch` keep their states in the batch's first page."""
     spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=2, k_dim=HEAD_DIM, v_dim=HEAD_DIM, conv_len=2)
     states = replace(
         batch,

@@ -187,7 +187,7 @@ def _walk(
         if IS_MASKED:
             is_seen = key < end
             if WINDOW:
-                # Pages before the window may have another owner, and are not listed.
+                # Pages before the window may belong to another sequence or not be listed.
                 is_seen = is_seen & (key >= begin)
             is_loaded = is_loaded & is_seen[:, None]
             page = tl.load(pages_ptr + key // PAGE_TOKENS, mask=is_seen, other=0)

@@ -69,7 +69,7 @@ class Tiling:
         return num_sequences if block_q == self.max_rows else num_tokens // block_q + num_sequences
 
     def num_partial_rows(self, num_tokens: int, num_sequences: int) -> int:
-        """Number of query rows in a workspace. Each short sequence gets room for `max_rows`."""
+        """Number of query rows in a workspace. Each short sequence gets room for `max_rows` rows."""
         return num_tokens if self.max_rows == NO_LIMIT else num_sequences * self.max_rows
 
 

@@ -1,4 +1,4 @@
-"""The GPUs that the kernels support. This is checked before torch is imported."""
+"""The GPUs that the kernels support. The check runs before torch is imported."""
 
 from __future__ import annotations
 

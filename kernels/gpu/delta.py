@@ -69,7 +69,7 @@ def _row_start(
     ROWS_PER_PAGE: tl.constexpr,
     PAGE_ELEMENTS: tl.constexpr,
 ) -> tl.tensor:
-    """Pool indices of the first elements of rows `row` of a state."""
+    """Pool indices at which rows `row` of a state begin."""
     page = tl.load(pages_ptr + first_page + row // ROWS_PER_PAGE, mask=is_read, other=0)
     return page.to(tl.int64) * PAGE_ELEMENTS + row % ROWS_PER_PAGE * K_DIM
 

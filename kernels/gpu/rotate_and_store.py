@@ -62,7 +62,7 @@ def _rotated(
     sin: tl.tensor,
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The rotated halves of the heads at `place` and `place + HALF`, rounded to the row's dtype."""
+    """The two halves of heads, read at `place` and `place + HALF`, rotated, and rounded to the row's dtype."""
     a = tl.load(row_ptr + place, mask=is_stored, other=0.0).to(tl.float32)
     b = tl.load(row_ptr + place + HALF, mask=is_stored, other=0.0).to(tl.float32)
     dtype: tl.constexpr = row_ptr.dtype.element_ty

@@ -77,7 +77,7 @@ class GroupCommit:
             thread.start()
 
     def submit(self, operation: Operation) -> asyncio.Future[Any]:
-        """Queue an operation and return a future for its outcome. Cancelling the future undoes nothing.
+        """Queue an operation and return a future for its outcome. Cancelling the future does not cancel the operation.
 
         After `close`, the operation is not executed and the future raises CommitterClosed.
         """
