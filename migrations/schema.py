@@ -469,7 +469,7 @@ audit_log = Table(
     # The key that made the change, `operator` for the operator's own key, `oidc_...` for a single sign-on user, or
     # `system`.
     Column("actor", ID, nullable=False),
-    # The API call's client address and identifier. NULL if no call made the change.
+    # The client address and the identifier of the API call. NULL if no call made the change.
     Column("address", String(64), nullable=True),
     Column("request_id", ID, nullable=True),
     # The kind of change, such as `alias.set`.

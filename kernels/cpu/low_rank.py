@@ -116,11 +116,11 @@ def low_rank(
     If the adapter has affines, the sum is then replaced by `y + gain * y + shift`.
 
     The first product is computed only if `shrinks` is true, and the second only if `expands` is true. See
-    `ReferenceKernels`. The work is divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by
-    address and strides in elements. `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from
-    `group_plan`. Tables and segments have the dtypes given in `tables.py`. `x_rows`, int32 `[num_lora_rows]`, contains
-    the row of `x` for each element of `rows`. `shifts`, int32 `[num_segments]`, is added to the module indices of the
-    plan for the segment.
+    `ReferenceKernels`. Unless there is little work, it is divided into `num_threads` shares. `x`, `planes` and `y` are
+    float32, passed by address and strides in elements. `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16.
+    `plan` comes from `group_plan`. Tables and segments have the dtypes given in `tables.py`. `x_rows`, int32
+    `[num_lora_rows]`, contains the row of `x` for each element of `rows`. `shifts`, int32 `[num_segments]`, is added to
+    the module indices of the plan for the segment.
     """
     work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots, shifts)
     firsts = _whole_segments(work, num_threads)

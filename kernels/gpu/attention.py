@@ -65,7 +65,7 @@ def paged_attention(
         block_q = tiling.block_q(group_size)
         num_tiles = tiling.num_tiles(num_tokens, num_sequences, group_size)
         is_split = tiling.num_splits > 1
-        # Both kernels derive their work from these values, so they must be equal.
+        # Both kernels derive their work from these values, so both must receive the same ones.
         shared: dict[str, Any] = {
             "GROUP": group_size, "HEAD_DIM": spec.head_dim,
             "BLOCK_D": max(16, triton.next_power_of_2(spec.head_dim)),

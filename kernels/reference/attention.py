@@ -44,7 +44,7 @@ def paged_attention(
         begin, end = int(batch.cu_q[i]), int(batch.cu_q[i + 1])
         if begin == end:
             continue
-        # Pages before the first visible key are not listed.
+        # The list may omit the pages before the first visible key.
         first_key = 0 if spec.sliding_window is None else max(0, length - (end - begin) + 1 - spec.sliding_window)
         first_page, last_page = first_key // page_tokens, -(-length // page_tokens)
         first_listed = int(batch.page_starts[i])

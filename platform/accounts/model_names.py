@@ -74,7 +74,7 @@ class ResolvedModel:
 
 
 def parse_adapter_name(name: str) -> AdapterName | None:
-    """Split a name at `@` or `:`, or return None if the name is malformed. Raises InvalidRequest for two suffixes."""
+    """Split a name at `@` or `:`, or return None if the name is malformed. Raises InvalidRequest if it has both."""
     path, has_version, version = name.partition("@")
     path, has_alias, alias = path.partition(":")
     digest = _DIGEST.fullmatch(version)

@@ -19,7 +19,7 @@ from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.errors import Unavailable
 
 MAX_CACHED_VERSIONS = 1024
-"""Maximum number of versions with cached settings. The optional files of a version have at most 209 KiB."""
+"""Maximum number of versions with cached settings. The optional files of a version take at most 209 KiB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Admission: reserves quota before a request runs, and settles it once when the actual usage is known."""
+"""Admission: reserves quota before a request runs, and settles it exactly once, when the actual usage is known."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MAX_OPERATIONS = 256
 """Maximum number of operations in one transaction. A transaction locks the counters of all their policies."""
 
 NoteCommit = Callable[[int, float, bool], None]
-"""Called after each transaction with its number of operations, its duration in seconds, and True if it failed."""
+"""Called after each transaction with its number of operations, its duration in seconds, and whether it failed."""
 
 WORTH_ANOTHER = 32
 """While one transaction is in progress, this many waiting operations start a second one."""
