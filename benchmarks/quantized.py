@@ -33,7 +33,7 @@ from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.config import EngineConfig
 from loramux.engine.device.backend import Linear, open_backend
 from loramux.engine.messages import Add, SamplingParams, StepOutput
-from loramux.kernels.cpu.integer_blocks import HAS_VNNI
+from loramux.kernels.cpu.integer_blocks import HAS_BYTE_TABLES, HAS_VNNI
 from loramux.kernels.cpu.linear import PackedLinear
 from loramux.kernels.cpu.quantized_layout import BLOCKS
 from loramux.kernels.cpu.quantized_linear import make_quantized_linear
@@ -120,7 +120,7 @@ FORMATS = {
         Format("int4-a8", 4, 128, x_bits=8),
         Format("int4-g32-a8", 4, 32, x_bits=8),
     )
-    if each.x_bits == 16 or HAS_VNNI
+    if each.x_bits == 16 or HAS_VNNI or (HAS_BYTE_TABLES and each.bits == 4)
 }
 
 

@@ -29,7 +29,7 @@ from loramux.engine.cache_groups import CacheLayout
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.backend import Backend, CompileAhead, open_backend
-from loramux.engine.device.code_count import CodeCount
+from loramux.engine.device.byte_inputs import ByteInputs
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, PoolTooSmall
@@ -133,9 +133,10 @@ def assemble_engine(
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)
     target = pack_target(model, dtype)
-    codes = CodeCount()
-    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, codes.counted(backend))
-    if config.activations is not None and not codes.num_kept:
+    byte_inputs = ByteInputs()
+    counting = backend if config.activations is None else byte_inputs.counted(backend)
+    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, counting)
+    if config.activations is not None and byte_inputs.num_layers == 0:
         raise ConfigNotUsable(
             "this CPU cannot multiply any of the base's weights in int8 (docs/quantization.md lists the formats): "
             "omit --activations"

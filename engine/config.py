@@ -129,8 +129,8 @@ def check_activations(device: str, is_quantized: bool) -> None:
     # Imported here because an engine on a GPU does not need llvmlite.
     from loramux.kernels.cpu.capability import byte_products, host_features
 
-    if not byte_products(host_features()):
-        raise DeviceNotUsable("activations in int8 need a CPU with AVX512_VNNI or AVX_VNNI: omit --activations")
+    if byte_products(host_features()) is None:
+        raise DeviceNotUsable("activations in int8 need a CPU with AVX2 or AVX512_VNNI: omit --activations")
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

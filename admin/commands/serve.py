@@ -70,7 +70,7 @@ def serve(
     activations: Annotated[
         str | None,
         typer.Option(
-            help="int8: round activations of a quantised base to 8 bits, on a CPU with VNNI (default: 16 bits).",
+            help="int8: round activations of a quantised base to 8 bits instead of 16, on a CPU with VNNI or AVX2.",
             show_default=False,
         ),
     ] = None,

@@ -74,7 +74,8 @@ def check_cpu(features: Collection[str]) -> Finding:
     if integers is None:
         codes = "8-bit and 4-bit weights are dequantised when they are loaded"
     else:
-        option = " (8-bit with --activations int8)" if byte_products(features) else ""
+        weights = byte_products(features)
+        option = "" if weights is None else f" (8-bit for {weights} with --activations int8)"
         codes = f"8-bit and 4-bit weights with {integers}, 16-bit activations{option}"
     return Finding(check="cpu", grade=Grade.OK, message=f"bfloat16 weights with {floats}; {codes}")
 

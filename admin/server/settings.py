@@ -147,8 +147,8 @@ class Settings(DataSettings):
     int8. The result is kept in the data directory.
     """
     activations: Literal["int8"] | None = None
-    """`int8`: round the inputs of quantised linear layers to 8 bits instead of 16, on a CPU with VNNI. This is faster,
-    and loses some accuracy.
+    """`int8`: round the inputs of quantised linear layers to 8 bits instead of 16, on a CPU with VNNI or AVX2. This is
+    faster, and loses some accuracy.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None

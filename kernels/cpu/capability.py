@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Literal
 
 from llvmlite import binding  # type: ignore[import-untyped]
 
@@ -12,9 +13,17 @@ def host_features() -> frozenset[str]:
     return frozenset(name for name, is_there in binding.get_host_cpu_features().items() if is_there)
 
 
-def byte_products(features: Collection[str]) -> bool:
-    """True if one instruction of this CPU multiplies bytes and adds the products, as 8-bit activations require."""
-    return ("avx512vnni" if "avx512f" in features else "avxvnni") in features and integer_products(features) is not None
+def byte_products(features: Collection[str]) -> Literal["int8 and int4", "int4"] | None:
+    """The weights that this CPU can multiply by 8-bit activations.
+
+    With VNNI, one instruction multiplies bytes and adds the products. AVX2 first adds products in 16 bits, which only
+    products with 4-bit weights fit into.
+    """
+    if integer_products(features) is None:
+        return None
+    if ("avx512vnni" if "avx512f" in features else "avxvnni") in features:
+        return "int8 and int4"
+    return None if "avx512f" in features else "int4"
 
 
 def bfloat16_products(features: Collection[str]) -> str | None:

@@ -17,7 +17,7 @@ from loramux.kernels.cpu.compiled import kernel
 from loramux.kernels.cpu.expert_panels import ROWS_TO_SPREAD, place_task, scatter
 from loramux.kernels.cpu.integer_blocks import OUTPUTS
 from loramux.kernels.cpu.quantized_layout import CodePanels
-from loramux.kernels.cpu.quantized_linear import LARGEST_BYTE, ROW_PAD, multiply_panel, pack_for
+from loramux.kernels.cpu.quantized_linear import LARGEST_BYTE, ROW_PAD, multiply_panel, pack_if_supported, takes_bytes
 from loramux.kernels.cpu.rounded_rows import bytes_of, round_row
 from loramux.kernels.quantized import QuantizedWeight
 from loramux.kernels.routing import Routing
@@ -28,13 +28,14 @@ def make_coded_experts(
 ) -> CodedExperts | None:
     """Lay out one weight for each expert, or return None if this CPU cannot multiply by the codes of every weight.
 
-    None is also returned if the panels of the weights differ in layout, table or limit.
+    None is also returned if the panels of the weights differ in layout, table or limit. `x_bits` is as in
+    `make_quantized_linear`.
     """
     first: CodePanels | None = None
     panels = np.empty((0, 0), np.uint8)
     out_features = 0
     for expert, weight in enumerate(weights):
-        packed = pack_for(weight, x_bits) if isinstance(weight, QuantizedWeight) else None
+        packed = pack_if_supported(weight) if isinstance(weight, QuantizedWeight) else None
         if packed is None:
             return None
         if first is None:
@@ -45,7 +46,8 @@ def make_coded_experts(
             return None
         panels[expert] = packed.panels
     assert first is not None
-    return CodedExperts(replace(first, panels=panels.reshape(-1)), num_experts, out_features, bias, x_bits)
+    packed = replace(first, panels=panels.reshape(-1))
+    return CodedExperts(packed, num_experts, out_features, bias, x_bits if takes_bytes(packed) else 16)
 
 
 def _traits(packed: CodePanels) -> tuple[Any, ...]:
@@ -64,6 +66,7 @@ class CodedExperts:
         self, packed: CodePanels, num_experts: int, out_features: int, bias: torch.Tensor | None, x_bits: int
     ) -> None:
         """`packed.panels` contains the panels of all experts in order. The other fields describe one expert."""
+        self.x_bits = x_bits
         self._packed = packed
         self._kind: type[np.signedinteger[Any]] = np.int8 if x_bits == 8 else np.int16
         self._limit = LARGEST_BYTE if x_bits == 8 else np.float32(packed.limit)

@@ -12,11 +12,13 @@ codes themselves are multiplied, and each sum starts at the first integer times 
 
 With `x` in 8 bits, a word holds four adjacent inputs. `vpdpbusd`, which AVX512_VNNI and AVX_VNNI both have, multiplies
 them by unsigned bytes. The weight's bytes are therefore its integers plus 128, and each sum starts at -128 times the
-sum of the row's `x` in the block. Codes that are not looked up are already unsigned.
+sum of the row's `x` in the block. Codes that are not looked up are already unsigned. Without VNNI, AVX2 multiplies only
+these codes by bytes: `vpmaddubsw` adds products in 16 bits, and larger integers would exceed them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -54,6 +56,9 @@ IS_SUPPORTED = integer_products(cpu_features()) is not None
 
 HAS_VNNI = ("avx512vnni" if WIDTH == 16 else "avxvnni") in cpu_features()
 
+BYTE_WORDS = 4
+"""Words whose products are summed in 16 bits by `_emit_byte_dots`. A word adds at most `2 * 15 * 127` in magnitude."""
+
 UNSIGNED = 128
 """Offset that turns the weight's integers into unsigned bytes, which `vpdpbusd` requires."""
 
@@ -77,7 +82,7 @@ def add_codes(
     `x`, `factors` and `y` are addresses, with steps in bytes. A row of `factors` is a float32 factor and the int32 sum
     of the row's `x` over `k`. `scales`, `zeros` and `codes` are byte offsets in `panels`; `zeros` is -1 if there are no
     zero points. `num_pairs` >= 1 is the number of pairs of inputs `k`. `table` is `CodePanels.table`. `x_type` is
-    np.int16 or np.int8. np.int8 requires VNNI, an even `num_pairs`, and weights whose integers fit into 8 bits.
+    np.int16 or, if `takes_bytes` allows it, np.int8.
     """
     is_bytes = x_type.dtype == types.int8
 
@@ -92,7 +97,7 @@ def add_codes(
         def emit(x_rows: list[Any], y_rows: list[Any]) -> None:
             factor_rows = [builder.add(factors, builder.mul(factor_step, _LONG(r))) for r in range(len(x_rows))]
             num_words = builder.lshr(num_pairs, _LONG(1)) if is_bytes else num_pairs
-            for part in parts_of_panel(len(x_rows), isinstance(lookup, _Table)):
+            for part in parts_of_panel(len(x_rows), isinstance(lookup, _Table), is_bytes):
 
                 def weights_at(k: Any, part: slice = part) -> list[Any]:
                     return (emit_quads if is_bytes else emit_weights)(builder, code_place, k, lookup)[part]
@@ -108,15 +113,20 @@ def add_codes(
     return types.none(long, long, long, x_type, long, long, panels, long, long, long, table, long, long, long), generate
 
 
-def parts_of_panel(num_rows: int, has_table: bool) -> list[slice]:
+def parts_of_panel(num_rows: int, has_table: bool, is_bytes: bool) -> list[slice]:
     """Divide the registers of a panel into parts, which a block of rows computes one after another.
 
     The sums of a part must fit in the registers together with the operands and the table of codes. AVX2 has only 16
     registers, so most blocks compute half a panel at a time.
     """
-    if WIDTH == 16 or num_rows == 1 or (num_rows == 2 and not has_table):
-        return [WHOLE_PANEL]
-    return [slice(0, REGISTERS // 2), slice(REGISTERS // 2, REGISTERS)]
+    num_parts = 2
+    if is_bytes and not HAS_VNNI:
+        # The weights of BYTE_WORDS words must fit in the registers, too.
+        num_parts = 2 if num_rows <= 2 else 4
+    elif WIDTH == 16 or num_rows == 1 or (num_rows == 2 and not has_table):
+        num_parts = 1
+    size = REGISTERS // num_parts
+    return [slice(begin, begin + size) for begin in range(0, REGISTERS, size)]
 
 
 class _Table:
@@ -323,14 +333,18 @@ def emit_sums(
     builder.position_at_end(body)
     k = builder.phi(_LONG)
     sums = [builder.phi(_WORDS) for _ in starts]
-    dot = _emit_byte_dot if is_bytes else _emit_dot
+    dot = _emit_dot
+    if is_bytes:
+        dot = _emit_byte_dot if HAS_VNNI else _emit_byte_dots
+    num_together = BYTE_WORDS if is_bytes and not HAS_VNNI else 1
+    places = [builder.add(k, _LONG(number)) for number in range(num_together)]
     totals = []
-    weights = weights_at(k)
+    weights = list(zip(*(weights_at(place) for place in places), strict=True))
     for row, x_row in enumerate(x_rows):
-        word = _splat(builder, builder.load(builder.gep(x_row, [k]), align=4))
-        for part, weight in enumerate(weights):
-            totals.append(dot(builder, sums[len(weights) * row + part], word, weight))
-    following = builder.add(k, _LONG(1))
+        words = [_splat(builder, builder.load(builder.gep(x_row, [place]), align=4)) for place in places]
+        for part, own in enumerate(weights):
+            totals.append(dot(builder, sums[len(weights) * row + part], words, own))
+    following = builder.add(k, _LONG(num_together))
     k.add_incoming(_LONG(0), entry)
     k.add_incoming(following, body)
     for value, start, total in zip(sums, starts, totals, strict=True):
@@ -341,8 +355,9 @@ def emit_sums(
     return totals
 
 
-def _emit_dot(builder: Any, total: Any, pair: Any, weight: Any) -> Any:
+def _emit_dot(builder: Any, total: Any, words: list[Any], weights: Sequence[Any]) -> Any:
     """`total + pair[0] * weight[0] + pair[1] * weight[1]` in each lane."""
+    (pair,), (weight,) = words, weights
     if HAS_VNNI:
         name = f"llvm.x86.avx512.vpdpwssd.{32 * WIDTH}"
         dot = _function(builder, name, _WORDS, [_WORDS] * 3)
@@ -352,10 +367,24 @@ def _emit_dot(builder: Any, total: Any, pair: Any, weight: Any) -> Any:
     return builder.add(total, builder.call(dot, [builder.bitcast(pair, _PAIRS), weight]))
 
 
-def _emit_byte_dot(builder: Any, total: Any, word: Any, weight: Any) -> Any:
+def _emit_byte_dot(builder: Any, total: Any, words: list[Any], weights: Sequence[Any]) -> Any:
     """`total` plus the products of the four signed bytes of `word` and the unsigned bytes of `weight` in each lane."""
+    (word,), (weight,) = words, weights
     dot = _function(builder, f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}", _WORDS, [_WORDS] * 3)
     return builder.call(dot, [total, builder.bitcast(weight, _WORDS), word])
+
+
+def _emit_byte_dots(builder: Any, total: Any, words: list[Any], weights: Sequence[Any]) -> Any:
+    """`_emit_byte_dot` of BYTE_WORDS words with AVX2, for plain codes."""
+    dot = _function(builder, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [_QUADS, _QUADS])
+    sums = [
+        builder.call(dot, [weight, builder.bitcast(word, _QUADS)]) for word, weight in zip(words, weights, strict=True)
+    ]
+    while len(sums) > 1:
+        sums = [builder.add(first, second) for first, second in zip(sums[::2], sums[1::2], strict=True)]
+    ones = ir.Constant(_PAIRS, [1] * _PAIRS.count)
+    widened = builder.call(_function(builder, "llvm.x86.avx2.pmadd.wd", _WORDS, [_PAIRS, _PAIRS]), [sums[0], ones])
+    return builder.add(total, widened)
 
 
 def emit_scaled(builder: Any, sums: list[Any], factor_row: Any, scales: list[Any], y: list[Any]) -> list[Any]:

@@ -58,6 +58,11 @@ class CodePanels:
     fits_tiles: bool
     """True if all integers fit into 8 bits, as products with AMX or with an 8-bit `x` require."""
 
+    @property
+    def has_plain_codes(self) -> bool:
+        """True if 4-bit codes represent consecutive integers, which this CPU multiplies without looking them up."""
+        return self.table is not None and self.table.dtype == np.uint8
+
 
 def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     """Lay out a weight, or return None if its products cannot be computed in integers.

@@ -34,23 +34,30 @@ LARGEST_BYTE = np.float32(127)
 """Largest magnitude of the integers to which an 8-bit `x` is rounded."""
 
 
-def pack_for(weight: QuantizedWeight, x_bits: int) -> CodePanels | None:
-    """Lay out a weight, or return None if this CPU cannot multiply its codes by an `x` of `x_bits` (16 or 8) bits.
+def pack_if_supported(weight: QuantizedWeight) -> CodePanels | None:
+    """Lay out a weight, or return None if this CPU cannot multiply by its codes."""
+    return pack_codes(weight) if IS_SUPPORTED else None
 
-    An 8-bit `x` requires VNNI and a weight whose integers fit into 8 bits.
+
+def takes_bytes(packed: CodePanels) -> bool:
+    """True if this CPU can multiply a weight by an `x` of 8 bits.
+
+    This requires integers that fit into 8 bits and VNNI, or plain codes.
     """
-    packed = pack_codes(weight) if IS_SUPPORTED else None
-    if packed is None or x_bits == 16:
-        return packed
-    return packed if HAS_VNNI and packed.fits_tiles else None
+    return packed.has_plain_codes or (HAS_VNNI and packed.fits_tiles)
 
 
 def make_quantized_linear(
     weight: QuantizedWeight, bias: torch.Tensor | None, x_bits: int = 16
 ) -> QuantizedLinear | None:
-    """The linear layer of a quantised weight, or None if this CPU cannot multiply by its codes (see `pack_for`)."""
-    packed = pack_for(weight, x_bits)
-    return None if packed is None else QuantizedLinear(packed, weight.out_features, bias, x_bits)
+    """The linear layer of a quantised weight, or None if this CPU cannot multiply by its codes.
+
+    `x_bits` 8 has no effect if this CPU can multiply the weight only by an `x` of 16 bits.
+    """
+    packed = pack_if_supported(weight)
+    if packed is None:
+        return None
+    return QuantizedLinear(packed, weight.out_features, bias, x_bits if takes_bytes(packed) else 16)
 
 
 class QuantizedLinear:
@@ -62,7 +69,7 @@ class QuantizedLinear:
 
     def __init__(self, packed: CodePanels, out_features: int, bias: torch.Tensor | None, x_bits: int) -> None:
         self._packed = packed
-        self._has_byte_inputs = x_bits == 8
+        self.x_bits = x_bits
         self._out_features = out_features
         self._bias = torch.zeros(packed.num_panels * OUTPUTS)
         if bias is not None:
@@ -76,7 +83,7 @@ class QuantizedLinear:
         uses_tiles = num_rows > MAX_ROWS and packed.fits_tiles and has_integer_tiles()
         kind: type[np.signedinteger[Any]] = np.int16
         limit = np.float32(packed.limit)
-        if self._has_byte_inputs:
+        if self.x_bits == 8:
             # Tiles read `x` as int16. The integers are the same.
             kind, limit = np.int16 if uses_tiles else np.int8, LARGEST_BYTE
         rounded = np.empty((num_rows, size + ROW_PAD), kind)

@@ -117,7 +117,7 @@ def _add_blocks(
 
         def emit(x_rows: list[Any], y_rows: list[Any]) -> None:
             factor_rows = [builder.add(factors, builder.mul(factor_step, _LONG(r))) for r in range(len(x_rows))]
-            for part in parts_of_panel(len(x_rows), has_table=False):
+            for part in parts_of_panel(len(x_rows), has_table=False, is_bytes=is_bytes):
                 emit_part(x_rows, y_rows, factor_rows, part)
 
         def emit_part(x_rows: list[Any], y_rows: list[Any], factor_rows: list[Any], part: slice) -> None:

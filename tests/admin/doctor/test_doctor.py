@@ -275,7 +275,7 @@ def test_database_clock_is_compared_with_the_hosts_clock(postgres_url: str) -> N
         (
             {"avx2", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-bf16", "amx-int8"},
             "bfloat16 weights with AMX; 8-bit and 4-bit weights with AMX and AVX512_VNNI, "
-            "16-bit activations (8-bit with --activations int8)",
+            "16-bit activations (8-bit for int8 and int4 with --activations int8)",
         ),
         (
             {"avx2", "avx512f", "avx512bw", "avx512bf16"},
@@ -284,14 +284,19 @@ def test_database_clock_is_compared_with_the_hosts_clock(postgres_url: str) -> N
         (
             {"avx2", "avxvnni"},
             "bfloat16 weights with float32 arithmetic; 8-bit and 4-bit weights with AVX_VNNI, "
-            "16-bit activations (8-bit with --activations int8)",
+            "16-bit activations (8-bit for int8 and int4 with --activations int8)",
+        ),
+        (
+            {"avx2"},
+            "bfloat16 weights with float32 arithmetic; 8-bit and 4-bit weights with AVX2, "
+            "16-bit activations (8-bit for int4 with --activations int8)",
         ),
         (
             {"neon", "bf16"},
             "bfloat16 weights with oneDNN; 8-bit and 4-bit weights are dequantised when they are loaded",
         ),
     ],
-    ids=["amx", "avx512", "avx2", "arm"],
+    ids=["amx", "avx512", "avx-vnni", "avx2", "arm"],
 )
 def test_instructions_of_the_cpu_are_named(features: set[str], message: str) -> None:
     finding = checks.check_cpu(features)

@@ -70,14 +70,15 @@ def test_activations_are_rounded_only_where_that_helps(demo_base: Path, tmp_path
         ({"avx2", "avxvnni"}, True),
         ({"avx512f", "avx512bw", "avx512vnni"}, True),
         ({"avx512f", "avx512bw", "avxvnni"}, False),
-        ({"avx2"}, False),
+        ({"avx2"}, True),
+        ({"sse4.2"}, False),
         ({"neon"}, False),
     ],
-    ids=["avx-vnni", "avx512-vnni", "avx512", "avx2", "arm"],
+    ids=["avx-vnni", "avx512-vnni", "avx512", "avx2", "sse", "arm"],
 )
-def test_activations_of_8_bits_need_vnni(monkeypatch: pytest.MonkeyPatch, features: set[str], has_bytes: bool) -> None:
+def test_activations_of_8_bits_need_bytes(monkeypatch: pytest.MonkeyPatch, features: set[str], has_bytes: bool) -> None:
     monkeypatch.setattr(capability, "host_features", lambda: features)
-    expected = nullcontext() if has_bytes else pytest.raises(DeviceNotUsable, match="AVX512_VNNI or AVX_VNNI: omit")
+    expected = nullcontext() if has_bytes else pytest.raises(DeviceNotUsable, match="AVX2 or AVX512_VNNI: omit")
     with expected:
         check_activations("cpu", is_quantized=True)
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from numba.core.codegen import get_host_cpu_features
 from torch.nn import functional
 
 from loramux.kernels.cpu import quantized_linear
-from loramux.kernels.cpu.integer_blocks import HAS_VNNI, IS_SUPPORTED, MAX_ROWS
+from loramux.kernels.cpu.integer_blocks import HAS_BYTE_TABLES, HAS_VNNI, IS_SUPPORTED, MAX_ROWS
 from loramux.kernels.cpu.quantized_layout import pack_codes
 from loramux.kernels.cpu.quantized_linear import QuantizedLinear, make_quantized_linear
 from loramux.kernels.cpu.unpacked_codes import UNPACK_ROWS
@@ -36,9 +36,13 @@ CODEBOOKS = {
     "nf4": (NF4, False),
     "mxfp4": (MXFP4, False),
 }
-BYTE_CODEBOOKS = [name for name in CODEBOOKS if name != "nf4"]
-"""The codebooks of integers that fit into 8 bits."""
+PLAIN_CODEBOOKS = ["int4", "uint4-zeros"]
+"""The codebooks of 4 bits with consecutive integers."""
 
+BYTE_CODEBOOKS = [name for name in CODEBOOKS if name != "nf4"] if HAS_VNNI else PLAIN_CODEBOOKS[: 2 * HAS_BYTE_TABLES]
+"""The codebooks that this CPU can multiply by activations of 8 bits."""
+
+needs_bytes = pytest.mark.skipif(not BYTE_CODEBOOKS, reason="this CPU multiplies no weights by activations of 8 bits")
 needs_vnni = pytest.mark.skipif(not HAS_VNNI, reason="this CPU has no VNNI")
 SHAPES = [(64, 128, 32), (100, 256, 256), (33, 640, 64), (96, 512, 128), (70, 130, 130), (40, 96, 48), (1, 2, 2)]
 """Outputs, inputs and inputs per group. Some do not fill whole panels or blocks."""
@@ -104,9 +108,9 @@ def test_row_is_bitwise_independent_of_its_neighbours(name: str, out_features: i
             assert torch.equal(product(x[begin:end]), y[begin:end])
 
 
-@pytest.mark.parametrize("x_bits", [16, pytest.param(8, marks=needs_vnni)])
+@pytest.mark.parametrize("x_bits", [16, pytest.param(8, marks=needs_bytes)])
 @pytest.mark.parametrize(("in_features", "group"), [(1152, 1152), (1152, 384), (640, 64), (592, 16)])
-@pytest.mark.parametrize("name", ["int4", "uint4-zeros"])
+@pytest.mark.parametrize("name", PLAIN_CODEBOOKS)
 def test_unpacking_once_for_many_rows_keeps_all_bits(name: str, in_features: int, group: int, x_bits: int) -> None:
     """A panel is unpacked in parts, which begin and end inside a group, or cover several groups."""
     weight = random_weight(*CODEBOOKS[name], 70, in_features, group)
@@ -117,7 +121,6 @@ def test_unpacking_once_for_many_rows_keeps_all_bits(name: str, in_features: int
         assert torch.equal(product(x), torch.cat([product(rows) for rows in x.split(MAX_ROWS)]))
 
 
-@needs_vnni
 @pytest.mark.parametrize(("out_features", "in_features", "group"), SHAPES)
 @pytest.mark.parametrize("name", BYTE_CODEBOOKS)
 def test_activations_of_8_bits_are_exact_integers(name: str, out_features: int, in_features: int, group: int) -> None:
@@ -134,7 +137,6 @@ def test_activations_of_8_bits_are_exact_integers(name: str, out_features: int, 
         assert ((product(x) - expected).abs() <= 6e-6 * magnitude).all()
 
 
-@needs_vnni
 @pytest.mark.parametrize("name", BYTE_CODEBOOKS)
 def test_activations_of_8_bits_keep_rows_apart(name: str) -> None:
     product = make_quantized_linear(random_weight(*CODEBOOKS[name], 70, 256, 64), None, x_bits=8)
@@ -151,14 +153,20 @@ def test_activations_of_8_bits_keep_rows_apart(name: str) -> None:
 
 
 def test_codes_of_more_than_8_bits_need_activations_of_16() -> None:
-    assert make_quantized_linear(random_weight(NF4, False, 64, 384, 64), None, x_bits=8) is None
+    weight, x = random_weight(NF4, False, 64, 384, 64), torch.randn(9, 384)
+    product = make_quantized_linear(weight, None, x_bits=8)
+    assert product is not None
+    assert product.x_bits == 16
+    assert torch.equal(product(x), multiply(weight)(x))
 
 
-def test_a_cpu_without_vnni_rounds_activations_to_16_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_vnni_rounds_activations_of_int8_weights_to_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "HAS_VNNI", False)
-    weight = random_weight(INT8, False, 70, 128, 32)
-    assert isinstance(make_quantized_linear(weight, None), QuantizedLinear)
-    assert make_quantized_linear(weight, None, x_bits=8) is None
+    weight, x = random_weight(INT8, False, 70, 128, 32), torch.randn(9, 128)
+    product = make_quantized_linear(weight, None, x_bits=8)
+    assert product is not None
+    assert product.x_bits == 16
+    assert torch.equal(product(x), multiply(weight)(x))
 
 
 def test_non_finite_values_stay_in_their_row() -> None:
@@ -247,11 +255,11 @@ print(digest_of_products())
 """
 
 
-def digest_of_products(*bits: int) -> str:
+def digest_of_products(*bits: int, names: Sequence[str] = tuple(CODEBOOKS)) -> str:
     """Digest of products with 16-bit activations, or with activations of each number of bits in `bits`."""
     hashed = hashlib.sha256()
     torch.manual_seed(0)
-    for codebook, has_zeros in CODEBOOKS.values():
+    for codebook, has_zeros in map(CODEBOOKS.__getitem__, names):
         for shape in SHAPES:
             weight, bias = random_weight(codebook, has_zeros, *shape), torch.randn(shape[0])
             products = [make_quantized_linear(weight, bias, x_bits) for x_bits in (bits or (16,))]
@@ -284,6 +292,14 @@ def test_both_kinds_of_vnni_compute_the_same_bits() -> None:
     printing = PRINT_DIGEST.replace("()", "(16, 8)")
     vnni = [features for features in other_cpus() if not features or "+avxvnni" in features]
     assert len({run_python("-c", printing, features=features) for features in vnni}) == 1
+
+
+@needs_bytes
+@pytest.mark.campaign
+def test_avx2_and_vnni_multiply_plain_codes_by_8_bits_with_the_same_bits() -> None:
+    printing = PRINT_DIGEST.replace("()", f"(8, names={PLAIN_CODEBOOKS})")
+    cpus = [features for features in other_cpus() if not features or "+avx512f" not in features]
+    assert len({run_python("-c", printing, features=features) for features in cpus}) == 1
 
 
 @pytest.mark.campaign

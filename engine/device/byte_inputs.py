@@ -1,4 +1,4 @@
-"""Counts the linear layers of a base that keep their weights quantised."""
+"""Counts the linear layers of a base whose inputs are rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from loramux.engine.device.backend import Backend
 
 
-class CodeCount:
-    """Counts linear layers whose weights stay quantised. The experts of a layer count once per projection."""
+class ByteInputs:
+    """Counts linear layers whose inputs are rounded to 8 bits. The experts of a layer count once per projection."""
 
     def __init__(self) -> None:
-        self.num_kept = 0
+        self.num_layers = 0
 
     def counted(self, backend: Backend) -> Backend:
-        """A copy of `backend` that counts the quantised linear layers that it makes."""
+        """A copy of a CPU's `backend` that counts the linear layers that it makes."""
         return replace(
             backend,
             make_quantized_linear=self._counted(backend.make_quantized_linear),
@@ -29,7 +29,7 @@ class CodeCount:
 
         def count(*arguments: Any) -> Any:
             made = make(*arguments)
-            self.num_kept += made is not None
+            self.num_layers += made is not None and made.x_bits == 8
             return made
 
         return count
