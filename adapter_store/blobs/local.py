@@ -113,7 +113,7 @@ class LocalBlobStore(BlobStore):
         try:
             yield
         except FileNotFoundError:
-            # If the blob exists, the caller's destination is in a missing directory.
+            # If the blob exists, it is the directory of the caller's destination that is missing.
             if self.exists(key):
                 raise
             raise BlobNotFound(f"no blob {key}") from None

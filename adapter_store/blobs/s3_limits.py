@@ -18,8 +18,8 @@ class S3Limits:
     """Limits in seconds, bytes and counts. The defaults suit a store in the same region.
 
     A call without a body may take `call_s` in total, including retries and pauses. A call with a body may take `body_s`
-    plus the time that the body takes at `min_bytes_per_s`. Files larger than `part_bytes` are transferred in parts,
-    `num_parallel` at a time.
+    plus the time that the body takes at `min_bytes_per_s`. Listing all blobs or uploads may take `body_s`. Blobs larger
+    than `part_bytes` are transferred in parts, `num_parallel` at a time, except as S3Writer describes.
     """
 
     connect_s: float = 2.0

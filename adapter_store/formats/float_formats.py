@@ -1,4 +1,4 @@
-"""Float conversions in numpy, which has no bfloat16: bfloat16 values are stored as their upper 16 bits."""
+"""Float conversions in numpy, which has no bfloat16: bfloat16 values are stored as the upper 16 bits of float32."""
 
 from __future__ import annotations
 

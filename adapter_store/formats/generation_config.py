@@ -28,7 +28,7 @@ class Bounds:
 SETTINGS: Mapping[str, Bounds] = MappingProxyType(
     {
         "temperature": Bounds(0.0, 2.0),
-        # The smallest positive double as the lower bound excludes zero.
+        # The lower bound is the smallest positive double, which excludes zero.
         "top_p": Bounds(math.ulp(0.0), 1.0),
         "top_k": Bounds(-1, 2**31 - 1, is_integer=True),
         "min_p": Bounds(0.0, 1.0),

@@ -48,8 +48,8 @@ class PackTarget:
     bfloat16. `experts` describes the linear layers of the base's experts, which `all_modules` lists after `modules`.
     `outer_modules` are the modules outside the layers, by full name. With `tied_embeddings`, the base's head uses the
     weight of its embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size`
-    GPUs share each linear, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own
-    pages, with its share of the K and V heads, and each adapter is packed for that rank only.
+    GPUs share each linear layer, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s
+    own pages, with its share of the K and V heads, and each adapter is packed for that rank only.
     """
 
     modules: tuple[LinearShape, ...]
@@ -94,7 +94,7 @@ class PackTarget:
 
     @property
     def pack_key(self) -> str:
-        """Identifies the layout: packed files with equal keys are interchangeable."""
+        """Identifies the layout: engines whose targets have equal keys can load the same packed files."""
         identity = {"format": PACK_FORMAT, **self.document()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -158,7 +158,8 @@ class PackTarget:
     def equal_ranks(self, rank: int) -> npt.NDArray[np.int32]:
         """Return the ranks, int32 `[num_layers, num_modules]`, of an adapter with this rank on every module.
 
-        Experts get at most their maximum rank. If one expert linear contains another, only the larger one has a rank.
+        Experts get at most their maximum rank. If one linear layer of an expert contains another, only the larger one
+        has a rank.
         """
         layers = range(self.geometry.num_layers)
         ranks = [rank] * len(self.modules)

@@ -61,7 +61,8 @@ def needs_base(canonical: Path | bytes) -> bool:
 def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None = None) -> PackedAdapter:
     """Lay out a canonical adapter for `target`. `base` is required if `needs_base(canonical)`.
 
-    Raises AdapterCorrupt if the file is damaged, or AdapterRejected if the adapter was made for another base.
+    Raises AdapterCorrupt if the file is damaged, AdapterRejected if the adapter does not fit the base, or
+    AdapterUnavailable if the base's weights cannot be read.
     """
     with CanonicalAdapter(canonical) as file:
         places = _places(file, target)

@@ -1,4 +1,4 @@
-"""The rows of the base's embedding and head that an adapter replaces, rather than changing them by LoRA."""
+"""The rows of the base's embedding and head that an adapter replaces, rather than modifies with a LoRA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEFT overwrites the base's weight with the copy when it loads the adapter.
 UNUSED_SUFFIXES = (".original_module.weight", ".modules_to_save.weight")
 """Suffixes of other copies that PEFT saves for a module in `modules_to_save` but does not use with the adapter."""
 DELTA_SUFFIX = ".token_adapter.trainable_tokens_delta"
-"""Suffix of the rows trained with `trainable_token_indices`, `[len(ids), hidden_size]`."""
+"""Suffix of the tensor `[len(ids), hidden_size]` that contains the rows trained with `trainable_token_indices`."""
 
 
 def outer_weight_names(key: str) -> tuple[str, ...]:

@@ -80,7 +80,8 @@ class ForkServer:
     def run(self, request: bytes, wall_s: float) -> Ended:
         """Run a fork with `request` as its standard input.
 
-        The fork is killed after `wall_s` seconds. Raises ForkServerFailed if the forking process cannot start or exits.
+        The fork is killed after `wall_s` seconds. Raises ForkServerFailed if the forking process exits or cannot be
+        started.
         """
         with (
             self._turn,
@@ -102,7 +103,7 @@ class ForkServer:
             return Ended(returncode, took_too_long, output, errors)
 
     def close(self) -> None:
-        """Kill the process and its current fork, and never start another process."""
+        """Kill the current fork, stop the process, and never start another one."""
         with self._lock:
             self._is_closed = True
             if self._running is not None:
@@ -159,7 +160,7 @@ class ForkServer:
             self._running = _Running(process, ours, errors)
 
     def _end(self) -> tuple[int, str]:
-        """Wait for the process to exit, and return its exit code and the last line of its standard error."""
+        """Stop the process if it is running, and return its exit code and the last line of its standard error."""
         running = self._running
         if running is None:
             return 0, ""

@@ -91,7 +91,7 @@ _CHANGES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Prefixes of the initialisations that change the base's weights. An adapter does not contain the changed weights."""
 _ANY_PARENT = r".*\."
 _LAYERS_PATTERNS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
-"""The values of `layers_pattern` that name the list of layers in every supported base."""
+"""The values of `layers_pattern` that stand for the list of layers in every supported base."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ _MAX_OPEN_FILES = 32
 
 
 def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
-    """Limit the address space, the size of each written file, CPU time and open files, and disable core files."""
+    """Limit the address space, the size of each written file, the CPU time and the number of open files, and disable
+    core files.
+    """
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),

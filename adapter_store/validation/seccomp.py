@@ -45,7 +45,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "prlimit64": (302, 261),
-    # Links, which could make the server open a different file from the one it requested.
+    # Links, which could make the server open a different file from the one it expects.
     "link": (86, None),
     "linkat": (265, 37),
     "symlink": (88, None),

@@ -3,7 +3,7 @@
 PEFT wraps the module of a targeted parameter. For two parameters of one module, the second wrapper contains the first.
 Only this nesting tells which tensors belong to which parameter: `experts.base_layer.lora_A.weight` belongs to
 `gate_up_proj`, and `experts.lora_A.weight` to `down_proj`. If only one parameter is targeted, its tensor is
-`experts.lora_A.weight`. The translated name contains the name of the parameter.
+`experts.lora_A.weight`. The translated name of stacked experts contains the name of the parameter.
 """
 
 from __future__ import annotations

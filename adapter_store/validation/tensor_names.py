@@ -27,8 +27,8 @@ _PEFT_PREFIX = "base_model.model."
 _PARALLEL = "module."
 _HEAD = "lm_head"
 _MAX_DEPTH = 2
-# PEFT stores the two matrices of an embedding's LoRA as plain tensors, not as modules with a weight. Depending on its
-# version, it stores magnitude vectors in either way.
+# PEFT stores the two matrices of an embedding's LoRA as plain tensors, not as modules with a weight. Magnitude vectors
+# are stored either way, depending on PEFT's version.
 _WEIGHTS = {
     "lora_A": (".weight",),
     "lora_B": (".weight", ".bias"),

@@ -118,7 +118,7 @@ class SubprocessValidator:
         return self._verdict(ended.stdout, job)
 
     def close(self) -> None:
-        """Kill running validations, without a verdict, and start no more."""
+        """Kill the validation in progress, if any (`validate` raises ValidationFailed), and start no more."""
         self._processes.close()
 
     def _places(self, job: ValidationJob, target: PackTarget) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _opened_base(places: dict[str, dict[str, Any]]) -> OpenMatrices | None:
 
 
 def _own_status() -> AbstractContextManager[TextIO | None]:
-    """Open the kernel's status file for this process before access is denied, or return None if it does not exist."""
+    """Open the kernel's status file for this process before access is denied, or yield None if it cannot be opened."""
     try:
         return open("/proc/self/status")
     except OSError:

@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
 
         def save(is_complete: bool = False) -> None:
-            """Save after each session, so that an interrupted run keeps its measurements."""
+            """Write the results so far. Called after each session, so that an interrupted run keeps its figures."""
             if arguments.out is None:
                 return
             busy = {"before": round(busy_before, 3), "after": round(busy_share(), 3)} if is_complete else {}

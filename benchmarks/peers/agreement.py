@@ -1,4 +1,4 @@
-"""Checks, before anything is timed, that all systems generate the same greedy float32 tokens on the small model."""
+"""Compares, before anything is timed, the greedy float32 tokens that the systems generate on the small model."""
 
 from __future__ import annotations
 

@@ -38,7 +38,9 @@ make it the best.
 
 
 HOPELESS = 0.35
-"""A dtype below this share of the best speed is not tried further. The CPU evidently emulates it."""
+"""A dtype that reaches less than this share of the peer's best speed is not tried further. The CPU evidently emulates
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class MixtureShape:
     vocab_size: int = 32000
 
     def linears(self, layer: int) -> Iterator[tuple[str, int, int]]:
-        """Name, inputs and outputs of each linear that the adapters target."""
+        """Yield the name and the numbers of inputs and outputs of each linear layer that the adapters target."""
         prefix, heads = f"model.layers.{layer}", self.num_heads * self.head_dim
         kv = self.num_kv_heads * self.head_dim
         sizes = (self.hidden_size, heads), (self.hidden_size, kv), (self.hidden_size, kv), (heads, self.hidden_size)

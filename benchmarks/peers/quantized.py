@@ -113,8 +113,8 @@ def check(
 ) -> dict[str, Agreement]:
     """Each server's agreement with peft over a float copy of its own weights.
 
-    Raises CheckFailed if any answer of loramux with 16-bit inputs differs, or if more answers of a server with 8-bit
-    inputs differ than rounding explains.
+    Raises CheckFailed if any answer of loramux without `--activations int8` differs, or if more answers of a server
+    with 8-bit inputs differ than rounding explains.
     """
     reference = find_peft(arguments.threads).systems[0]
 

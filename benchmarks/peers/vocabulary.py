@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 FIRST_BYTE = len(SPECIAL_TOKENS)
 FIRST_WORD = FIRST_BYTE + 256
-"""First id of a word with more than one character. Lower ids are special tokens and bytes."""
+"""First id of a word. Lower ids are special tokens and bytes."""
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:

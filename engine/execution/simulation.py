@@ -213,8 +213,8 @@ def _salt(digest: str | None) -> int:
 def simulated_adapters(
     num_pages: Mapping[str, int], vocab_sizes: Mapping[str, int] | None = None
 ) -> dict[str, PackedAdapter]:
-    """Empty adapters by digest, with `num_pages` pages each. `vocab_sizes` lists the vocabulary sizes that differ from
-    the base's.
+    """Empty adapters by digest, with the numbers of pages in `num_pages`. `vocab_sizes` lists the vocabulary sizes that
+    differ from the base's.
     """
     ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
     offsets, sizes = np.zeros((0, 0, 3), np.int32), vocab_sizes or {}

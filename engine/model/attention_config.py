@@ -26,7 +26,7 @@ class AttentionConfig:
     """Number of channels of a head in the layers whose K is widest."""
     layer_heads: tuple[LayerHeads, ...]
     kv_sources: tuple[int, ...]
-    """Layer `i` reads the K and V of layer `kv_sources[i]`, which is `i` itself unless it computes no K and V."""
+    """Layer `i` reads the K and V of layer `kv_sources[i]`, which is `i` itself if layer `i` computes K and V."""
     layers_without_v: tuple[int, ...]
     """Layers in which the projection of K also yields V."""
     windows: tuple[int | None, ...]

@@ -77,8 +77,8 @@ class ChatMessage(StrictModel):
 def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
     """Convert messages to dicts for a chat template, with the arguments of tool calls as objects or as JSON text.
 
-    Raises InvalidRequest for fields that do not suit a message's role, for tool messages without a call, and for
-    arguments that are not a JSON object.
+    Raises InvalidRequest for missing content, for fields that do not suit a message's role, for tool messages that
+    answer no earlier call, and for arguments that are not a JSON object.
     """
     names: dict[str, str] = {}
     return [_message(message, f"messages[{index}]", names, arguments_as_text) for index, message in enumerate(messages)]

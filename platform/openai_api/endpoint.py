@@ -23,7 +23,7 @@ Prompts = tuple[tuple[int, ...], ...]
 class Prepared:
     prompts: Prompts
     reasoning: Reasoning | None = None
-    """None if the model does not reason before it answers."""
+    """None if the answer contains no reasoning."""
     tool_format: str | None = None
     """The format of tool calls. None if the request offers no tools, or if calls are not parsed."""
     channels: Channels | None = None

@@ -47,7 +47,8 @@ _IDEMPOTENCY_KEY: Json = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "For 24 hours, a call with the same key returns the first response and is not executed again.",
+    "description": "For 24 hours, a repeated call with the same key returns the first successful response and is not "
+    "executed again.",
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 

@@ -120,7 +120,7 @@ def _multiplier(body: GenerationRequest) -> str:
 
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, max_new_tokens: int | None) -> int:
     """Return the token limit of each choice: the limit in the body if it is set, otherwise the model's `max_new_tokens`
-    or the endpoint's default.
+    or the endpoint's default, but no more than the rest of the context.
 
     Raises InvalidRequest if a prompt is empty, or if the longest prompt leaves no room for the answer.
     """

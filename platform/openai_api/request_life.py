@@ -35,7 +35,10 @@ CLIENT_CLOSED = 499
 
 
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
-    """Handle a request by an authenticated caller. Raises ApiError if it fails before the response starts."""
+    """Handle a request by an authenticated caller.
+
+    If the request fails before the response starts, raises ApiError or an exception that ErrorResponses translates.
+    """
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body.model, received.body.user)
     prepared = await prepare(services, endpoint, target, received)
@@ -74,8 +77,9 @@ async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B
 async def resolve(services: GatewayServices, caller: Principal, name: str, user: str | None = None) -> Target:
     """Resolve the model to a version.
 
-    If an alias stands for several versions, requests with the same `user` always get the same version. Raises
-    ModelNotFound, AdapterNotValidated, InvalidRequest, PermissionDenied, Unavailable or DatabaseTrouble.
+    If an alias stands for several versions, requests with the same `user` get the same version while the alias's
+    weights are unchanged. Raises ModelNotFound, AdapterNotValidated, InvalidRequest, PermissionDenied, Unavailable or
+    DatabaseTrouble.
     """
     recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
 

@@ -82,7 +82,7 @@ class GatewaySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayServices:
-    """The services behind the OpenAI routes. `maintenance.run` must run alongside.
+    """The services behind the OpenAI routes. `maintenance.run` must run as long as they are used.
 
     Blocking calls go through `call`. CPU-bound work goes through `compute`, on separate threads, so that SQL, health
     checks and settlements never wait behind it.

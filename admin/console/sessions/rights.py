@@ -37,7 +37,10 @@ class SessionRights:
         return principal if principal is not None and may_enter(principal) else None
 
     def of_person(self, subject: str, values: Iterable[str]) -> Principal | None:
-        """The principal for the first role rule that matches these values, or None if no rule matches."""
+        """The principal for the first role rule that matches these values and whose tenant, if any, is active.
+
+        None if there is no such rule.
+        """
         held = frozenset(values)
         for rule in self._rules:
             if rule.value in held and (principal := self._of_rule(rule, actor_of(subject))) is not None:

@@ -68,7 +68,7 @@ class Session:
         self._change(lambda content: replace(content, playground_keys={**content.playground_keys, slug: key}))
 
     def now_holds(self, secret: str) -> None:
-        """Store the new secret of the session's own key, so that a rotation does not end the session."""
+        """Store the hash of the new secret of the session's own key, so that a rotation does not end the session."""
         self._change(lambda content: replace(content, key_sha256=key_sha256(secret)))
 
     def now_signed_on(self, sign_on: SignOn) -> None:
@@ -116,7 +116,7 @@ class ConsoleSessions:
         return token
 
     def find(self, token: str, *, is_use: bool = True) -> Session | None:
-        """Return the session with its current rights, or None if it has ended.
+        """Return the session with its current rights, or None if it has ended or has no rights left.
 
         `is_use=False` does not extend the session. Live updates pass it, because the page may be open but unattended.
         """
@@ -135,7 +135,7 @@ class ConsoleSessions:
             return None
         principal = self._rights.principal(row.key_id, content)
         if principal is None:
-            # Do not close the session, because a rotation of its own key may be about to store the new secret.
+            # Do not close the session, because a rotation of its own key may be about to store the new secret's hash.
             return None
         if is_use and (expires_us := _expires_us(row.created_us, now_us)) >= row.expires_us + TOUCH_S * 1_000_000:
             with self._database.write() as connection:

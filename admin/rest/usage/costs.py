@@ -20,7 +20,7 @@ NANOS = 1_000_000_000
 async def get_costs(services: Services, caller: Reader, wanted: Report) -> Response:
     """Report the cost of requests that finished in [start, end), at the prices in force when each request was admitted.
 
-    `amount_nanos` is exact, in billionths of the currency. `amount` is the same amount as a decimal number. The
+    `amount_nanos` is exact, in billionths of the currency. `amount` is the same value as a decimal string. The
     currency is null if there are no prices.
     """
     currency = await services.call(services.prices.currency)

@@ -21,8 +21,8 @@ from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
 SENT_AT_ONCE_BYTES = 64 * 1024
-"""Size of the parts in which a long report is sent, in bytes. A report of several parts occupies a slot until its
-client has read it.
+"""Size of the parts in which a long report is sent, in bytes. A report of several parts occupies an export slot until
+its client has read it.
 """
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Unix time in seconds.")]
