@@ -58,7 +58,7 @@ class S3Writer:
         self._completes_conditionally = completes_conditionally
 
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
-        """Store a blob, or return False if the key is taken. After BlobStoreUnavailable, the blob may exist."""
+        """Store a blob, or return False if the key is taken. If it raises BlobStoreUnavailable, the blob may exist."""
         put = _describe(key, source)
         deadline = Deadline(self._limits.body_deadline_s(put.size) if deadline_s is None else deadline_s)
         try:

@@ -1,4 +1,4 @@
-"""Irrevocably denies this process access to the network, other files and other processes."""
+"""Irrevocably denies this process access to the network, other processes and all files that it does not need."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ DROPPED = ("LORAMUX_", "OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "LLAMA_")
 
 
 class ChildServer:
-    """A server in its own process group, which `stop` ends."""
+    """A server in its own process group. `stop` ends the whole group."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.name = name

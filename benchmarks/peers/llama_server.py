@@ -33,8 +33,8 @@ BASE_SCRIPT, LORA_SCRIPT = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 START_S = 300.0
 FLOAT32 = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
-"""Options for the check. By default, K and V are in float16, and the rounding of flash attention can swap nearly tied
-logits.
+"""Options for comparing answers. By default, K and V are in float16, and the rounding of flash attention can swap
+nearly tied logits.
 """
 
 

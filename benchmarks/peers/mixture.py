@@ -146,7 +146,7 @@ def figures(measurement: Measurement, loads: Sequence[Load], num_requests: int) 
 
 
 def seconds_of(measurement: Measurement) -> dict[str, list[float]]:
-    """The seconds of every turn, by system, load and kind."""
+    """The duration of every turn in seconds, by system, load and kind."""
     cells = measurement.samples | measurement.own_samples
     return {
         f"{cell.system.name}, {cell.load}, {cell.kind}": [round(s, 3) for s in each] for cell, each in cells.items()

@@ -1,4 +1,4 @@
-"""Compares loramux on an 8-bit or 4-bit base with llama-server on a base of as many bits, on a CPU.
+"""Compares loramux on an 8-bit or 4-bit base with llama-server on a base with the same number of bits, on a CPU.
 
 llama-server serves a Q8_0 or Q4_0 file that llama.cpp's own quantiser writes. Sixteen greedy requests arrive together,
 for the base only and for sixteen adapters. Before that, each server's answers on the small model, with K and V in
@@ -37,7 +37,7 @@ from benchmarks.peers.workload import BASE, DISTINCT
 from benchmarks.random_model import SHAPES
 
 FORMATS = {"int8": "Q8_0", "int4": "Q4_0"}
-"""llama.cpp's format with as many bits as each `--quantization`."""
+"""llama.cpp's format with the same number of bits as each `--quantization`."""
 
 KINDS = (BASE, DISTINCT)
 GOALS = Goals({BASE: 1.0, DISTINCT: 4.0}, {})

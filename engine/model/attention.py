@@ -21,10 +21,10 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec
 class AttentionStep:
     """Inputs of attention that all layers share in one step.
 
-    `angles` are the cosines and sines of each row for each of the decoder's rotary embeddings. `query_scale` is a
-    factor for q, or None. `batches` has an entry for each of `CacheLayout.groups`. `outputs` maps each `head_dim` to a
-    zeroed buffer `[num_tokens, num_heads, head_dim]`. Attention skips padding rows, which belong to no sequence, so
-    they stay zero.
+    `angles` contains the cosines and sines of each row's angles, for each rotary embedding of the decoder.
+    `query_scale` is a factor for q, or None. `batches` has an entry for each of `CacheLayout.groups`. `outputs` maps
+    each `head_dim` to a zeroed buffer `[num_tokens, num_heads, head_dim]`. Attention skips padding rows, which belong
+    to no sequence, so they stay zero.
     """
 
     angles: Sequence[tuple[torch.Tensor, torch.Tensor]]

@@ -67,7 +67,7 @@ class AttentionConfig:
         return len(set(self.layer_heads)) > 1 or self.kv_sources != tuple(range(len(self.kv_sources)))
 
     def norm_sizes(self, layer: int) -> tuple[tuple[str, int], ...]:
-        """Names and numbers of channels of the weighted norms of q and k. A layer without K has no `k_norm`."""
+        """Names of the weighted norms of q and k, with their numbers of channels. A layer without K has no `k_norm`."""
         if self.qk_norm is None:
             return ()
         heads = self.layer_heads[layer]
@@ -95,7 +95,7 @@ def parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_l
 
 
 def parse_attention(raw: Mapping[str, Any], architecture: str, family: Family, kinds: Sequence[str]) -> AttentionConfig:
-    """The attention of layers of the given kinds. Raises ModelNotSupported, or ValueError for a malformed field."""
+    """Configure attention for layers of these kinds. Raises ModelNotSupported, or ValueError for a malformed field."""
     num_heads = positive(raw, "num_attention_heads")
     heads = usual_heads(raw, num_heads)
     layer_heads = (heads,) * len(kinds)

@@ -51,7 +51,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInput:
-    """Gates one layer's own input embedding with the layer's output, and projects the product to the residual."""
+    """Gates one layer's own input embedding with the layer's output, and projects the product to the hidden size."""
 
     gate: Linear
     gate_group: ModuleGroup

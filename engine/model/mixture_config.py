@@ -95,8 +95,8 @@ class SharedTraits:
 class MixtureTraits:
     """Traits of an architecture's experts that its `config.json` does not state.
 
-    `assumed_experts` is the number of experts if the file does not state it. The inner size of an expert is in the
-    field `size_field`. With `has_groups`, the fields `n_group` and `topk_group` limit the choice, and
+    `assumed_experts` is the number of experts if the file does not state it. `size_field` names the field with the
+    inner size of an expert. With `has_groups`, the fields `n_group` and `topk_group` limit the choice, and
     `routed_scaling_factor` scales the weights. With `scales_input`, the weights multiply the inputs of experts, not
     their outputs.
     """

@@ -38,7 +38,7 @@ _ROPE_FIELDS = {
 }
 
 MAX_CONTEXT = 1 << 26
-"""Longest supported context of a model, in tokens. The rotary tables of a context this long take gigabytes."""
+"""Longest supported context of a model, in tokens. The rotary tables of a context this long take tens of gigabytes."""
 
 QUERY_GROWTH = "llama_4_scaling_beta"
 _TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}

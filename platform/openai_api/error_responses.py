@@ -95,7 +95,7 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def request_id_of(request: Request) -> str:
-    """Return the request's identifier in its response, the logs and the ledger."""
+    """Return the identifier that the response, the logs and the ledger give the request."""
     return str(request.state.request_id)
 
 

@@ -73,7 +73,8 @@ class _Ping:
     async def is_answered(self) -> bool:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(asyncio.to_thread(_ping, self._database))
-        # Waiting callers see a failure. If nobody waits, retrieve the exception, so that asyncio does not report it.
+        # Waiting callers see a failure. Retrieve the exception here too, so that asyncio does not report it if nobody
+        # waits.
         self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         try:
             async with asyncio.timeout(DATABASE_WAIT_S):

@@ -57,7 +57,7 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
 
 
 async def run_and_settle(services: GatewayServices, generation: Generation) -> None:
-    """The task of an admitted request. It outlives the connection, so that every request is settled."""
+    """Run an admitted request and settle it. This task outlives the connection, so that every request is settled."""
     settlement = await generation.run()
     try:
         await settle(services, generation.plan, settlement)

@@ -188,7 +188,7 @@ class GatewayServices:
         )
 
     def close(self) -> None:
-        """Stop all services. Waiting commits may take CLOSE_WAIT_S. Running computations finish, and queued ones are
+        """Stop all services. Pending commits get up to CLOSE_WAIT_S. Running computations finish, and queued ones are
         dropped.
         """
         self.cache_invalidation.close()

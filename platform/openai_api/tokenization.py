@@ -90,7 +90,7 @@ async def tokenize(request: Request, caller: Caller, services: Services) -> Resp
     responses=errors(404),
 )
 async def detokenize(request: Request, caller: Caller, services: Services) -> Response:
-    """Turn token ids into text, with special tokens. No quota is charged."""
+    """Turn token ids into text, including special tokens. No quota is charged."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await services.compute_if_long(len(sent), parse_body, sent, DetokenizeRequest)
     target = await resolve(services, caller, body.model or services.resolver.served_name)

@@ -30,7 +30,7 @@ class LoginThrottle:
         try:
             return self._begin(origin_of(address))
         except IntegrityError:
-            # A concurrent attempt inserted the address's first row.
+            # A concurrent attempt has inserted the address's row.
             return self._begin(origin_of(address))
 
     def _begin(self, origin: str) -> int:

@@ -118,7 +118,8 @@ class ConsoleSessions:
     def find(self, token: str, *, is_use: bool = True) -> Session | None:
         """Return the session with its current rights, or None if it has ended or has no rights left.
 
-        `is_use=False` does not extend the session. Live updates pass it, because the page may be open but unattended.
+        With `is_use=False`, the session is not extended. Live updates pass it, because the page may be open but
+        unattended.
         """
         seal = SessionSeal(token)
         table = console_sessions

@@ -112,7 +112,7 @@ class QuotaCheckDocument(TypedDict):
 
 @router.post("", openapi_extra=takes(QuotaLimit))
 async def set_quota(request: Request, services: Services, caller: PlatformAdmin) -> QuotaDocument:
-    """Set a metric's limit for a tenant, a key, an adapter or the platform. It replaces any earlier limit."""
+    """Set a metric's limit for a tenant, a key, an adapter or the platform. This replaces any earlier limit."""
     return await _set(services, caller, await read_json(request, QuotaLimit))
 
 
