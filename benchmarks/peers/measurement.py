@@ -53,7 +53,7 @@ class Measurement:
     way_back: dict[Cell, list[float]] = field(default_factory=dict)
     trials: dict[Cell, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    """Reasons for failures, by system label or, if the check failed, by peer. Failed systems are not run again."""
+    """Reasons for failures, by system label, or by peer if its check failed. Failed systems are not run again."""
     busy_shares: list[float] = field(default_factory=list)
     """Busy share of the machine before each session, while no system was running."""
 

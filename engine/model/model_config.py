@@ -84,7 +84,7 @@ class ModelConfig:
     norms: NormNames
     norm_eps: float
     norm_offset: float
-    """Number added to the weights of all norms except those of a delta rule."""
+    """Number added to the stored weights of all norms except those of a delta rule."""
     has_layer_norms: bool
     """True if norms subtract the mean."""
     has_norm_weights: bool

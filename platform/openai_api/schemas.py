@@ -2,7 +2,7 @@
 
 A field that cannot change the answer is accepted and ignored. An unsupported field that would change it is accepted
 only with a value that has no effect. The number of errors per body is bounded: lists fail at their first invalid item,
-and an object with more entries than its class has fields is checked with only one of its unknown entries.
+and if an object has more entries than its class has fields, only one unknown entry is reported.
 """
 
 from __future__ import annotations
