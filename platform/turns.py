@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Waiting:
-    """A tenant's waiting and running requests. The lock admits one at a time."""
+    """A tenant's waiting and running requests. The lock lets them run one at a time."""
 
     num_requests: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -28,7 +28,7 @@ class TenantTurns:
     """
 
     def __init__(self, max_waiting_per_tenant: int, too_many: Callable[[], RateLimited]) -> None:
-        """`too_many` creates the error for a request beyond `max_waiting_per_tenant`."""
+        """`max_waiting_per_tenant` includes the running request. `too_many` creates the error for a further request."""
         self._max_waiting_per_tenant = max_waiting_per_tenant
         self._too_many = too_many
         self._waiting: dict[str, _Waiting] = {}

@@ -175,7 +175,7 @@ def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(file: GgufFile, architecture: str) -> dict[str, _Pair]:
-    """Return the tensors of each module, by the module's name in PEFT."""
+    """Return the names of each module's tensors, by the module's name in PEFT."""
     halves: dict[str, dict[str, tuple[str, str]]] = {}
     for name in file.tensors:
         match = _NAME.fullmatch(name)

@@ -4,7 +4,7 @@ A file is little-endian and consists of:
 
 - `GGUF`, the version, the number of tensors and the number of metadata entries;
 - each entry's key, type and value;
-- each tensor's name, dimensions (the fastest first), type and offset;
+- each tensor's name, dimensions (fastest-varying first), type and offset;
 - padding and the tensors' data.
 
 The `gguf` package maps the file and trusts its counts and lengths, so it is not used here. Tests compare its results
@@ -180,7 +180,7 @@ class _Header:
             if tensor.name in tensors:
                 raise ConversionRefused("duplicate_key", "a tensor appears twice", tensor.name)
             if tensor.begin + tensor.num_bytes > num_bytes:
-                raise ConversionRefused("truncated_file", "the tensor lies beyond the end of the file", tensor.name)
+                raise ConversionRefused("truncated_file", "the tensor extends beyond the end of the file", tensor.name)
             tensors[tensor.name] = GgufTensor(tensor.name, tensor.dtype, tensor.shape, data_start + tensor.begin)
         # Tensors that share bytes could make the converted file many times larger.
         if sum(tensor.num_bytes for tensor in tensors.values()) > num_bytes:

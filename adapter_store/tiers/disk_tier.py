@@ -57,11 +57,11 @@ class DiskTier:
     files and the few in `set_aside` do not count toward the bound.
 
     A reader holds a shared `flock` on its file. An eviction tries to take an exclusive lock and skips files that are
-    being read. A reader waits only while a file is being removed. Changes, but not reads, also need the directory's
-    lock. A process that hangs while holding that lock delays each addition by up to 5 s. The files' access times record
-    the order of use, which therefore survives restarts. Only this class sets these times. The kernel releases a
-    process's locks when the process dies. The unfinished files of a dead process are removed at the next start, or when
-    an engine adds a file more than a minute after its last sweep.
+    being read. A reader waits only while an eviction holds the lock of its file. Changes, but not reads, also need the
+    directory's lock. A process that hangs while holding that lock delays each addition by up to 5 s. The files' access
+    times record the order of use, which therefore survives restarts. Only this class sets these times. The kernel
+    releases a process's locks when the process dies. The unfinished files of a dead process are removed at the next
+    start, or when an engine adds a file more than a minute after its last sweep.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:
@@ -168,7 +168,7 @@ class DiskTier:
             self._put_aside(file)
 
     def trim(self) -> None:
-        """Evict files beyond the bound that could not be evicted earlier because they were being read."""
+        """Evict files if the tier still exceeds its bound because files were being read during earlier evictions."""
         if self.used_bytes > self._max_bytes:
             # If another engine holds the lock, that engine or a later call evicts the files.
             with suppress(DirectoryBusy), self._changing():
@@ -201,7 +201,7 @@ class DiskTier:
     def _path(self, digest: str) -> Path:
         return self._own / f"{digest}{_SUFFIX}"
 
-    # Under the directory's lock
+    # `_changing` takes the directory's lock. The methods after it require the lock.
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

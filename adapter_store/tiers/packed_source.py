@@ -269,7 +269,7 @@ class PackedSource:
             return None
 
     def _rebuild(self, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter:
-        """Pack an adapter for this target and also put the packed file into the blob store."""
+        """Pack an adapter for this target, and store the packed file in the blob store and on disk."""
         check_wanted()
         canonical, file = self.disk.new_file(), self.disk.new_file()
         try:

@@ -75,7 +75,7 @@ class StagingClient:
     """Takes adapters from host memory, or makes the staging process load them there.
 
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and the adapters that it has
-    staged stay valid. `memory` contains the adapters, except any that do not fit.
+    staged stay valid. `memory` contains the loaded adapters, except any that do not fit.
 
     Use it from one thread only. Only `await_opened` and `close` block. The client has no thread of its own, because a
     thread takes the GIL after each of its system calls: an S3 client holds it for milliseconds, and an engine step that
@@ -120,7 +120,7 @@ class StagingClient:
         self._results: dict[str, StagedAdapter | NotStaged] = {}
         # Requests that the current process has not answered, by number, including cancelled ones.
         self._asked: dict[int, str] = {}
-        # The size of the last loaded adapter. Host memory reserves this size for each adapter being loaded.
+        # Size in bytes of the last loaded adapter. The host tier reserves as much for each adapter being loaded.
         self._last_bytes = 0
         self._looks: deque[Callable[[], None]] = deque()
         self._answered_looks: list[Callable[[], None]] = []
@@ -142,7 +142,7 @@ class StagingClient:
         return None if self._link is None else self._link.process.pid
 
     def await_opened(self, timeout_s: float) -> None:
-        """Wait until the process has opened its tiers. Raises StagingRefused."""
+        """Wait until the process has opened its tiers. Raises StagingRefused on failure or timeout."""
         due_s = time.monotonic() + timeout_s
         while not self._is_opened:
             if self._refusal is not None:
@@ -151,7 +151,7 @@ class StagingClient:
                 raise StagingRefused("the process that fetches adapters did not start")
             self._receive()
 
-    # Called by the adapter pool
+    # The adapter pool calls the following methods.
 
     def request(self, digest: str) -> None:
         """Start loading an adapter into host memory. `poll` returns the result.
@@ -198,7 +198,7 @@ class StagingClient:
         results, self._results = self._results, {}
         return list(results.values())
 
-    # Called by the engine's process
+    # The engine's process calls the following methods.
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `attend` has work to do, or -1 while there is no process."""
@@ -234,7 +234,7 @@ class StagingClient:
             self._link.close()
             self._link = None
 
-    # The process
+    # The following methods manage the staging process.
 
     def _start(self) -> StagingLink:
         self._release_unused()

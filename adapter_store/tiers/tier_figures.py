@@ -15,7 +15,7 @@ Tier = Literal["host", "disk", "blobs", "pool"]
 Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
 
 TIERS: tuple[Tier, ...] = ("host", "disk", "blobs")
-"""The tiers in which adapters are looked up. `pool`, the page pool, is where the engine loads them."""
+"""The tiers in which adapters are looked up. `pool`, the engine's page pool, has no lookups."""
 
 STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("host", "lookup"),

@@ -36,7 +36,7 @@ def latency_of(events: Sequence[Document]) -> Latency:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The nearest-rank quantile, or None for an empty sequence."""
+    """Return the nearest-rank quantile, or None for an empty sequence."""
     if not ordered:
         return None
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -25,7 +25,7 @@ Render = Callable[[], Awaitable[str]]
 
 
 class LiveParts:
-    """Resends each part of the page when it changes, until the session ends."""
+    """Resends each part of a page when it changes, until the session ends or LIFETIME_S have passed."""
 
     def __init__(self) -> None:
         self._num_of: Counter[str] = Counter()
@@ -63,7 +63,8 @@ class LiveParts:
                         return
                     now = {name: await render() for name, render in parts.items()}
                 except DATABASE_TROUBLE:
-                    # Without the database, the session's rights are unknown. Show nothing until the database answers.
+                    # Without the database, the session's rights are unknown. Show only a notice until the database
+                    # answers.
                     trouble = visit.site.templates.render("live_trouble.html", **visit.frame())
                     now = {name: trouble if number == 0 else "" for number, name in enumerate(parts)}
                 changed = [_event(name, html) for name, html in now.items() if shown.get(name) != html]

@@ -1,4 +1,4 @@
-"""Runs `loramux` with this process's arguments. Stops it when standard input closes, because the demo has ended."""
+"""Runs `loramux` with this process's arguments until the demo ends, which closes standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws training conversations from the facts, reproducibly by seed."""
+"""Draws training conversations from the facts. Equal seeds give equal conversations."""
 
 import itertools
 import random

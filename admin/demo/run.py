@@ -1,4 +1,4 @@
-"""`loramux demo`: three tenants each push an adapter, one batch serves all three, and the bill matches the usage."""
+"""`loramux demo`: tenants each push an adapter, one batch serves all of them, and the bill matches the usage."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def check_database(database: Database, host_us: Callable[[], int] = lambda: time
             check="database",
             grade=Grade.WARNING if is_slow else Grade.OK,
             message=f"{kind} answers in {1000 * took_s:.0f} ms and its schema is up to date",
-            mend="every request reserves and settles quota in it: move the database closer, or to faster disks"
+            mend="every request reserves and settles quota in the database: move it closer, or to faster disks"
             if is_slow
             else None,
         )
@@ -213,12 +213,12 @@ def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]]
     standing = ", ".join(name for name in MEASURES if name not in missing) or "only limits on memory and time"
     lacking = [name for name in MEASURES if name in missing]
     if not set(lacking) & set(ESSENTIAL):
-        note = f"; {NETWORK} is missing, but {CALLS} covers it" if lacking else ""
-        return Finding(check=check, grade=Grade.OK, message=f"uploads are validated behind {standing}{note}")
+        note = f"; there is no {NETWORK}, but {CALLS} denies the network too" if lacking else ""
+        return Finding(check=check, grade=Grade.OK, message=f"uploads are validated in a sandbox with {standing}{note}")
     return Finding(
         check=check,
         grade=Grade.FAILED if is_required else Grade.WARNING,
-        message=f"uploads are validated behind {standing}; missing: {', '.join(lacking)}",
+        message=f"uploads are validated in a sandbox with {standing}; missing: {', '.join(lacking)}",
         mend="; ".join(f"{name}: {SANDBOX_FIXES[name]}" for name in lacking)
         + ("" if is_required else ". With LORAMUX_SANDBOX=required, a server does not start without them"),
     )
@@ -267,7 +267,7 @@ def check_socket_directory(directory: Path) -> Finding:
         return Finding(
             check=check,
             grade=Grade.WARNING,
-            message=f"every user can rename files in {directory}, which has no sticky bit",
+            message=f"other users can rename files in {directory}, which has no sticky bit",
             mend=f"chmod +t {directory}, or set TMPDIR to a directory of your own",
         )
     return Finding(check=check, grade=Grade.OK, message=f"{directory} can hold the engine's socket")

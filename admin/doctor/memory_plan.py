@@ -138,7 +138,7 @@ def _coded_bytes(checkpoint: Checkpoint, device: str) -> dict[str, int]:
     for name, coded in checkpoint.coded.items():
         if name == EMBEDDING:
             continue
-        # Weights that differ only in the number of the layer or expert have equal sizes.
+        # Weights that differ only in their layer or expert number have equal sizes.
         kind = (_NUMBER.sub("", name), coded.shape, frozenset(coded.parts.tensors))
         if kind not in known:
             known[kind] = _kept_bytes(coded.read(), device)

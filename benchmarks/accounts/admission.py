@@ -1,7 +1,7 @@
 """Measures how many requests per second a gateway can reserve and settle, and how long each operation takes.
 
-Every request reserves quota under its tenant's three policies and then settles. The client sends its next request
-immediately. Two methods are compared in one run, on SQLite and PostgreSQL, with one tenant that all clients share and
+Each client reserves quota for a request under its tenant's three policies, settles the request, and immediately sends
+the next one. Two methods are compared in one run, on SQLite and PostgreSQL, with one tenant that all clients share and
 with a thousand tenants:
 
     one by one      each operation in its own transaction, on the same number of threads as in a gateway

@@ -13,14 +13,14 @@ KINDS = ("sqlite", "postgresql")
 
 @contextmanager
 def open_database(kind: str) -> Iterator[Database]:
-    """An empty database with the loramux schema. `kind` is one of KINDS."""
+    """Open an empty temporary database with the loramux schema. `kind` is one of KINDS."""
     with open_database_at(kind) as (database, _):
         yield database
 
 
 @contextmanager
 def open_database_at(kind: str) -> Iterator[tuple[Database, str]]:
-    """An empty database with the loramux schema, and its URL for other processes."""
+    """Open an empty temporary database with the loramux schema. Also yields its URL for other processes."""
     with tempfile.TemporaryDirectory() as directory:
         if kind == "sqlite":
             url, close = f"sqlite:///{directory}/loramux.db", lambda: None

@@ -58,7 +58,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds per tenant; each client sends 4 requests")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds per tenant; 4 requests per client in each")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     add_allow_busy(parser)
     return parser.parse_args()

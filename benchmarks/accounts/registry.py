@@ -1,8 +1,8 @@
 """Measures how long the registry takes to resolve a name among a large company's adapters.
 
-By default there are 1,000 tenants, 10,000 adapters and 100,000 versions, on SQLite and on PostgreSQL. Each kind of name
-is first checked against the inserted rows and then timed. Pages at the start of the lists and further down are timed
-too. The pages of all adapters must contain each adapter exactly once.
+By default there are 1,000 tenants, 10,000 adapters and 100,000 versions, on SQLite and on PostgreSQL. Names of each
+kind are first checked against the inserted rows and then timed. Pages at the start of the lists and further down are
+timed too. Together, the pages of the list of all adapters must contain each adapter exactly once.
 
     bare        tenant/adapter, the default alias; every tenth alias also has a canary
     number      tenant/adapter@3
@@ -95,7 +95,7 @@ def main() -> None:
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     worst = max(figures["p99_ms"] for result in results.values() for figures in result["resolve"].values())
     if worst > TARGET_MS:
-        raise SystemExit(f"a name took {worst:.2f} ms at p99; the target is {TARGET_MS:g} ms")
+        raise SystemExit(f"resolving a name took {worst:.2f} ms at p99; the target is {TARGET_MS:g} ms")
 
 
 def _arguments() -> argparse.Namespace:

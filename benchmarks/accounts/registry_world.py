@@ -41,7 +41,7 @@ class World:
         return self.num_adapters * self.versions_each
 
     def default(self, tenant: int, adapter: int) -> int:
-        """The version that a bare name resolves to. Every tenth alias also has a canary."""
+        """The main version of the default alias. Every tenth alias also has a canary."""
         return 1 + (tenant + adapter) % self.versions_each
 
     def canary(self, tenant: int, adapter: int) -> int | None:

@@ -1,9 +1,9 @@
 """Measures how long reports over a ledger of ten million requests take.
 
 The benchmark times the reports that the console and operators request, over a month of requests from a thousand tenants
-(usage_world.py). Before timing, the amounts in three of the reports must exactly equal sums over the events. The rate
-at which a gateway folds settlements into the rollups is measured on a smaller ledger. The result must equal the rollups
-that the database computes in SQL from the same ledger.
+(usage_world.py). Before timing, the amounts in three reports must exactly equal sums over the events. The rate
+at which a gateway folds settlements into the rollups is measured on a smaller ledger. The gateway's rollups must
+equal those that the database computes in SQL from the same ledger.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ TARGET_MS = 200.0
 TOP = 200
 """Number of groups in a `largest` report, twice as many as the console shows."""
 ASKED_US = MONTH_US - 17 * HOUR_US
-"""Time range of the reports over "a month", in microseconds: nearly all of the data. It starts and ends mid-hour."""
+"""Length of the time range of most reports over "a month", in microseconds: nearly all of the data. The range starts
+and ends mid-hour.
+"""
 FOLDED_WORLD = World(50, 4, 2)
 
 

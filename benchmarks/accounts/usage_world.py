@@ -108,7 +108,7 @@ def open_usage_world(
 
 @contextmanager
 def open_kept_database(kind: str, place: Path) -> Iterator[Database]:
-    """A database in a folder, kept after it is closed."""
+    """Open the database in `place`, or create it there. Its files are kept."""
     close: Callable[[], None] = lambda: None  # noqa: E731
     if kind == "sqlite":
         url = f"sqlite:///{place}/loramux.db"
@@ -187,7 +187,7 @@ def _events(kind: str, low: int, num_events: int, first_us: int, world: World) -
 
 
 def _name(connection: Connection, tenant_ids: Sequence[str], adapter_ids: Sequence[Sequence[str]]) -> None:
-    """Insert two keys per tenant, and helper tables that map numbers to tenants and adapters."""
+    """Insert two keys per tenant, and create helper tables that map numbers to tenants and adapters."""
     numbered = []
     keys = []
     for number, tenant_id in enumerate(tenant_ids):

@@ -83,7 +83,7 @@ PARTS = (
 def run_part(
     part: Part, bench: Bench, deadline: float, keep: Callable[[dict[str, Any]], None] = lambda result: None
 ) -> dict[str, Any]:
-    """Run one part, and return its rows and seconds.
+    """Run one part, and return its result.
 
     `keep` receives each partial result, in case the run is killed. No case starts after `deadline`, a time on the
     monotonic clock. An exception becomes the part's error, and the run continues.
@@ -121,7 +121,7 @@ def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: st
         "ceilings": None if bench.ceilings is None else dataclasses.asdict(bench.ceilings),
         "rows": [
             dataclasses.asdict(row)
-            # JSON cannot represent infinity and NaN.
+            # JSON cannot represent infinity or NaN.
             | {"figures": {name: value if math.isfinite(value) else None for name, value in row.figures.items()}}
             | {"goals": [{"goal": str(goal), "is_met": goal.is_met(row.figures)} for goal in row.goals]}
             for row in rows
@@ -184,7 +184,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        help="write JSON to this file and keep its other parts, which must have the same commit and card",
+        help="write JSON to this file and keep its other parts, which must be from the same commit, card and versions",
     )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="the most important cases only")

@@ -77,7 +77,7 @@ def cases(bench: Bench) -> list[AttentionCase]:
     prefill = [AttentionCase(1, length, length) for length in prefills]
     decode = [AttentionCase(batch, context, 1) for context in contexts for batch in batches]
     if not bench.is_full:
-        # Other context lengths behave like 1,024, so keep only 8,192, with 1 and 64 sequences.
+        # Other context lengths behave like 1,024. Of these, keep only 8,192, with 1 and 64 sequences.
         kept = {(batch, 1024) for batch in batches} | {(1, 8192), (64, 8192)}
         decode = [case for case in decode if (case.num_sequences, case.context) in kept]
     return [*prefill, *decode]

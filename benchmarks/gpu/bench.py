@@ -309,7 +309,7 @@ def measuring_seconds(seconds: Sequence[float], flush_s: float) -> float:
 def require_close(
     out: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor | None = None, tolerance: float = 1e-2
 ) -> float:
-    """The error `‖out - expected‖ / ‖scale‖`. `scale` defaults to `expected`.
+    """Return the relative error `‖out - expected‖ / ‖scale‖`. `scale` defaults to `expected`.
 
     Raises CheckError if an element is not finite or the error exceeds `tolerance`. The default tolerance lies between
     the rounding error of bfloat16 operands and the error of a single wrong index.

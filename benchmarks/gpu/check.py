@@ -24,7 +24,9 @@ WEIGHTS = RandomWeights(torch.device("cpu"), torch.float32)
 """Weights for both engines, generated on the CPU because generators on other devices produce different numbers."""
 
 TOLERANCE = 1e-3
-"""Largest accepted difference of float32 log-probabilities. Tokens may differ if the two likeliest are this close."""
+"""Largest accepted difference between float32 log-probabilities. Tokens may differ if the two likeliest are this
+close.
+"""
 
 
 @dataclass(frozen=True, slots=True)

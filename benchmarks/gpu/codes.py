@@ -24,7 +24,7 @@ HOST_S = 0.3
 
 QUICK_FORMATS = ("int4, groups of 128", "fp8")
 TINY_FORMATS = ("mxfp4", "fp8")
-"""Formats whose groups divide the tiny model's inputs."""
+"""Formats whose group size divides the tiny model's numbers of inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def cases(bench: Bench) -> list[CodesCase]:
 
 
 def linears_of(model: Model) -> dict[str, tuple[int, int]]:
-    """Numbers of outputs and inputs of each linear. The gate and up projections are fused."""
+    """Numbers of outputs and inputs of each linear layer. The gate and up projections are fused."""
     return {
         "gate/up": (2 * model.intermediate_size, model.hidden_size),
         "down": (model.hidden_size, model.intermediate_size),

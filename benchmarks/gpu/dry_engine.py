@@ -72,9 +72,9 @@ class PlannedEngine:
         return found
 
     def compiling(self) -> Need:
-        """The memory of the compiling processes.
+        """Return the memory that the compiling processes need.
 
-        Each process holds a CUDA context, the embedding and head, one linear of each size, and the largest step's
+        Each process holds a CUDA context, the embedding and head, one linear layer of each size, and the largest step's
         activations.
         """
         itemsize = self.bench.dtype.itemsize
@@ -109,7 +109,7 @@ def step(bench: Bench) -> Iterator[Need]:
     engine = PlannedEngine(bench, model, settings, gpu_step.num_pages_of(settings, adapter_pages))
     start_s = engine.start_s + random_s(bench, engine.held["pool"])
     yield check()
-    # This row checks, on the full-size model, that each adapter changes its answers.
+    # The single row reports the check that adapters change the full-size model's answers.
     yield Need("every case", engine.shapes | {"pages": str(engine.num_pages)}, 1, engine.held, start_s)
     needs = [_step_case(bench, engine, case) for case in wanted]
     yield from needs

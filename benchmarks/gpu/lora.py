@@ -49,7 +49,7 @@ def cases(bench: Bench) -> list[LoraCase]:
     # One adapter of the largest rank is already listed under that rank.
     listed = [case for case in listed if case.label != "mixed" or case.num_adapters > 1]
     if not bench.is_full:
-        # Ranks 8 and 64 show little that rank 16 and mixed ranks do not.
+        # Ranks 8 and 64 show little that rank 16 and mixed ranks do not, so keep them only for 8 and 64 adapters.
         listed = [case for case in listed if case.label in ("16", "mixed") or case.num_adapters in (8, 64)]
     return [*special, *listed]
 
@@ -230,7 +230,7 @@ def _timed(
             }
             if best_peer is not None:
                 figures["faster_than_peers"] = best_peer / way.seconds
-            # The goals apply to the faster of the two settings, because the engine supports both.
+            # The engine can run with or without `pdl`, so the goals apply only to the faster of the two.
             if way.seconds == best_own:
                 goals = _goals(case, has_peers=best_peer is not None)
         elif best_own is not None:

@@ -1,4 +1,4 @@
-"""Dimensions of the models that the GPU benchmark measures, and of the small model for its checks."""
+"""Dimensions of the models that the GPU benchmark measures or counts, and of tiny models for checks and tests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Model:
 
     @property
     def groups(self) -> tuple[ModuleGroup, ...]:
-        """q/k/v, o, gate/up and down: each group shares an input, a shrink and an expand."""
+        """q/k/v, o, gate/up and down. The modules of a group share an input, a shrink and an expand."""
         return tuple(self._group(indices) for indices in ((0, 1, 2), (3,), (4, 5), (6,)))
 
     def _group(self, indices: tuple[int, ...]) -> ModuleGroup:

@@ -96,7 +96,7 @@ class Need:
 
 
 def check() -> Need:
-    """The check of the engine's answers. Its time counts towards the first part of a run that needs the check."""
+    """The check of the engine's answers. In a run, its time counts towards the first part that needs the check."""
     return Need(CHECK, {}, 1, {}, CHECK_S)
 
 

@@ -1,8 +1,8 @@
 """The Triton LoRA kernels of vLLM and SGLang, loaded from copies of their files without installing either package.
 
 `--peers` names a folder that contains these folders from their wheels: `vllm/lora/ops/triton_ops/` and
-`sglang/kernels/ops/lora/dense/`, and the `*.dist-info` folders, which name the versions. Both import a few names from
-elsewhere in their packages. Stubs replace those names here.
+`sglang/kernels/ops/lora/dense/`, and the `*.dist-info` folders, which name the versions. The files of both packages
+import a few names from elsewhere in their package. Stubs replace those names here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VLLM_FILES = "vllm/lora/ops/triton_ops"
 SGLANG_FILES = "sglang/kernels/ops/lora/dense"
 VLLM, SGLANG, SGLANG_SPLIT = "vllm", "sglang csgmv", "sglang csgmv split-K 8"
 WAYS = (VLLM, SGLANG, SGLANG_SPLIT)
-"""All methods to compare with, if all files are present."""
+"""The methods to compare with when the files of all peers are present."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from loramux.engine.model.model_config import ModelConfig
 from loramux.kernels.layout import A, AdapterLayout, B, adapter_layout, row_layout
 
 EFFECT = 0.5
-"""Magnitude of an adapter's contribution to a linear's output, relative to the base's output."""
+"""Magnitude of an adapter's contribution to a linear layer's output, relative to the base's output."""
 
 ALL_MODULES = tuple(range(7))
 

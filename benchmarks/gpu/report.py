@@ -16,7 +16,7 @@ METHOD = (
 
 
 def table(name: str, result: dict[str, Any]) -> str:
-    """A part as Markdown: one row per method, one column per figure, and the goals that were met or missed."""
+    """A part as Markdown: one row per case and method, one column per figure, and the goals that were met or missed."""
     rows = result["rows"]
     figures = list(dict.fromkeys(figure for row in rows for figure in row["figures"]))
     lines = [f"\n## {name} ({result['seconds']} s)\n"]

@@ -130,7 +130,7 @@ def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]
         bench, model, adapters, device_backend(bench, pdl), device_weights(bench), dtype=dtype,
         pool_bytes=num_pages * adapters.page_bytes, **settings,
     ) as engine:  # fmt: skip
-        # Prompts are not computed. As in the other parts, steps read random keys and values.
+        # Prompts are not computed, so fill the pool with random keys and values.
         for part in engine.assembled.views.kv.view(-1).split(1 << 29):
             part.normal_(0.0, POOL_STD)
         engine.load(digests)
@@ -231,7 +231,7 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
 
 
 def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) -> Row:
-    """Check that the timed model's answers are finite and that each adapter changes its rows.
+    """Check that the timed model's answers to four prompts are finite, and that adapters change each of them.
 
     Whether answers depend on the batch is checked only on the small model in float32. Loading the timed model in
     float32 would take as long as measuring the steps, and bfloat16 rounding depends on the batch.

@@ -97,7 +97,10 @@ def cases(model: Model) -> Iterator[TableCase]:
 
 
 def _expert_cases(model: Model, num_experts: int) -> Iterator[TableCase]:
-    """Adapters on attention, without and with all experts. Gate and up share an A, as PEFT stacks them."""
+    """Yield cases without adapters, with adapters on attention, and with adapters on attention and all experts.
+
+    Gate and up share an A, as PEFT stacks them.
+    """
     # The modules are q, k, v and o, then the router, then gate/up, gate, up and down of each expert.
     attention, first = (0, 1, 2, 3), 5
     experts = tuple(first + 4 * expert + linear for expert in range(num_experts) for linear in (0, 3))

@@ -50,7 +50,7 @@ PAGE_TOKENS = 16
 class TableCase:
     """Sequences that each have `context` computed and `num_queries` new tokens, divided among `num_adapters` adapters.
 
-    Each adapter serves consecutive sequences. `modules` are the indices of the linear layers that each adapter changes
+    Consecutive sequences share an adapter. `modules` are the indices of the linear layers that each adapter changes
     with `rank`. `experts` describes the model's experts, if it has any.
     """
 

@@ -52,7 +52,9 @@ class WarmStep:
 def warm_steps(
     bench: Bench, model: Model, modules: tuple[int, ...], steps: list[WarmStep], pdl: bool = True, **settings: Any
 ) -> None:
-    """Run each step once, with all its sequences on the same pages, on an engine with a small pool."""
+    """Run each step on an engine with a small pool, once on one adapter slot and once on all slots. All sequences of a
+    step share the same pages.
+    """
     if not steps:
         return
     dtype = engine_dtype(bench)

@@ -44,7 +44,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--capacity", type=int, default=defaults.capacity, help="sequences that one replica runs at once"
     )
-    parser.add_argument("--zipf", type=float, nargs="*", default=[0.8, 1.0, 1.2], help="none: only the scenarios")
+    parser.add_argument(
+        "--zipf",
+        type=float,
+        nargs="*",
+        default=[0.8, 1.0, 1.2],
+        help="exponents of Zipf's law; if empty, only the scenarios run",
+    )
     parser.add_argument("--load", type=float, nargs="*", default=[0.7, 0.9], help="fractions of the fleet's capacity")
     parser.add_argument("--gateways", type=int, nargs="*", default=[4, 16])
     parser.add_argument("--start", choices=("warm", "cold"), nargs="*", default=["warm", "cold"])

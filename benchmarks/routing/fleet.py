@@ -72,7 +72,7 @@ class Fleet:
         self.now_s = 0.0
         self.replicas: dict[str, SimulatedReplica] = {}
         self.submitted: list[Request] = []
-        # Requests that have ended or been cut.
+        # Number of requests that have ended or been cut.
         self._num_gone = 0
         self._random = Random(setting.seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []

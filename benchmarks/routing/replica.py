@@ -61,7 +61,7 @@ class SimulatedReplica:
         self._counted_s = clock()
         # Adapters in the pool, with the number of requests that use each. The least recently used adapter comes first.
         self._users: OrderedDict[int, int] = OrderedDict()
-        # Adapters that are not yet in the pool, with the requests that wait for each. Some of them are being loaded.
+        # Adapters that are not yet in the pool, with the requests that wait for each. Some are being loaded.
         self._cold: OrderedDict[int, list[Request]] = OrderedDict()
         self._loading: set[int] = set()
         self._ready: deque[Request] = deque()
@@ -117,7 +117,7 @@ class SimulatedReplica:
         )
 
     def sequence_seconds(self) -> float:
-        """The number of running and waiting sequences, integrated over the time until now."""
+        """The number of running and waiting sequences, integrated over time until now."""
         now_s = self._clock()
         self._sequence_seconds += (len(self._running) + self.num_waiting) * (now_s - self._counted_s)
         self._counted_s = now_s

@@ -106,7 +106,7 @@ def open_store(setting: ClusterSetting, adapters: Sequence[Path], folder: Path) 
 
 @contextlib.contextmanager
 def open_servers(setting: ClusterSetting, store: Store, folder: Path, is_routed: bool) -> Iterator[tuple[Server, ...]]:
-    """Start the servers. If `is_routed`, each server forwards a request to a server that holds its adapter."""
+    """Start the servers. If `is_routed`, they forward each request to a server that holds its adapter."""
     with contextlib.ExitStack() as stack:
         servers = tuple(
             stack.enter_context(open_server(setting, store, folder / str(number), f"server-{number}", is_routed))

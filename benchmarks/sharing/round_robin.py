@@ -1,4 +1,4 @@
-"""Compares servers that forward requests to holders of their adapters with servers behind a round-robin balancer.
+"""Compares answering each request on the server that receives it with forwarding it to a server with its adapter.
 
 Clients send streaming requests to all servers in turn. Both variants run the same number of servers on one PostgreSQL
 database and one S3-compatible store, with pools that hold only some of the adapters:

@@ -19,7 +19,7 @@ class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuantizeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Number of weight elements quantised so far (`done`), and to quantise in total (`total`).
+    """`done` is the number of weight elements quantised so far, and `total` is the number to quantise.
 
     A `total` of 0 means that the quality is being measured.
     """

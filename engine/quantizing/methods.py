@@ -75,7 +75,7 @@ def _fp8(rows: Floats, group: int) -> tuple[npt.NDArray[np.uint8], Floats]:
 
 
 def _nonzero(scales: Floats) -> Floats:
-    """Replace scales of 0, from groups whose weights are all 0, by 1."""
+    """Replace scales of 0, from groups whose weights are all 0, with 1."""
     return np.where(scales == 0, np.float32(1), scales)
 
 

@@ -63,7 +63,7 @@ HEARTBEAT_S = 1.0
 """Heartbeat interval, in seconds: the longest time until the engine notices that a gateway without output is gone."""
 
 END_GRACE_S = 1.0
-"""Time that the loop has to stop after the supervisor is gone, in seconds. A hung step must not keep the device
+"""Time limit for the loop to stop after the supervisor is gone, in seconds. A hung step must not keep the device
 occupied.
 """
 

@@ -55,7 +55,7 @@ def open_provider(config: TraceConfig, service: str, sampler: Sampler | None = N
 
 
 def flush(provider: TracerProvider, timeout_s: float) -> None:
-    """Export all waiting spans, in at most `timeout_s` seconds."""
+    """Export all waiting spans, or give up after `timeout_s` seconds."""
     # The SDK's own timeout does not stop an exporter that hangs.
     flushing = threading.Thread(target=provider.force_flush, name="span-flush", daemon=True)
     flushing.start()
@@ -81,7 +81,7 @@ class OtelSpanSink:
             return
 
     def close(self, timeout_s: float) -> None:
-        """Export all waiting spans, in at most three times `timeout_s` seconds."""
+        """Export all waiting spans, or give up after at most three times `timeout_s` seconds."""
         try:
             self._waiting.put(None, timeout=timeout_s)
         except queue.Full:

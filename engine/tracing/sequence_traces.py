@@ -24,8 +24,8 @@ class SequenceTraces:
     """Records spans as the engine's loop reports events. Sequences without a `traceparent` are skipped.
 
     A sequence has the consecutive spans `engine.queue`, `engine.prefill` and `engine.decode`. If the adapter was not in
-    the pool, a span `engine.load_adapter` overlaps the first span. So does a span `engine.compile_grammar` if the
-    grammar was not compiled yet.
+    the pool, a span `engine.load_adapter` overlaps the first span. If the grammar was not compiled yet, a span
+    `engine.compile_grammar` overlaps it too.
     """
 
     def __init__(self, sink: SpanSink, clock_ns: Callable[[], int] = time.time_ns) -> None:
@@ -50,7 +50,7 @@ class SequenceTraces:
             life.first_token_ns = self._clock_ns()
 
     def loaded(self, load: AdapterLoad, waiting: Iterable[Sequence]) -> None:
-        """Record that an adapter became resident or failed to load. `waiting` are the sequences that need it."""
+        """Record that an adapter became resident or failed to load. `waiting` contains the sequences that need it."""
         now_ns = self._clock_ns()
         for sequence in waiting:
             life = self._lives.get(sequence)

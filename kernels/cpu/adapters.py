@@ -92,7 +92,7 @@ class CpuLora:
     def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         self._read(call)
         if self._slots.shape[0]:
-            # The trained rows of the head are multiplied like the ranks of an A.
+            # The head's trained rows are multiplied like the rows of A.
             planes = self.lora_planes(call, x.shape[0])
             self.lora_shrink(x, call, planes)
             address, row_stride, _ = planes_of(planes)

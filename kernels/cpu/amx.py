@@ -36,7 +36,7 @@ MAX_ROWS = 2 * TILE
 """Maximum number of rows per block. Their sums take four of the eight tiles."""
 
 STEP_ELEMENTS = TILE_INPUTS * OUTPUTS
-"""Weights of a panel used in one step: 2 KiB."""
+"""Number of weights of a panel that one step uses: 2 KiB."""
 
 BLOCK_STEPS = 8
 """Steps in a block of a panel. The block, 16 KiB, stays in the L1 cache while all rows are multiplied by it."""

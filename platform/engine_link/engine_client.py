@@ -42,7 +42,7 @@ class EngineClient(Protocol):
     def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         """Run one sequence. Raises EngineUnavailable immediately if the engine is not ready.
 
-        Only RoutedEngine uses `order`, because the engines behind every other client all run the same base model.
+        Only RoutedEngine uses `order`. Every other client runs all sequences on one base model.
         """
 
     def abort(self, sequence_id: str, keep: int | None = None) -> None: ...

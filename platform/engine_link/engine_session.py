@@ -83,7 +83,7 @@ class EngineSession(ABC):
         return {sequence_id: stream.add for sequence_id, stream in self._streams.items()}
 
     def submit(self, add: Add) -> SequenceStream:
-        # The engine would reject a duplicate id, and the new stream would never end.
+        # A duplicate id would replace the first sequence's stream, which would then never end.
         assert add.sequence_id not in self._streams
         stream = self._streams[add.sequence_id] = SequenceStream(add)
         self._send(add)

@@ -44,7 +44,7 @@ class Supervision:
     """Delay before a restart after a steady run, in seconds. It doubles after each run that is not steady."""
     max_delay_s: float = 30.0
     steady_s: float = 60.0
-    """A run counts as steady if the engine is healthy for longer than this, in seconds."""
+    """A run counts as steady if the engine is healthy for more than this many seconds."""
 
     @property
     def look_interval_s(self) -> float:

@@ -17,13 +17,13 @@ class CallParser(ABC):
 
     A block of calls begins at one of the format's `markers`, or at the start of the answer with one of its `openers`.
     Whitespace around a block is dropped. A call begins once its name and the start of its arguments have been read.
-    Malformed output before that point is returned as text. Malformed output after it is returned as part of the
-    arguments. Parsing never raises, and takes time linear in the length of the answer.
+    Malformed output is returned as text, but arguments are not validated, so they may be malformed or cut off. Parsing
+    never raises, and takes time linear in the length of the answer.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
     ends: ClassVar[tuple[str, ...]] = ()
-    """Markers that end a block, if a model can have special tokens for them."""
+    """Markers that end a block. Only markers that can be special tokens of a model are listed."""
     openers: ClassVar[str] = ""
 
     def __init__(self) -> None:

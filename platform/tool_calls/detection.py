@@ -28,7 +28,7 @@ _SIGNS = (
 
 
 def parser_name_of(template_source: str) -> str | None:
-    """Return the parser for a template's calls, or None if its calls cannot be parsed."""
+    """Return the name of the parser for a template's calls, or None if its calls cannot be parsed."""
     return next((name for sign, name in _SIGNS if sign in template_source), None)
 
 
@@ -42,7 +42,7 @@ def reasoning_markers_of(template_source: str) -> Markers | None:
 
 
 def chosen_parser(chosen: AnswerParsers, template_source: str) -> str | None:
-    """Return the parser of tool calls, or None if calls are not parsed."""
+    """Return the name of the parser of tool calls, or None if calls are not parsed."""
     name = chosen.tool_call_parser or AUTO
     if name == AUTO:
         return parser_name_of(template_source)

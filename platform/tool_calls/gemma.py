@@ -66,7 +66,7 @@ class GemmaLiterals:
 
 
 class _GemmaParser(CallParser):
-    """Also reads forced calls, which have JSON arguments."""
+    """Reads calls in Gemma's syntax, and forced calls, which have JSON arguments."""
 
     literals: ClassVar[GemmaLiterals]
     response: ClassVar[str]

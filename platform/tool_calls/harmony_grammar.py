@@ -26,7 +26,7 @@ def harmony_lark(rules: AnswerRules, json_options: Mapping[str, Any], other: str
         f'before: {channel} ("{harmony.ANALYSIS}" | "{harmony.COMMENTARY}") {message} TEXT {end} {start}',
         f"final_text: {other or 'TEXT'}",
         f'final: {channel} "{harmony.FINAL}" {message} final_text',
-        # The model was trained with three spellings of the arguments' type.
+        # The model was trained with three forms: without a type, and with either spelling of the type `json`.
         f'arguments_begin: (" json" | " " {marker[harmony.CONSTRAIN]} "json")? {message}',
     ]
     last, forced = "final", False

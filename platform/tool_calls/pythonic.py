@@ -15,10 +15,10 @@ _LITERALS = PythonLiterals()
 
 
 class PythonicParser(JsonCallParser):
-    """Reads a list of calls. Without the marker, the list must be the whole answer.
+    """Reads a list of Python calls or of JSON objects. Without the marker, Python calls must be the whole answer.
 
-    Calls are reported once their list is complete, because until then the list may turn out to be text. A list may also
-    contain JSON objects. Forced calls are JSON objects, because these can express every schema.
+    Python calls are reported once their list is complete, because until then the list may turn out to be text. Forced
+    calls are JSON objects, because these can express every schema.
     """
 
     markers = ("<|python_start|>",)

@@ -54,7 +54,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.text = ""
-        """The text that has not been read starts at `at`."""
+        """The received text. The part that has not been read starts at index `at`."""
         self.at = 0
         self.is_ended = False
         self._taken: list[str] = []
