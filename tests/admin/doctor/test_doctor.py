@@ -189,8 +189,8 @@ def test_unsupported_python_fails(running: tuple[int, int, int], grade: Grade) -
 @pytest.mark.parametrize(
     ("missing", "is_required", "grade", "said"),
     [
-        ((), False, Grade.OK, "behind no_new_privs, network namespace, landlock, seccomp"),
-        ((NETWORK,), True, Grade.OK, "seccomp covers it"),
+        ((), False, Grade.OK, "with no_new_privs, network namespace, landlock, seccomp"),
+        ((NETWORK,), True, Grade.OK, "seccomp denies the network too"),
         ((FILES,), False, Grade.WARNING, "missing: landlock"),
         ((FILES, CALLS), True, Grade.FAILED, "missing: landlock, seccomp"),
         (MEASURES, False, Grade.WARNING, "only limits on memory and time"),
