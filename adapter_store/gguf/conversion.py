@@ -57,7 +57,7 @@ _PERMUTED = ("attn_q", "attn_k")
 _NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,3})\.)?([a-z_]{1,20})\.weight\.lora_([ab])", re.ASCII)
 
 Converted = Callable[[int], None]
-"""Called with the number of bytes just written."""
+"""Called with the number of bytes just converted."""
 
 
 @dataclass(frozen=True, slots=True)

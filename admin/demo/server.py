@@ -79,7 +79,7 @@ class DemoServer:
         return AdminClient(self.admin_url, self.admin_key)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Poll until `is_so()` is true. After an exit or a timeout, raises DemoFailed with the end of the log."""
+        """Poll until `is_so()` is true. Raises DemoFailed, with the end of the log, after an exit or a timeout."""
         deadline = time.monotonic() + self._start_timeout_s
         while not is_so():
             self.check()

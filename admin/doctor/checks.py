@@ -135,7 +135,7 @@ def check_skew(check: str, skew_s: float, theirs: str, ours: str) -> Finding:
         check=check,
         grade=Grade.FAILED if size_s >= SKEW_FAILED_S else Grade.WARNING,
         message=f"{theirs} is {size_s:.1f} s {'ahead of' if skew_s > 0 else 'behind'} {ours}",
-        mend="run NTP on both machines (chronyc tracking, timedatectl); quota windows follow the server's clock",
+        mend="run NTP on both machines (chronyc tracking, timedatectl); quota windows follow the database's clock",
     )
 
 

@@ -60,7 +60,7 @@ class AttentionCase:
         return self.num_sequences * self.context * 2 * model.num_kv_heads * model.head_dim * itemsize
 
     def operations(self, model: Model) -> int:
-        """Multiplications and additions in one layer's two matrix products, counting visible keys only."""
+        """Number of multiplications and additions in one layer's two matrix products, counting visible keys only."""
         visible = self.num_queries * self.context - self.num_queries * (self.num_queries - 1) // 2
         return 4 * self.num_sequences * model.num_heads * model.head_dim * visible
 

@@ -34,7 +34,7 @@ class PrefillCase:
         return self.num_prompts * self.num_tokens
 
     def operations(self, model: Model, rank: int) -> int:
-        """Multiplications and additions in linear layers, attention, adapters, and the head (last tokens only)."""
+        """Number of multiplications and additions in linear layers, attention, adapters, and the head (last tokens)."""
         visible = self.num_tokens * (self.num_tokens + 1) // 2
         attention = 4 * model.num_heads * model.head_dim * visible * self.num_prompts
         adapters = model.adapter_bytes(rank, itemsize=1)

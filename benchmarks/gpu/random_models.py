@@ -63,8 +63,8 @@ class RandomWeights:
 
 class RandomAdapters:
     """Adapters by digest. Adapters added in one call share the same random numbers in host memory, so that thousands of
-    adapters fit in a small host's memory. Each is still copied to its own pages. With a GPU, the memory is pinned, as
-    in the host tier.
+    adapters fit in a small host's memory. Each adapter is still copied to its own pages. With a GPU, the memory is
+    pinned, as in the host tier.
     """
 
     def __init__(self, bench: Bench, model: Model, dtype: str) -> None:

@@ -27,10 +27,10 @@ from loramux.kernels.cpu.compiled import cpu_features, helper, intrinsic, kernel
 from loramux.kernels.cpu.vectors import SECOND_CACHE, emit_prefetch
 
 TILE = 16
-"""Rows per tile, and outputs per tile."""
+"""Number of rows, and of outputs, per tile."""
 
 TILE_INPUTS = 32
-"""Inputs multiplied by one instruction: one tile row of 64 bytes."""
+"""Number of inputs that one instruction multiplies: one tile row of 64 bytes."""
 
 MAX_ROWS = 2 * TILE
 """Maximum number of rows per block. Their sums take four of the eight tiles."""

@@ -14,7 +14,7 @@ class JsonCallParser(CallParser):
     def _call_object(self, *, is_marked: bool) -> Steps[None]:
         """Read one object. Raises Malformed.
 
-        An object after a marker can have any other members and can lack arguments. Any other object may be an answer in
+        If `is_marked`, the object can have any other members and can lack arguments. Otherwise, it may be an answer in
         JSON, so it must have arguments, and its only other members can be a type and an ID.
         """
         reader = self._reader
