@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -64,8 +65,11 @@ class FileSink:
         os.ftruncate(self._file.fileno(), num_bytes)
         if num_bytes > 0:
             # Detect a full disk before fetching the bytes. Some file systems do not support the call.
-            with suppress(NotImplementedError):
+            try:
                 os.posix_fallocate(self._file.fileno(), 0, num_bytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                    raise
 
     def write(self, offset: int, chunk: bytes) -> None:
         view = memoryview(chunk)
