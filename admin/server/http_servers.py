@@ -44,7 +44,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                # uvicorn would trust the headers of any process on this machine.
+                # By default, uvicorn trusts these headers from any process on this machine.
                 proxy_headers=False,
             )
         )

@@ -77,7 +77,9 @@ class IdempotencyKeys:
         return claim
 
     def complete(self, claim: Claim, answer: StoredAnswer, expires_us: int | None = None) -> None:
-        """Store the response for repeated calls, until `expires_us` if that is before the key's own expiry."""
+        """Store the response for repeated calls. If `expires_us` is set, the key expires at that time, or after
+        LIFETIME_US if that is earlier.
+        """
         values: dict[str, Any] = {"status": answer.status, "headers": dict(answer.headers), "body": answer.body}
         with self._database.write() as connection:
             if expires_us is not None:
@@ -116,7 +118,7 @@ def _answer(row: Row[Any], request_sha256: bytes, now_us: int) -> StoredAnswer:
     if abs(now_us - row.created_us) < RUNNING_US:
         raise KeyInUse("the first call with this Idempotency-Key is still running", retry_after_s=1.0)
     raise OutcomeUnknown(
-        "the server stopped during the first call with this Idempotency-Key: check whether it took effect, then use "
+        "the outcome of the first call with this Idempotency-Key is unknown: check whether it took effect, then use "
         "another key",
         param="Idempotency-Key",
     )

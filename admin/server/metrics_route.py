@@ -36,7 +36,7 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
             if not hmac.compare_digest(presented.encode(), token.encode()):
                 raise Unauthenticated("send the scrape token: Authorization: Bearer TOKEN")
         elif not (is_loopback and _is_direct(request)):
-            raise Unauthenticated("metrics require a scrape token here: set metrics_token")
+            raise Unauthenticated("this call requires a scrape token: set metrics_token")
         return Response(metrics.render() + render_engine(await _stats(engine), engine.info), media_type=CONTENT_TYPE)
 
     return router

@@ -117,12 +117,12 @@ class Settings(DataSettings):
     """`auto`: the `generation_config.json` uploaded with an adapter's version takes precedence over the model's."""
     tool_call_parser: str = AUTO
     """How tool calls are found in answers to prompts rendered with the model's own chat template. `auto`: the template
-    decides. `off`: calls are part of the text. Otherwise `functiongemma`, `gemma4`, `harmony`, `hermes`, `llama3_json`,
-    `mistral`, `phi` or `pythonic`.
+    decides. `off`: calls are part of the text. Other values: `functiongemma`, `gemma4`, `harmony`, `hermes`,
+    `llama3_json`, `mistral`, `phi` and `pythonic`.
     """
     reasoning_parser: str = AUTO
     """How reasoning is separated from the rest of an answer to a prompt rendered with the model's own chat template.
-    `auto`: the template decides. `off`: reasoning is part of the text. Otherwise `gemma4`, `harmony`, `mistral` or
+    `auto`: the template decides. `off`: reasoning is part of the text. Other values: `gemma4`, `harmony`, `mistral` and
     `think`.
     """
     host: str = "127.0.0.1"
@@ -202,7 +202,9 @@ class Settings(DataSettings):
     """For `file`, a path (default: `traces.jsonl` in the data directory). For `otlp`, an OTLP/HTTP URL (default: the
     OTEL_EXPORTER_OTLP_* variables)."""
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of requests that are traced. A request inside a client's trace follows the client's sampling decision."""
+    """Share of requests that are traced. A request that continues a client's trace follows the client's sampling
+    decision.
+    """
     traces_of_clients: Literal["ignore", "link", "parent"] = "link"
     """How a client's `traceparent` is used. With `parent`, clients decide which requests are traced, so they must be
     trusted.

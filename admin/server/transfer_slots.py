@@ -16,8 +16,8 @@ RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
 """Maximum cooldown that a single call adds, in seconds."""
 UNRESTED_S = 1.0
-"""A tenant whose cooldown is longer than this, in seconds, gets no slots. The calls for a single page stay below this
-limit.
+"""Longest cooldown, in seconds, at which a call that ends frees its slot immediately. The calls for a single page stay
+below this limit.
 """
 
 
@@ -32,9 +32,9 @@ class _Share:
 class TransferSlots:
     """Allows `num_slots` concurrent calls, and `num_each` per tenant, so that no tenant can take all slots.
 
-    With `rest`, each call adds `rest` times its duration, but at most MAX_REST_S, to its tenant's cooldown. While more
-    than UNRESTED_S of the cooldown remains, the tenant gets no slots. Short calls of one tenant then use at most `1 /
-    (1 + rest)` of a CPU core in total.
+    With `rest`, each call adds `rest` times its duration, but at most MAX_REST_S, to its tenant's cooldown. If more
+    than UNRESTED_S of the cooldown remains when a call ends, the call keeps its slot until only UNRESTED_S remains. In
+    the long run, short calls of one tenant therefore use at most `1 / (1 + rest)` of a CPU core in total.
     """
 
     def __init__(self, what: str, num_slots: int, num_each: int, rest: float = 0.0) -> None:

@@ -25,7 +25,9 @@ from loramux.engine.config import pack_target
 from loramux.engine.model.model_config import ModelConfig
 
 EFFECT = 0.5
-"""Magnitude of an adapter's contribution to a linear's output, relative to its input: enough to change most answers."""
+"""Magnitude of an adapter's contribution to a linear layer's output, relative to the layer's input. It is large enough
+to change most answers.
+"""
 
 SAY_EVERY = 500
 

@@ -65,7 +65,9 @@ def pairs_of(traffic: Traffic, digests: Sequence[str]) -> list[Add]:
 
 
 def answer_alone(engine: OpenEngine, pairs: Sequence[Add]) -> dict[str, Answer]:
-    """Answer each pair alone. Raises CheckError if an adapter does not change an answer."""
+    """Answer each pair alone. Raises CheckError if an adapter does not change the base's answer, or if two adapters
+    give the same answer to a prompt.
+    """
     answers: dict[str, Answer] = {}
     for pair in pairs:
         answers |= _answer(engine, [pair])
@@ -81,7 +83,9 @@ def answer_alone(engine: OpenEngine, pairs: Sequence[Add]) -> dict[str, Answer]:
 def check_mixed(
     engine: OpenEngine, traffic: Traffic, digests: Sequence[str], pairs: Sequence[Add], expected: dict[str, Answer]
 ) -> Checked:
-    """Answer the pairs among other requests while adapters are evicted. Raises CheckError if an answer differs."""
+    """Answer the pairs among other requests while adapters are evicted. Raises CheckError if an answer differs or no
+    adapter was evicted.
+    """
     others = _requests(traffic, NUM_OTHERS, digests, seed=8)
     again = {pair.sequence_id: f"{pair.sequence_id}, again" for pair in pairs}
     # Use a separate namespace of the prefix cache, so that the second answer is computed.
@@ -106,7 +110,7 @@ def _requests(traffic: Traffic, count: int, digests: Sequence[str], seed: int) -
 
 
 def _answer(engine: OpenEngine, adds: Sequence[Add]) -> dict[str, Answer]:
-    """Run requests to completion. Raises CheckError if one ends for a reason other than its length."""
+    """Run requests to completion. Raises CheckError if one ends for a reason other than `length`."""
     answers = {add.sequence_id: Answer([], []) for add in adds}
     for add in adds:
         engine.add(add)

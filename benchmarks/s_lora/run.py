@@ -21,7 +21,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Journey:
-    """Times of one request, in seconds: its arrival, its first token and its latest token."""
+    """Times of one request, in seconds: its arrival, its first token, its latest token and its end."""
 
     at_s: float
     was_resident: bool
@@ -93,7 +93,7 @@ class Window:
 class Drive:
     """One engine and its arrivals. The clock runs only during this engine's turns, so several engines can alternate.
 
-    Nothing arrives after the window has closed. Requests that are still unanswered `patience_s` later are aborted.
+    Nothing arrives after the window has closed. Requests that are still unfinished `patience_s` later are aborted.
     """
 
     def __init__(
@@ -114,8 +114,9 @@ class Drive:
         return self._now_s >= end_s and not (self._num_open and self._now_s < end_s + self._patience_s)
 
     def run(self, seconds: float) -> None:
-        """Step for `seconds` or until the run is over. Raises CheckError if a request ends for a reason other than its
-        length."""
+        """Step for `seconds` or until the run is over. Raises CheckError if a request ends for a reason other than
+        `length`.
+        """
         until_s = self._now_s + seconds
         started, cpu_started = time.perf_counter() - self._now_s, time.process_time() - self._cpu_s
         while self._now_s < until_s and not self.is_over:

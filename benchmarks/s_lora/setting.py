@@ -62,7 +62,7 @@ def check_answers(
 ) -> dict[str, dict[str, Any]]:
     """Check that answers are the same alone and in a batch with evictions, and return the figures for each policy.
 
-    Raises CheckError if an answer changes.
+    Raises CheckError as `answer_alone` and `check_mixed` do.
     """
     digests = files.digests[:NUM_ADAPTERS]
     pairs = pairs_of(traffic, digests)

@@ -19,7 +19,7 @@ ROUNDS_PER_SHARE = 4
 """Like MAX_ROUNDS, but per waiting share, for when many shares are waiting. Strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
-"""How many times as long a share with expensive requests may have to wait as a share with average requests."""
+"""Longest wait of a share with expensive requests, as a multiple of the longest wait with average requests."""
 
 ROUNDS_BETWEEN_CHECKS = 8
 """Number of admissions between two checks for shares that have waited too long."""
@@ -68,8 +68,8 @@ class FairQueue:
         self._least_active = ShareHeap(_served)
         self._least_waiting = ShareHeap(_served)
         self._heads = {True: ShareHeap(_ready_turn), False: ShareHeap(_cold_turn)}
-        # Shares to update in `_heads`. The waiting sequences of the first changed, but only the counters of the second
-        # rose.
+        # Shares to update in `_heads`. `_charged_more` has the shares whose counters rose, and `_changed` has the
+        # shares with other changes, such as a new waiting sequence.
         self._changed: dict[Share, None] = {}
         self._charged_more: dict[Share, None] = {}
         self._last_asked = (0, 0)
@@ -257,7 +257,7 @@ class FairQueue:
         for share in self._waiting:
             rounds = self._num_admissions - share.waits_since
             if rounds < bound:
-                # All later shares have waited less.
+                # No later share has waited longer.
                 break
             fair_wait = share.typical_price * self._waiting_weight / share.weight
             if rounds >= MAX_COST_RATIO * bound or self._charged - share.charged_before >= ROUNDS_PER_SHARE * fair_wait:

@@ -91,7 +91,7 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
             len(params.allowed_token_ids) <= MAX_ALLOWED_TOKENS
         ),
         f"bad_words must have at most {2 * MAX_BAD_WORDS} spellings": len(params.bad_words) <= 2 * MAX_BAD_WORDS,
-        "bad_words must not be empty": all(params.bad_words),
+        "bad_words must not contain an empty spelling": all(params.bad_words),
         f"thinking must have a budget of at least 0 and marker tokens in [0, {vocab_size})": (
             params.thinking is None or _is_usable(params.thinking, vocab_size)
         ),

@@ -24,8 +24,7 @@ _row_place = attrgetter("sequence.row_place")
 class SchedulerLimits:
     """Limits a step to `max_batch_tokens` rows, and the engine to `max_sequences` running sequences.
 
-    The adapters of the first `look_ahead` cold sequences (see `Share.cold`) are loaded before these sequences can
-    start.
+    Adapters are loaded in advance for the first `look_ahead` cold sequences (see `Share.cold`).
     """
 
     max_batch_tokens: int
@@ -50,8 +49,8 @@ class Scheduler:
         self._limits = limits
         self.running: list[Sequence] = []
         self._order: list[Sequence] = []
-        # Page shortage in the last step: whether a running sequence found no page, and the first sequence that was not
-        # admitted for lack of pages.
+        # Page shortage in the last step: whether a running sequence had to wait for pages, and the first sequence that
+        # was not admitted for lack of pages.
         self._is_short = False
         self._short_of_pages: Sequence | None = None
         # Sequences that need more pages, including the pages of their adapters, than the pool can provide.
@@ -65,7 +64,7 @@ class Scheduler:
 
     @property
     def is_short_of_pages(self) -> bool:
-        """True if a sequence found no free page in the last step."""
+        """True if a sequence had to wait for pages in the last step."""
         return self._is_short or self._short_of_pages is not None
 
     def add(self, sequence: Sequence) -> None:
@@ -143,7 +142,7 @@ class Scheduler:
         return misstated
 
     def advance(self, scheduled: list[ScheduledSequence]) -> None:
-        """Record that a step with these tokens was submitted."""
+        """Count the tokens of a submitted step as computed."""
         for item in scheduled:
             sequence = item.sequence
             sequence.num_computed += item.num_tokens
@@ -158,7 +157,7 @@ class Scheduler:
             sequence.num_reserved = num_tokens
 
     def finish(self, sequence: Sequence, is_broken: bool = False) -> None:
-        """Remove a waiting or running sequence and free its resources. If it is broken, also remove its pages from the
+        """Remove a waiting or running sequence and free its resources. If `is_broken`, also remove its pages from the
         prefix cache.
         """
         if sequence.state is SequenceState.RUNNING:

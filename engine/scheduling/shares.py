@@ -31,7 +31,7 @@ class Share:
     cold: list[Sequence] = field(default_factory=list)
     """Waiting sequences whose adapter is not resident, in the same order."""
     parked: dict[Sequence, None] = field(default_factory=dict)
-    """Sequences waiting for a higher limit. They get no turn until then."""
+    """Sequences waiting for a higher limit. They get no turn until their limit is raised."""
     num_waiting_tokens: int = 0
     num_running: int = 0
     charged: float = 0.0
@@ -74,7 +74,7 @@ class ShareHeap:
     def __init__(self, key: Callable[[Share], Turn]) -> None:
         self._key = key
         self._heap: list[tuple[Turn, int, Share]] = []
-        # Number of each share's current entry. Entries with other numbers are outdated.
+        # For each share, the update number of its current heap entry. Entries with other numbers are outdated.
         self._current: dict[Share, int] = {}
         self._num_updates = 0
 
@@ -90,7 +90,7 @@ class ShareHeap:
         self._current.pop(share, None)
 
     def first(self) -> tuple[Turn, Share] | None:
-        """The lowest key and its share. Keys are as of each share's last update."""
+        """The lowest key and its share. The key is the one that the share had at its last update."""
         while self._heap:
             key, number, share = self._heap[0]
             if self._current.get(share) == number:

@@ -11,7 +11,9 @@ from loramux.engine.timers import Timers
 
 
 class TokenGrants:
-    """Raises limits as far as the context and the pool allow. Calls `end` if the limit is not raised during a pause."""
+    """Raises limits as far as the context and the pool allow. Calls `end` with a sequence whose limit is not raised
+    before its pause ends.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,9 @@ class TokenGrants:
             self._raise(sequence, sequence.num_wanted)
 
     def extend(self, sequence: Sequence, max_tokens: int) -> None:
-        """Raise the sequence's limit, either now or when the sequence first runs. A paused sequence resumes."""
+        """Raise the sequence's limit, either now or when the sequence first runs. A paused sequence resumes if its
+        limit rises.
+        """
         num_wanted = sequence.num_prompt + max_tokens
         if sequence.add.digest is None or sequence.has_run:
             self._raise(sequence, num_wanted)
@@ -48,7 +52,9 @@ class TokenGrants:
         return sequence.num_reserved <= self._most_tokens(sequence)
 
     def pauses(self, sequence: Sequence) -> bool:
-        """Pause a sequence at its limit. Returns False if it may not pause or its limit cannot be raised."""
+        """Pause a sequence that has reached its limit. Returns False if it may not pause or its limit cannot be
+        raised.
+        """
         if sequence.add.pause_s <= 0 or sequence.num_reserved >= self._most_tokens(sequence):
             return False
         sequence.is_paused = True

@@ -62,7 +62,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Render a conversation as a prompt. Raises InvalidRequest if a limit or the template rejects it.
+        """Render a conversation as a prompt. Raises InvalidRequest if it exceeds a limit or the template rejects it.
 
         `tools` are in OpenAI's format, or None if the request has none. `kwargs` are additional variables for the
         template. `add_generation_prompt` appends the start of the assistant's turn. `continue_final_message` leaves the

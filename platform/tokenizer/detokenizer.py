@@ -53,8 +53,9 @@ class ByteDetokenizer:
 class ContextDetokenizer:
     """Decodes each token together with the preceding tokens, which works with every decoder of the tokenizers library.
 
-    The text of `ids[start:read]` has been emitted. `ids[read:]` are held back. The bytes of the tokens show whether a
-    character is incomplete. U+FFFD in the text does not, because a model can also write U+FFFD itself.
+    The text of `ids[start:read]` has been emitted. The text of `ids[read:]` is held back. The bytes of the tokens show
+    whether a character is incomplete. U+FFFD in the text does not show this, because a model can also write U+FFFD
+    itself.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:

@@ -58,10 +58,10 @@ def _library_token(token: AddedToken) -> tokenizers.AddedToken:
 
 
 def _shared_copy(base: Tokenizer) -> Tokenizer:
-    """Return a tokenizer that shares the parts of `base` and has the same added tokens.
+    """Return a copy of `base` that shares its parts, such as the model and the decoder.
 
-    If the ids of the added tokens have gaps, the tokens cannot be added to another tokenizer. In that case, the whole
-    base is copied, which takes about a second.
+    If the ids of the added tokens have gaps, adding the tokens to another tokenizer would change their ids. In that
+    case, the whole base is copied, which takes about a second.
     """
     copy, added = Tokenizer(base.model), base.get_added_tokens_decoder()
     for part in _PARTS:

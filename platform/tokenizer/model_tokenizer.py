@@ -81,7 +81,9 @@ class ModelTokenizer:
     def encode_rendered(
         self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = False
     ) -> tuple[int, ...]:
-        """Encode a rendered conversation, which already has its special tokens. Raises InvalidRequest."""
+        """Encode a rendered conversation, which already has its special tokens. Raises InvalidRequest as `encode`
+        does.
+        """
         self._check_length(text, max_tokens, "messages")
         return self._ids(text, add_special_tokens=add_special_tokens)
 

@@ -60,7 +60,7 @@ def _check_values(kwargs: Mapping[str, Any]) -> None:
         elif value is not None:
             raise _invalid("must contain only JSON values")
         if size > MAX_SIZE:
-            raise _invalid(f"is longer than {MAX_SIZE} characters")
+            raise _invalid(f"has more than {MAX_SIZE} characters and values")
 
 
 def _invalid(message: str) -> InvalidRequest:

@@ -47,7 +47,9 @@ MAX_CODE_BYTES = 512 * 1024
 """Longest compiled template that is kept, in bytes. For the supported model families, the longest has 70,000 bytes."""
 
 NICENESS = 1
-"""Niceness of a rendering. The engine and the gateway get only a slight priority, because a request is waiting."""
+"""Niceness of a rendering. It gives the engine and the gateway only a slight priority, because a request waits for the
+rendering.
+"""
 
 RETRY_S = 1.0
 
@@ -126,7 +128,9 @@ class TenantTemplates:
         return await self.check(tenant_id, source)
 
     async def check(self, tenant_id: str, source: str) -> TemplateFeatures:
-        """Return the features of a template. Raises InvalidRequest if it is not usable, RateLimited or Unavailable."""
+        """Return the features of a template. Raises RateLimited, Unavailable, or InvalidRequest if the template is not
+        usable.
+        """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise InvalidRequest(_TOO_LONG, param="chat_template", code="chat_template_refused")
         try:
@@ -137,7 +141,9 @@ class TenantTemplates:
         return answer.features
 
     def check_upload(self, source: str) -> None:
-        """Check an uploaded template. Raises AdapterRejected if it is not usable, or Unavailable. Blocking."""
+        """Check an uploaded template. Raises Unavailable, or AdapterRejected if the template is not usable.
+        Blocking.
+        """
         refused: str | None = _TOO_LONG
         if len(source) <= MAX_TEMPLATE_CHARS:
             refused = self._run(self._request(source, None, None)).refused

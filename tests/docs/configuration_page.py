@@ -91,9 +91,10 @@ MEANINGS = {
     "pool allow.",
     "max_batch_tokens": "Maximum number of tokens in one step.",
     "max_sequences": "Maximum number of sequences in one step.",
-    "max_waiting_tokens": "Maximum number of waiting prompt tokens; further requests are refused with 503 "
-    "`overloaded`.",
-    "max_waiting_s": "Longest time that a request waits for its turn, in seconds.",
+    "max_waiting_tokens": "Maximum number of tokens of all waiting requests: their prompts and the tokens reserved for "
+    "their answers. Beyond it, requests are refused with 503 `overloaded`.",
+    "max_waiting_s": "Longest time that a request waits for its first step, in seconds. After that, it is refused with "
+    "503 `overloaded`.",
     "max_resident_adapters": "Maximum number of adapters in the pool.",
     "max_pinned_share": "Largest share of the pool that pinned adapters can take, from 0 to 1.",
     "eviction_policy": "Order in which idle pages are evicted.",

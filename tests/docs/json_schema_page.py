@@ -14,8 +14,8 @@ HEAD = f"""# JSON Schema in structured output
 ensures that the page is current. [Writing a client](clients.md#structured-output) shows how to send a schema. A schema
 that the server does not support is refused with 400 `grammar_refused`, and the message names the keyword.
 
-A schema, a regex, a grammar or a list of choices has at most {MAX_TEXT_BYTES // 1024} KiB. A list has at most
-{MAX_CHOICES:,} choices.
+A schema, a regex, a grammar or a list of choices has at most {MAX_TEXT_BYTES // 1024} KiB. A list of choices has at
+most {MAX_CHOICES:,} entries.
 
 """
 

@@ -59,7 +59,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The person who signed in: claims of the ID token and `userinfo`, and tokens for later `userinfo` calls."""
+    """The person who signed in: claims of the ID token and `userinfo`, and tokens for later `userinfo` calls and for
+    signing out.
+    """
 
     claims: dict[str, Any]
     id_token: str
@@ -101,7 +103,7 @@ class OidcProvider:
         return str(url)
 
     async def redeem(self, attempt: Attempt, code: str, issuer: str | None) -> Identity:
-        """Redeem a code. Raises SignInRefused or ProviderUnavailable.
+        """Redeem an authorization code. Raises SignInRefused or ProviderUnavailable.
 
         `issuer` is the callback's `iss` parameter, or None.
         """
@@ -134,7 +136,8 @@ class OidcProvider:
     async def ask_again(self, access_token: str, refresh_token: str | None, subject: str) -> Again:
         """Read a person's current claims from `userinfo`, with a new access token if the old one has expired.
 
-        Raises SignInRefused if the provider no longer accepts the person's tokens, or ProviderUnavailable.
+        Raises ProviderUnavailable, or SignInRefused if the provider has no `userinfo` endpoint or no longer accepts the
+        person's tokens.
         """
         metadata = await self._described()
         if metadata.get("userinfo_endpoint") is None:

@@ -1,4 +1,4 @@
-"""Signing in with an administrator's key, and signing out."""
+"""Signing in with a key, and signing out."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from loramux.admin.console.visit import DATABASE_TROUBLE, console_url, frame
 from loramux.admin.server.oidc_settings import OidcSettings
 
 MAX_UNDER_WAY = 4
-"""Maximum number of concurrent sign-ins per browser, one per tab. The oldest is discarded."""
+"""Maximum number of concurrent sign-ins per browser, one per tab. When another one begins, the oldest is discarded."""
 
 log = structlog.get_logger(__name__)
 

@@ -78,7 +78,8 @@ class RejectedVersionDocument(TypedDict):
 async def list_bases(services: Services, caller: PlatformReader) -> ListDocument[BaseDocument]:
     """List the bases that servers using this database serve or have served, oldest first.
 
-    A server validates ready versions for its base in the background, and refuses requests for other versions.
+    A server validates ready versions for its base in the background, and refuses requests for versions that have not
+    passed validation.
     """
     bases = await services.call(services.bases.list)
     return whole_list([_describe(base, services.registry.base_id) for base in bases])

@@ -65,7 +65,7 @@ async def get_request(request_id: str, services: Services, caller: Reader) -> Re
 async def cancel_request(request_id: str, services: Services, caller: Writer) -> RequestDocument:
     """Cancel a request. Its client gets an error, and the tokens generated so far are charged.
 
-    A request in this process ends immediately. A request on another gateway ends at its next checkpoint, within five
+    A request on this gateway ends immediately. A request on another gateway ends at its next checkpoint, within five
     seconds. Repeating the call changes nothing.
     """
     found = await _find(services, caller, request_id)
