@@ -1,4 +1,4 @@
-"""Slots for long-running calls. A call that gets no slot within WAIT_S is refused and can be retried."""
+"""Limits concurrent calls. By default, a call that gets no slot within WAIT_S is refused and can be retried."""
 
 from __future__ import annotations
 

@@ -380,9 +380,9 @@ def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
 def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Sequence]]:
     """One share's ready or cold sequences, with their turns. Each turn assumes that all earlier sequences are admitted.
 
-    The turn of a cold sequence counts all sequences before it. The turn of a ready sequence counts only the ready
-    sequences before it, so waiting for an adapter delays no ready sequence. `rounds` is the number of admissions since
-    the share began to wait if it has waited too long, otherwise 0.
+    The turn of a cold sequence counts the cold sequences before it and at most MAX_PASSED ready sequences before it.
+    The turn of a ready sequence counts only the ready sequences before it, so waiting for an adapter delays no ready
+    sequence. `rounds` is the number of admissions since the share began to wait if it has waited too long, otherwise 0.
     """
     served, num_running, weight = share.served, share.num_running, share.weight
     passed = iter(()) if is_ready else islice(share.ready, MAX_PASSED)
