@@ -45,6 +45,13 @@ FOLDER = Path(__file__).parent
 LARGEST_BLOCK = BLOCKS[0]
 PROMPT = 16
 CHECKED_TOKENS = 4
+EXACT_PROMPTS = 2
+"""Number of prompts whose tokens must all be equal if inputs are rounded to 16 bits."""
+
+LEAST_SHARE = 0.25
+"""Minimum share of equal tokens if inputs are rounded to 8 bits. A tiny difference before rounding can then change the
+choice between tokens of similar likelihood, but a wrong product changes nearly every token.
+"""
 
 TOLERANCE = 1e-3
 """Largest accepted error of an output, relative to the largest output. Rounding the input to bfloat16 causes about as
@@ -236,14 +243,18 @@ def make_linears(form: Format, head: Format, vocab_size: int, is_dequantized: bo
 def check_tokens(base: Path, form: Format, head: Format, vocab_size: int, prompts: torch.Tensor, threads: int) -> None:
     """Compare the tokens of two float32 engines: one multiplies by codes, the other by dequantised weights."""
     answers = []
+    if form.x_bits == 16:
+        prompts = prompts[:EXACT_PROMPTS]
     for is_dequantized in (False, True):
         assembled = assemble(base, make_linears(form, head, vocab_size, is_dequantized), "float32", threads)
-        answers.append(answers_of(assembled, prompts, CHECKED_TOKENS))
+        found = answers_of(assembled, prompts, CHECKED_TOKENS)
+        answers.append([token for tokens in found.values() for token in tokens])
         assembled.adapters.close()
         del assembled
         gc.collect()
-    if answers[0] != answers[1]:
-        raise CheckError(f"the tokens of {form.name} differ from those of the dequantised weights")
+    share = sum(own == other for own, other in zip(*answers, strict=True)) / len(answers[0])
+    if share < (LEAST_SHARE if form.x_bits == 8 else 1):
+        raise CheckError(f"{1 - share:.0%} of the tokens of {form.name} differ from those of the dequantised weights")
 
 
 def measure_steps(
@@ -256,7 +267,7 @@ def measure_steps(
     for form in forms:
         own_head = form if form.bits == 16 else head
         if form.bits < 16:
-            check_tokens(base, form, own_head, shape.vocab_size, prompts[:2], threads)
+            check_tokens(base, form, own_head, shape.vocab_size, prompts, threads)
         engines[form.name] = assemble(base, make_linears(form, own_head, shape.vocab_size), "bfloat16", threads)
     cases: list[dict[str, Any]] = []
     for num_rows in rows:
@@ -269,7 +280,7 @@ def measure_steps(
             while assembled.engine.has_work:
                 assembled.engine.step()
             assembled.engine.take_outbox()
-    return {"head": head.name, "checked_tokens": 2 * CHECKED_TOKENS, "cases": cases}
+    return {"head": head.name, "checked_tokens": EXACT_PROMPTS * CHECKED_TOKENS, "cases": cases}
 
 
 def print_cases(title: str, cases: list[dict[str, Any]], console: Console) -> None:
