@@ -68,7 +68,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     `g` of the layers, block `blocks[block_starts[g, i] + p // block_tokens]` stores the K and V of each position `p`
     that a row sees. `kv_slots` int64 `[num_groups, num_tokens]` contains `block * block_tokens + p % block_tokens` for
     each row's own position. `state_starts` `[num_sequences]` contains the index in `blocks` of each sequence's first
-    state page. It is empty unless the decoder is a hybrid. All other arrays are int32.
+    state page. It is empty unless the decoder is hybrid. All other arrays are int32.
 
     `tokens` `[num_tokens]`: an entry `-1 - k` stands for token `k` chosen by the previous step, which may so far exist
     only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot, -1 for the base.

@@ -117,8 +117,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Raise a sequence's limit to `max_tokens`. This has no effect on a sequence that has already ended.
 
-    The limit is capped by the context length and by the pool space left by the sequence's adapter and pinned adapters.
-    For a sequence with an adapter, the higher limit takes effect no earlier than its first step.
+    The limit is capped by the context length and by the pool space that the sequence's adapter and the pinned adapters
+    leave. For a sequence with an adapter, the higher limit takes effect no earlier than its first step.
     """
 
     sequence_id: str
@@ -227,9 +227,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`. With `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
-    `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable`, `replica_draining` or
-    `overloaded`. `completion_tokens` counts the new tokens to bill, including the end-of-sequence token.
-    `prompt_tokens` is 0 if the sequence was never part of a step.
+    `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable`, `request_excluded`,
+    `replica_draining` or `overloaded`. `completion_tokens` counts the new tokens to bill, including the end-of-sequence
+    token. `prompt_tokens` is 0 if the sequence was never part of a step.
     """
 
     sequence_id: str
@@ -317,7 +317,7 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_compiled: int = 0
     num_reused: int = 0
-    """Sequences that needed no compilation of their own, because the grammar was already compiled or compiling."""
+    """Sequences that needed no compilation of their own, because the grammar was already compiled or being compiled."""
     compile_s: float = 0.0
     num_masks: int = 0
     mask_s: float = 0.0

@@ -31,7 +31,9 @@ class PageTable:
 
     blocks: array[int] = field(default_factory=block_list)
     first_block: int = 0
-    """Index of `blocks[0]` among all blocks of the sequence. Windowed layers have freed the pages before it."""
+    """Index of `blocks[0]` among all blocks of the sequence. It is above 0 once windowed layers have freed earlier
+    pages.
+    """
     cached: list[CachedPage | None] = field(default_factory=list)
     """Prefix-cache entries of the first pages. An entry is None if another cached page has the same content."""
 

@@ -87,7 +87,9 @@ class VersionClaims:
         """Unique to this process. After a restart, earlier claims count as another server's."""
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
-        """Claim a version, or return None if it has a verdict, is postponed, or is already claimed."""
+        """Claim a version. Return None if it has a verdict, is postponed, is already claimed, or is still left to
+        servers of another base.
+        """
         columns = adapter_versions.c
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -147,7 +149,7 @@ class VersionClaims:
     def record_files(self, claimed: ClaimedVersion, files: Sequence[UploadFile]) -> None:
         """Record the files copied from a source.
 
-        Raises ClaimLost, or AdapterRejected if another version of the adapter has the same bytes.
+        Raises ClaimLost, or AdapterRejected if another version of the adapter has the same bytes and was not rejected.
         """
         sha256 = files_sha256(files)
         assert sha256 is not None
@@ -181,7 +183,8 @@ class VersionClaims:
             self._change(connection, version.id, facts)
             # An earlier attempt may have recorded other files from the same source.
             replace_further_files(connection, version.id, verdict.files)
-            # A server of another base may publish the version if this one dies.
+            # Record the verdict for this base here, not in `publish`: if this server dies, a server of another base may
+            # publish the version.
             forget_verdicts(connection, version.id)
             if self._base_id is not None:
                 note_validated(connection, version.id, self._base_id, self._database.now_us(connection))

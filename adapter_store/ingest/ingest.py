@@ -232,7 +232,8 @@ class Ingest:
     def process(self, version_id: str) -> AdapterVersion:
         """Validate a version, then publish or reject it.
 
-        Returns the version unchanged if it has a verdict or if another server has claimed it.
+        Returns the version unchanged if this server cannot claim it, for example because it has a verdict or another
+        server has claimed it.
 
         Raises StoreError if a store or the validation process fails. The version is then retried later.
         """

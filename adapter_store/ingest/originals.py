@@ -1,7 +1,7 @@
 """Stores the data that, with the canonical file, is needed to rebuild an upload's two required files byte for byte.
 
-loramux keeps two blobs per version: the configuration as uploaded, and one blob with the header of the uploaded
-safetensors file, which begins with its own length, followed by JSON, `{"ranges": [[begin, end], ...]}`. These half-open
+loramux keeps two blobs per version. One is the configuration as uploaded. The other is the header of the uploaded
+safetensors file, including its length, followed by the JSON object `{"ranges": [[begin, end], ...]}`. These half-open
 byte ranges of the canonical file, in this order, make up the data that followed the header.
 """
 

@@ -126,10 +126,10 @@ class UploadRows:
     def add_version(self, adapter_id: str, upload_id: str) -> AddedVersion:
         """Create a new pending version from an upload.
 
-        If the upload is already used, or another version has identical files and was not rejected, that version is
-        returned instead, even if it is out of service. A version that was taken out of service therefore cannot return
-        under a new number. The upload's bytes were checked against the quota when the upload was opened. Raises
-        AdapterNotFound, UploadNotFound, UploadRefused for an expired upload, or LimitReached.
+        If a version was already created from the upload, or a version that was not rejected has identical files, that
+        version is returned instead, even if it is out of service. A version that was taken out of service therefore
+        cannot return under a new number. The upload's bytes were checked against the quota when the upload was opened.
+        Raises AdapterNotFound, UploadNotFound, UploadRefused for an expired upload, or LimitReached.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -271,7 +271,9 @@ def files_sha256(files: Collection[UploadFile]) -> str | None:
 def identical_version(
     connection: Connection, adapter_id: str, sha256: str, but: str = ""
 ) -> Row[*tuple[Any, ...]] | None:
-    """Find an adapter's first version with the same bytes, ignoring the version `but` and rejected versions."""
+    """Find an adapter's first version whose `files_sha256` is `sha256`, ignoring the version `but` and rejected
+    versions.
+    """
     columns = adapter_versions.c
     query = select(columns.id, columns.number, columns.upload_id).where(
         columns.adapter_id == adapter_id,

@@ -64,7 +64,8 @@ class VersionProcessor:
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Publish or reject a version. Return it unchanged if it has a verdict or another server has claimed it.
+        """Publish, reject or postpone a version. Return it unchanged if this server cannot claim it
+        (`VersionClaims.claim_version`).
 
         Raises StoreError if a store or the validation process fails. The version is then retried later.
         """

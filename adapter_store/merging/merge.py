@@ -127,7 +127,7 @@ def _maker(members: Sequence[_Member], name: str, is_a: bool, settings: MergeSet
     def make() -> Matrix:
         weights = []
         for _, module, weight in members:
-            # A and B are each scaled by the square root of the weight's magnitude, and A also by the weight's sign.
+            # A and B are each scaled by the square root of |weighted|, and A also by the sign of `weighted`.
             weighted = weight * module.scale
             weights.append(math.copysign(math.sqrt(abs(weighted)), weighted if is_a else 1.0))
         return combine(name, [adapter.tensor(name) for adapter, _, _ in members], weights, settings)

@@ -3,10 +3,10 @@
 In float32, the results equal PEFT's, apart from the random choices of the DARE methods.
 
 - `linear`: the weighted sum.
-- `ties` (arXiv:2306.01708): each matrix keeps its values of largest magnitude. Where their signs differ, only the
-  values with the majority's sign are averaged.
+- `ties` (arXiv:2306.01708): each matrix keeps its values of largest magnitude. At each position, only the values with
+  the majority sign are averaged.
 - `dare_linear` and `dare_ties` (arXiv:2311.03099): each matrix keeps random values, rescaled to preserve its expected
-  value.
+  value. The matrices are then combined as in `linear` and `ties`, respectively.
 
 `cat` combines the factors A and B of a module at once: see `merge.py`.
 """

@@ -36,7 +36,7 @@ SYSTEM = "system"
 
 
 class AdapterAliases:
-    """Aliases in the database. Each change is one transaction that adds one row to the history.
+    """Aliases in the database. Each move or rollback is one transaction that adds one row to the history.
 
     Revisions are numbered from 1 without gaps. An alias that is deleted and created again continues its revision
     numbers, so a revision is never ambiguous.

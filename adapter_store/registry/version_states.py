@@ -37,7 +37,8 @@ class VersionStates:
     def quarantine(self, adapter_id: str, number: int) -> AdapterVersion:
         """Take a version out of service immediately, even if aliases name it.
 
-        Those aliases then serve their other versions. Raises AdapterNotFound, VersionNotFound or VersionNotReady.
+        Those aliases then serve their other versions, if any. Raises AdapterNotFound, VersionNotFound or
+        VersionNotReady.
         """
         return self._change(adapter_id, number, ("ready", "archived", "quarantined"), "quarantined", may_be_named=True)
 

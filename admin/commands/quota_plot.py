@@ -33,7 +33,7 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
 
 
 def bar(limit: Mapping[str, Any]) -> str:
-    """Return a bar of `BAR_WIDTH` characters. Usage over the limit fills the bar.
+    """Return a bar of `BAR_WIDTH` characters. Usage over the limit, or a limit of 0, fills the bar.
 
     Nonzero usage gets at least one character, and so does a nonzero reservation if there is room.
     """

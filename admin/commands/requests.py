@@ -36,7 +36,9 @@ def cancel(
     request_id: Annotated[str, typer.Argument(help="The request's identifier, req_...", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Cancel a request within five seconds. Its client gets an error, and the tokens generated so far are charged."""
+    """Cancel a request, which ends within five seconds. Its client gets an error, and the tokens generated so far are
+    charged.
+    """
     with connected(as_json) as client:
         request = client.post(client.path("requests", request_id, "cancel"), {})
     tell(request, f"{request['id']} is {request['state']}", as_json)

@@ -38,7 +38,7 @@ def residency(
 ) -> None:
     """Show which adapters are loaded, most recently used first, and how full each tier is.
 
-    With --all, show the adapters of this server and of each server that it shares requests with.
+    With --all, show the adapters of the called server and of each server that shares requests with it.
     """
     if every and replica is not None:
         raise typer.BadParameter("use either --replica or --all")

@@ -74,7 +74,9 @@ class FrameLink(asyncio.Protocol):
             self._transport.abort()
 
     async def ended(self, timeout_s: float) -> None:
-        """Wait until all frames are transmitted and the socket is closed. After `timeout_s`, abort the connection."""
+        """Wait until all frames are transmitted and the socket is closed. After `timeout_s`, abort the connection and
+        raise TimeoutError.
+        """
         if self._transport is None:
             return
         try:

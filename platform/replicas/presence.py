@@ -126,7 +126,9 @@ class Presence:
         self._listener.refuse_new()
 
     def start(self, drain: asyncio.Event) -> None:
-        """Publish a beat every second until `close`. Once `drain` is set, refuse sequences from other servers."""
+        """Publish a beat and check a peer's claims every second, until `close`. Once `drain` is set, refuse sequences
+        from other servers.
+        """
         self._tasks.append(asyncio.create_task(self._beat_forever(), name="presence"))
         self._tasks.append(asyncio.create_task(self._drain_after(drain), name="presence-drain"))
         self._tasks.append(asyncio.create_task(self._check_claims_forever(), name="claim-checks"))

@@ -36,7 +36,9 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another live server with the same version, and with either the same base or a base in the same draw."""
+    """Another live server of the same version. It serves the same base, or one of the bases that requests are divided
+    between.
+    """
 
     row: ReplicaRow
     certificates: tuple[PublishedCertificate, ...]

@@ -30,7 +30,9 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableReading:
-    """All rows, the summaries whose versions differ from the reader's versions, and the bases' shares of requests."""
+    """The servers' rows, the summaries whose versions differ from the reader's versions, and the bases' shares of
+    requests.
+    """
 
     rows: Sequence[Mapping[str, Any]]
     summaries: Mapping[str, Summary]
@@ -54,9 +56,10 @@ class ReplicaTable:
                 connection.execute(statement.on_conflict_do_update(index_elements=["replica_id"], set_=content))
 
     def read(self, known: Mapping[str, int]) -> TableReading:
-        """Read every server's row. `known` contains the versions of the summaries that the reader already has.
+        """Read the rows of up to MAX_REPLICAS servers. `known` contains the versions of the summaries that the reader
+        already has.
 
-        Oversized values are never fetched, because only an attacker can have written them.
+        Rows and summaries with oversized values are left out, because only an attacker can have written them.
         """
         residency = adapter_residency.c
         is_sane = func.length(replicas.c.certificates) <= MAX_CERTIFICATES_CHARS

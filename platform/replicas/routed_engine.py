@@ -46,7 +46,7 @@ class RoutedEngine:
 
     `count_forwarded` receives the outcome of each forwarded sequence: `completed`, `failed` or `lost`. It also receives
     `moved` for each move away from another server. `count_fallback` is called once for each sequence that runs on a
-    base other than the drawn one.
+    base other than the one that the weights chose.
     """
 
     def __init__(
@@ -208,9 +208,7 @@ class RoutedEngine:
         return [self._bases[base_id] for base_id in route.order.bases if base_id in self._bases]
 
     def _choose(self, route: Route) -> tuple[BaseReplicas, str]:
-        """Choose a base and a replica. Raises EngineUnavailable if the only replicas serve bases that must not run the
-        sequence.
-        """
+        """Choose a base and a replica. Raises EngineUnavailable if no base that may run the sequence has a replica."""
         bases = self._bases_of(route)
         too_small: tuple[BaseReplicas, str] | None = None
         for base in bases:

@@ -17,11 +17,11 @@ LOCAL_CREDIT = 0.05
 class KnownReplica:
     """A replica's cost and residency.
 
-    `load` is the number of running and waiting sequences divided by the capacity. This number is the reported number
-    plus the change in this gateway's own sequences since the report. A report is already old when it arrives, so it may
-    lack requests that this gateway had sent before. The change is therefore measured from this gateway's lowest number
-    of sequences between the previous report and this one. This can count a request twice until the next report, but
-    never misses one.
+    `load` is the number of running and waiting sequences divided by the capacity. The number of sequences is the
+    reported number plus the change in this gateway's own sequences since the report. A report is already old when it
+    arrives, so it may lack requests that this gateway sent before its arrival. The change is therefore measured from
+    this gateway's lowest number of sequences between the previous report and this one. This can count a request twice
+    until the next report, but never misses one.
 
     `cost` is the load, plus a penalty for a pool that is short of pages, minus a credit for the local engine.
     """

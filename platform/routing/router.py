@@ -73,9 +73,9 @@ class Router:
     **Weights and floors.** Each engine enforces weights and floors among its own requests: its fair queue orders shares
     by weight, and a floor keeps a share's adapters in the engine's host memory. The router makes these local rules
     effective across replicas. Copies follow demand, so a share's waiting requests reach as many replicas as they need.
-    Homes are stable, so the same engine's floor protects the same adapters. When the fleet is full, a share with more
-    than its weighted part of this gateway's requests stays on its existing copies. It gets no additional copies and
-    does not spill, so its adapters cannot displace other shares' adapters.
+    Homes are stable, so the floor in each engine keeps protecting the same adapters. When the fleet is full, a share
+    with more than its weighted part of this gateway's requests stays on its existing copies. It gets no additional
+    copies and does not spill, so its adapters cannot displace other shares' adapters.
 
     Clocks of different machines are never compared. The `clock` argument is used only to let demand decay.
     """

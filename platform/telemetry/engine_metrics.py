@@ -76,7 +76,11 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     yield tokens
     grammars = stats.grammars
     yield _counter("loramux_engine_grammars_compiled", "Grammars compiled", grammars.num_compiled)
-    yield _counter("loramux_engine_grammars_reused", "Sequences with an already compiled grammar", grammars.num_reused)
+    yield _counter(
+        "loramux_engine_grammars_reused",
+        "Sequences whose grammar was already compiled or being compiled",
+        grammars.num_reused,
+    )
     yield _counter("loramux_engine_grammar_compile_seconds", "Time to compile grammars", grammars.compile_s)
     yield _counter("loramux_engine_grammar_masks", "Tokens chosen under a grammar's mask", grammars.num_masks)
     yield _counter("loramux_engine_grammar_mask_seconds", "Time to compute masks", grammars.mask_s)

@@ -62,11 +62,11 @@ class GatewayMetrics:
         self.requests = self._counter("loramux_requests", "Answered calls", "endpoint", "status")
         self.errors = self._counter("loramux_errors", "Calls answered with an error, by code", "endpoint", "code")
         self.request_seconds = self._histogram(
-            "loramux_request_seconds", "Time from the call to the last byte", SECONDS, "endpoint"
+            "loramux_request_seconds", "Time from the call to the last byte of its response", SECONDS, "endpoint"
         )
         self.first_token_seconds = self._histogram(
             "loramux_first_token_seconds",
-            "Time from the end of a call's validation to its first text",
+            "Time from the end of a call's validation to the first text of its answer",
             SECONDS,
             "endpoint",
         )
@@ -128,7 +128,7 @@ class GatewayMetrics:
             "loramux_forwarded_sequences", "Sequences that other servers ran for this one, by outcome", "outcome"
         )
         self.base_fallbacks = self._counter(
-            "loramux_base_fallbacks", "Sequences that ran on a base other than the drawn one"
+            "loramux_base_fallbacks", "Sequences that ran on a base other than the one that the weights chose"
         )
         self.replica_refusals = self._counter(
             "loramux_replica_refusals", "Refused servers, claims and connections, by reason", "reason"
@@ -141,7 +141,7 @@ class GatewayMetrics:
         self.validation_seconds = self._histogram("loramux_validation_seconds", "Duration of a validation", SECONDS)
         self.admin_requests = self._counter("loramux_admin_requests", "Answered admin calls", "method", "status")
         self.admin_request_seconds = self._histogram(
-            "loramux_admin_request_seconds", "Time from an admin call to the last byte", SECONDS
+            "loramux_admin_request_seconds", "Time from an admin call to the last byte of its response", SECONDS
         )
 
         # Create these series at startup, so that the first event counts as an increase.

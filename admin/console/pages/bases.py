@@ -57,7 +57,7 @@ async def confirm_revalidate(visit: Visit) -> Response:
         title=f"Validate the rejected versions of {_name(base)} again",
         before=f"{number} rejected for this base",
         after=f"{number} pending, until a server of the base has validated them",
-        affects="Nobody: servers of this base refuse these versions now, and until they are valid."
+        affects="Nobody: servers of this base refuse these versions until they are valid."
         + ("" if _running(base) else " No server serves this base at the moment, so the versions stay pending."),
         undo="Not needed: versions that are still not valid are rejected again, with the current reasons.",
         verb="Validate again",

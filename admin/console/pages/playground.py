@@ -92,7 +92,7 @@ async def stream(visit: Visit) -> Response:
 async def _key(visit: Visit, tenant: str) -> str:
     """Return the session's key for the tenant's models.
 
-    The first question creates the key. A question after its expiry replaces it.
+    The first question creates the key. A question in the last minute before its expiry, or later, replaces it.
     """
     principal = visit.session.principal
     slug = principal.tenant_slug or tenant
