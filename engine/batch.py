@@ -122,7 +122,7 @@ class StepInputs:
 
     `tokens`, `positions`, `slots` and `sample_rows` are int32. `slots` is the adapter slot of each row, or -1 for the
     base. `attention` has an entry for each of `CacheLayout.groups`. If `segments` is empty, no adapters are applied.
-    `embedding_segments` cover the rows whose adapters modify the embedding. They are empty or None if there are none.
+    `embedding_segments` cover the rows whose adapters modify the embedding. Without such rows, they are empty or None.
     In each layer, adapters modify only modules in `groups`. In a hybrid decoder, `states` lists the pages of the
     sequences' states instead of the pages of their K and V. Otherwise, it is None.
     """

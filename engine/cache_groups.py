@@ -61,7 +61,7 @@ class CacheLayout:
 
     @property
     def has_pages_of_blocks(self) -> bool:
-        """True if a block takes only some of a page's layers, instead of the whole page."""
+        """True if a block has K and V of only some layers. False if each block fills a whole page."""
         return any(group.page_step > 1 for group in self.groups)
 
     @property
@@ -126,7 +126,8 @@ def narrow_windows(windows: Sequence[int | None], max_len: int) -> tuple[int | N
 
 
 def cache_layout(windows: Sequence[int | None], max_len: int, block_tokens: int = BLOCK_TOKENS) -> CacheLayout:
-    """The layout for layers with these windows and K and V of one size, for contexts of up to `max_len` tokens.
+    """The layout for layers with these windows whose K and V all have the same size, for contexts of up to `max_len`
+    tokens.
 
     Windowed layers form a separate group if the longest sequence then holds fewer pages.
     """

@@ -76,7 +76,7 @@ class Sequence:
     """The pages of a hybrid decoder's state after the first `num_computed` tokens. Their number does not depend on the
     sequence's length. The first step ignores their contents."""
     next_offer: int = 0
-    """Value of `num_computed` at which a page can be added to the prefix cache or freed: see `KvPages.offer`."""
+    """Value that `num_computed` must reach before another page can be cached or freed: see `KvPages.offer`."""
     tokens: list[int] = field(default_factory=list)
     pending_output: list[int] = field(default_factory=list)
     """Committed tokens not yet emitted to the gateway: see `Add.tokens_at_once`."""

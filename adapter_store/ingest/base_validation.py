@@ -79,7 +79,7 @@ class BaseValidation:
         return self._bases.verdict(version_id, self._base_id)
 
     def progress(self) -> Base:
-        """Return the base, with the numbers of its versions. Raises BaseNotFound if it is not registered."""
+        """Return the base, with the numbers of versions by verdict. Raises BaseNotFound if it is not registered."""
         return self._bases.get(self._base_id)
 
     def _decide(self, version: AdapterVersion) -> None:

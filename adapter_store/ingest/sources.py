@@ -77,7 +77,7 @@ class AdapterSources:
     def open(self, url: str) -> Source:
         """Check a source again, because the allowed sources may have changed since it was recorded, and open it.
 
-        Raises UploadRefused, SourceUnavailable, or, if the revision on the hub has moved, AdapterRejected.
+        Raises UploadRefused, SourceUnavailable, or AdapterRejected, for example if the revision on the hub has moved.
         """
         location = HubLocation.parse(self.check(url))
         if location is not None:

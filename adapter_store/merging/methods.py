@@ -55,7 +55,8 @@ class SignRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MergeSettings:
-    """`density` is the share of values that each matrix keeps. With a random method, `seed` determines which values.
+    """`density` is the share of values that each matrix keeps. With a random method, `seed` determines which values are
+    kept.
 
     Raises MergeRefused for a density outside (0, 1].
     """

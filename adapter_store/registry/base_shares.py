@@ -39,7 +39,7 @@ def set_shares(database: Database, weights: Mapping[str, int]) -> None:
     """Divide requests between the bases in `weights`, or stop dividing them if `weights` is empty. Blocking.
 
     Raises InvalidBaseWeights, BaseNotFound, or BasesDiffer if the bases differ in their tokenizers, chat templates or
-    served names.
+    served names, or if a base's tokenizer is not known yet.
     """
     _check(weights)
     with database.write() as connection:

@@ -32,8 +32,7 @@ class TokenRules:
         """Reason why no token can follow, or None."""
 
     def restrict(self, mask: Mask | None, held_back: Collection[int] = ()) -> Mask | None:
-        """Return the tokens that both `mask` and the rules allow. Return None if there are none, because the sequence
-        then ends.
+        """Return the tokens that both `mask` and the rules allow. If there are none, return None and the sequence ends.
 
         A `mask` of None allows all tokens. The sampler forbids the tokens `held_back`, so they count as not allowed.
         """

@@ -18,7 +18,8 @@ from loramux.platform.replicas.route import Route
 from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, digest_prefix
 
 MAX_MOVES = 2
-"""Maximum number of times that a sequence is submitted again because its replica was lost before its first output.
+"""Maximum number of times that a sequence is submitted again because its replica was lost before the sequence's first
+output.
 
 Refusals by draining replicas do not count.
 """

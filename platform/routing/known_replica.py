@@ -5,7 +5,7 @@ from __future__ import annotations
 from loramux.platform.routing.views import ReplicaView
 
 SHORT_OF_PAGES = 0.1
-"""A pool with a smaller fraction of free pages counts as short of pages."""
+"""A pool is short of pages if its `pages_free_fraction` is below this value."""
 
 FULL_POOL_COST = 1.0
 """Penalty for a pool without free pages, in units of load."""

@@ -129,7 +129,7 @@ def _loading(counts: LoadCounts) -> Iterator[Metric]:
             held.add_metric((tier.tier,), tier.used_bytes)
             evictions.add_metric((tier.tier,), tier.num_evictions)
     labels = ("tier", "stage")
-    stages = CounterMetricFamily("loramux_adapter_stages", "Loading stages that adapters completed", labels=labels)
+    stages = CounterMetricFamily("loramux_adapter_stages", "Completed stages of adapter loads", labels=labels)
     num_bytes = CounterMetricFamily("loramux_adapter_stage_bytes", "Bytes processed by a loading stage", labels=labels)
     seconds = CounterMetricFamily("loramux_adapter_stage_seconds", "Time spent in a loading stage", labels=labels)
     for one in counts.stages:

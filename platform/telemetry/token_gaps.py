@@ -39,7 +39,7 @@ class TokenGaps(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(
-            "loramux_token_gap_seconds", "Time between two tokens of a choice", labels=["endpoint"]
+            "loramux_token_gap_seconds", "Time between consecutive tokens of a choice", labels=["endpoint"]
         )
         bounds = [*map(str, GAP_SECONDS), "+Inf"]
         for endpoint, gaps in list(self._endpoints.items()):

@@ -17,7 +17,7 @@ def test_gaps_are_shown_as_by_a_histogram_of_the_library() -> None:
     own.register(gaps)
     histogram = Histogram(
         "loramux_token_gap_seconds",
-        "Time between two tokens of a choice",
+        "Time between consecutive tokens of a choice",
         ("endpoint",),
         buckets=GAP_SECONDS,
         registry=library,
