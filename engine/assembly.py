@@ -121,7 +121,7 @@ def assemble_engine(
     note_running: Callable[[list[str]], None] | None = None,
     spans: SpanSink | None = None,
 ) -> AssembledEngine:
-    """Load the model and allocate the pool. Raises EngineError with a message that explains how to fix the problem.
+    """Load the model and allocate the pool. Raises EngineError.
 
     Other threads call `wake` when an idle engine has something to do. Only the calling thread may use the engine.
     Before each step, the engine passes the ids of the running sequences to `note_running`. `spans` receives the spans

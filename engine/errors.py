@@ -1,4 +1,4 @@
-"""Errors raised at engine startup. Each message explains how to fix the problem."""
+"""Errors raised at engine startup. Each message names the problem and, where possible, the fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ class EngineError(Exception):
 
 
 class ModelNotSupported(EngineError):
-    """The model directory is missing or malformed, or needs a feature that loramux does not support."""
+    """The model directory is missing or malformed, the model needs a feature that loramux does not support, or a
+    setting is outside the model's limits.
+    """
 
 
 class ConfigNotUsable(EngineError):
@@ -20,4 +22,6 @@ class PoolTooSmall(EngineError):
 
 
 class DeviceNotUsable(EngineError):
-    """The requested device is missing, or this installation cannot use it."""
+    """The requested device is missing, this installation cannot use it, or it lacks memory or instructions that the
+    engine needs.
+    """

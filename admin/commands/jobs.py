@@ -50,7 +50,7 @@ def show(
     job_id: Annotated[str, typer.Argument(help="The job's identifier, job_...", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Show one validation job, running or finished."""
+    """Show one validation job in any state."""
     with connected(as_json) as client:
         job = client.get(client.path("jobs", job_id))
     if as_json:
