@@ -16,7 +16,9 @@ from loramux.adapter_store.registry.records import UNFINISHED
 MAX_IN_A_ROW = 100
 """Maximum number of versions to process before the thread checks for abandoned uploads again."""
 MAX_FOR_BASE_IN_A_ROW = 20
-"""Maximum number of other bases' versions to validate before the thread looks for uploads and reports its progress."""
+"""Maximum number of versions, accepted for other bases, that are validated before the thread looks for uploads and
+reports its progress.
+"""
 
 _log = structlog.get_logger(__name__)
 

@@ -60,7 +60,7 @@ class Bases:
         self._database = database
 
     def register(self, base_id: str, served_name: str, prompt_sha256: str | None = None) -> None:
-        """Record a base before one of its servers starts to validate versions.
+        """Record a base. Call this before one of its servers starts to validate versions.
 
         `prompt_sha256` is equal for bases with the same tokenizer and chat templates.
         """

@@ -1,6 +1,6 @@
 """The current request's trace in the gateway, with negligible cost if tracing is disabled.
 
-Nothing here imports OpenTelemetry. Only `otel_tracing.py` does, and it is imported only if tracing is enabled.
+This module does not import OpenTelemetry. `otel_tracing.py` does, and it is imported only if tracing is enabled.
 """
 
 from __future__ import annotations
