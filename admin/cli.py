@@ -34,8 +34,8 @@ app = typer.Typer(
     no_args_is_help=True,
     # A traceback with local variables would reveal keys.
     pretty_exceptions_enable=False,
-    epilog="Administrative commands call the server given by --profile, or else by LORAMUX_ADMIN_URL and "
-    "LORAMUX_ADMIN_KEY, or else by the current profile.",
+    epilog="Administrative commands call the server given by --profile or LORAMUX_PROFILE, or else by "
+    "LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY, or else by the current profile.",
 )
 app.callback()(root.root)
 HERE, VERBS = "On this machine", "Over the network, with an administrator's key"

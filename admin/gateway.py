@@ -1,4 +1,4 @@
-"""`loramux gateway`: a gateway process that uses another server's engine and database and supervises neither."""
+"""`loramux gateway`: a gateway process that uses a server's engine and database and supervises neither."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def assemble_gateway(
 ) -> Iterator[AssembledGateway]:
     """Assemble the gateway process, except for its listeners.
 
-    Raises StartRefused. Entering and exiting the context both block. The database belongs to the server. A schema with
-    another version is refused, not upgraded.
+    Raises StartRefused. Entering and exiting the context both block. The database belongs to the server, so a database
+    with another schema version is refused, not upgraded.
     """
     with ExitStack() as stack:
         try:

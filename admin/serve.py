@@ -227,8 +227,7 @@ def _share(settings: Settings, config: EngineConfig, engine: LocalEngine, peers:
 
 
 def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
-    # The first start on a GPU compiles kernels for every shape, in addition to loading a possibly large model, so it
-    # gets more time.
+    # A start on a GPU gets more time: the model can be large, and the first start compiles kernels for every shape.
     supervision = Supervision(step_timeout_s=settings.engine_step_timeout_s)
     return replace(supervision, start_timeout_s=1800.0) if config.device == "cuda" else supervision
 

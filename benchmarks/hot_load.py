@@ -69,7 +69,7 @@ TARGET = 0.8
 """Lowest throughput of `pool`, relative to `plain`, that meets the target."""
 
 MAX_UNDER_WAY = 6
-"""Maximum number of concurrent loads. Memory is reserved for one adapter more."""
+"""Maximum number of concurrent loads. Memory is reserved for one more adapter."""
 
 MIN_FILES = 8
 """Minimum number of files. With fewer, the first and last loads, which overlap with few other loads, would dominate."""
@@ -92,7 +92,7 @@ class OpenPool:
             files.tier_bytes,
             str(files.directory),
             EngineMemory(bench.memory_bytes),
-            # No host tier, so that each load starts at the disk tier.
+            # Without a host tier, each load starts at the disk tier.
             HostTier(0),
             bench.num_loaders,
             self._wake,

@@ -54,8 +54,8 @@ choice between tokens of similar likelihood, but a wrong product changes nearly 
 """
 
 TOLERANCE = 1e-3
-"""Largest accepted error of an output, relative to the largest output. Rounding the input to bfloat16 causes about as
-much.
+"""Largest accepted error of an output, relative to the largest output. Rounding the input to bfloat16 causes an error
+of about this size.
 """
 
 COLD_BYTES, MAX_COPIES = 128 << 20, 16
@@ -70,7 +70,7 @@ class CheckError(Exception):
 class Format:
     """A format of the weights of linear layers, and the number of bits to which their inputs are rounded.
 
-    `group` None means one scale per output.
+    If `group` is None, each output has one scale.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Measures the memory that a trained head takes, and its time on a CPU relative to the time of the base's head.
+"""Measures the memory that a trained head takes, and the time that it takes on a CPU relative to the base's head.
 
 The head has 128,256 rows, like the head of Llama 3. It is narrow enough for a small machine, which hardly affects the
 ratio, because both heads read memory in proportion to their width. The base's head computes the logits of one step's
@@ -34,7 +34,7 @@ FEW = 64
 """Number of trained tokens of an adapter that adds a few markers."""
 
 OTHER_BYTES = 512 << 20
-"""Number of bytes that replace the contents of the caches before each measurement. It exceeds their size."""
+"""Number of bytes that replace the contents of the caches before each measurement. This exceeds the caches' size."""
 
 TOLERANCE = 0.02
 """Largest accepted error, relative to the largest logit. The base's head may round its input to bfloat16."""

@@ -36,7 +36,9 @@ class AdminError(Exception):
 
 
 class ServerUnreachable(Exception):
-    """No server is configured, no loramux server answers at the admin URL, or the connection broke."""
+    """No server is configured, no loramux server answers at the admin URL, its blob store does not answer, or the
+    connection broke.
+    """
 
 
 class AdminClient:

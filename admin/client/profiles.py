@@ -76,7 +76,7 @@ class ProfileFile:
     def add(self, profile: Profile) -> None:
         """Save a profile, replacing any profile of the same name.
 
-        If no profile is current, it becomes the current profile.
+        If no profile is current, the saved profile becomes the current one.
         """
         if _NAME.fullmatch(profile.name) is None:
             raise ProfileError(

@@ -170,7 +170,7 @@ class QuotaChange(QuotaSubject):
 
 
 class QuotaQuestion(QuotaSubject):
-    """A hypothetical request, checked against the current quotas or, if `quota` is given, with that quota added."""
+    """A hypothetical request, checked against the current quotas or, if `quota` is given, with that quota in force."""
 
     prompt_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
     max_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)

@@ -53,8 +53,8 @@ OFFERED = 64_000
 """Tokens per second that the engine generates for all streams together, more than a gateway can pass on."""
 PACED_STEP_US = 20_000
 PACED_RAMP_S = 1.0
-"""Time, in seconds, within which the paced streams begin. Otherwise, the gaps would show how fast 128 requests are
-admitted.
+"""Time, in seconds, within which the paced streams begin. If all began at once, the gaps would show how fast 128
+requests are admitted.
 """
 WARM_S = 0.5
 COLUMNS = {

@@ -1,4 +1,4 @@
-"""The file of figures. Runs of different loads can share it."""
+"""Combines the figures of a run with the figures of other loads from an earlier run's file."""
 
 from __future__ import annotations
 

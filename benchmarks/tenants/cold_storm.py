@@ -9,10 +9,11 @@ pool. Four kinds of extra traffic alternate in one run:
     storm   the same requests as in `warm` at the same times, each for an adapter that was never loaded
 
 Every new adapter is read from the disk or from the blob store, verified, and copied to the pool. About half of the new
-adapters evict another adapter. The result is the time between consecutive tokens of a resident stream. `loads` over
-`quiet` and `storm` over `warm` show the cost of loading. `storm` over `quiet` also includes the storm's own requests.
+adapters evict another adapter. The result is the p99 of the time between consecutive tokens of a resident stream.
+`loads` over `quiet` and `storm` over `warm` show the cost of loading. `storm` over `quiet` also includes the storm's
+own requests.
 
-Each kind of traffic runs for two seconds at a time, and requests for 20 new adapters arrive per second. The speed of a
+Each kind of traffic runs for two seconds at a time, with 20 requests or `Load` messages per second. The speed of a
 shared machine can drift by a third within ten seconds, so longer turns could not resolve a difference of 10 %.
 """
 

@@ -74,8 +74,7 @@ def compare(samples: Rounds, target: Target) -> Comparison:
 
 
 def ratio(way: Sequence[float], reference: Sequence[float]) -> float:
-    """The p99 of `way` divided by the p99 of `reference`. Infinity if a p99 is infinite or unknown, or the second is
-    0."""
+    """The p99 of `way` divided by the p99 of `reference`. Infinity if a p99 is infinite or the second is 0."""
     above, below = percentile(way, 99), percentile(reference, 99)
     return above / below if math.isfinite(above) and 0 < below < math.inf else math.inf
 

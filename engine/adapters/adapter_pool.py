@@ -153,7 +153,8 @@ class AdapterPool:
 
         Staged adapters get room in queue order. A staged adapter never evicts an adapter that an earlier sequence is
         waiting for, so the first sequence in the queue always makes progress. A failed load is removed, so the next
-        request tries again. Staged adapters that no sequence near the front of the queue needs are removed too.
+        request tries again. Staged adapters that neither a sequence near the front of the queue nor a call needs are
+        removed too.
         """
         self._demand = demand
         settled: list[AdapterLoad] = []
@@ -217,7 +218,7 @@ class AdapterPool:
         return load.digest in self._demand.queue_positions
 
     def position_of(self, load: AdapterLoad) -> int:
-        """Position of the first sequence waiting for the adapter, or AFTER_ALL if none is waiting."""
+        """Position of the first sequence or call waiting for the adapter, or AFTER_ALL if none is waiting."""
         return self._demand.queue_positions.get(load.digest, AFTER_ALL)
 
     def num_pages_before(self, position: int) -> int:
@@ -269,7 +270,8 @@ class AdapterPool:
     def _place(self) -> None:
         """Place staged adapters in queue order. The first adapter that does not fit blocks the rest.
 
-        A staged adapter that no sequence near the front needs is unloaded, because it would be evicted before use.
+        A staged adapter that neither a sequence near the front of the queue nor a call needs is unloaded, because it
+        would be evicted before use.
         """
         for load in [one for one in self._staged if one.digest not in self._demand.queue_positions]:
             self.unload(load.digest)

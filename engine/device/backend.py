@@ -67,7 +67,7 @@ class MakeExperts(Protocol):
 
 
 def stack_experts(num_experts: int, weights: Iterator[torch.Tensor], bias: torch.Tensor | None) -> StackedExperts:
-    """Stack the weights as `[num_experts, out_features, in_features]`, with at most one expert in memory twice."""
+    """Stack the weights as `[num_experts, out_features, in_features]`, without holding all experts in memory twice."""
     first = next(weights)
     stacked = first.new_empty(num_experts, *first.shape)
     stacked[0] = first

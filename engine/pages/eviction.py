@@ -39,7 +39,7 @@ class Evictable(Protocol):
 
     @property
     def is_waited_for(self) -> bool:
-        """True if a waiting sequence needs the item. Only a sequence earlier in the queue can then evict it."""
+        """True if a waiting sequence or call needs the item. Only a sequence earlier in the queue can then evict it."""
         ...
 
     def evict(self) -> None:

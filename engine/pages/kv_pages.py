@@ -216,7 +216,7 @@ class KvPages:
         return [cached for _, cached in sorted(found, key=itemgetter(0), reverse=True)]
 
     def disown(self, sequence: Sequence) -> None:
-        """Remove the pages of a sequence that produced non-finite values from the prefix cache, including pages that
+        """Remove from the prefix cache the pages of a sequence that produced non-finite values, including pages that
         the sequence has freed.
         """
         for index, group in enumerate(self._groups):
@@ -286,6 +286,6 @@ class KvPages:
         return keys[block] + group.to_bytes(1, "little") if group else keys[block]
 
     def _digest(self, sequence: Sequence, block: int) -> str | None:
-        """The adapter that modified tokens of the sequence's block, or None."""
+        """Digest of the adapter that applies to tokens of the block, or None."""
         is_base = (block + 1) * self._block_tokens <= sequence.activation
         return None if is_base else sequence.add.digest

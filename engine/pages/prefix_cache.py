@@ -49,7 +49,7 @@ class PrefixCache:
     def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int], num_base_tokens: int = 0) -> bytes:
         """Key of the page (or block) of `tokens` that follows the page with the key `parent`.
 
-        The adapter does not modify the first `num_base_tokens` tokens. Equal tokens can have different
+        The adapter does not apply to the first `num_base_tokens` tokens. Equal tokens can have different
         `num_base_tokens`, because later tokens of a prompt can move the activation.
         """
         assert len(tokens) == self._page_tokens

@@ -29,8 +29,8 @@ class AdapterLoads:
     async def load(self, digest: str, charge: LoadCharge | None, timeout_s: float) -> AdapterState:
         """Load an adapter. If it is not resident and `charge` is given, apply the charge first.
 
-        Raises QuotaExceeded before loading anything, TimeoutError if the engine is still loading the adapter after
-        `timeout_s`, EngineUnavailable, or an exception in TROUBLE.
+        Raises QuotaExceeded or DatabaseTrouble before loading anything, TimeoutError if the engine is still loading the
+        adapter after `timeout_s`, EngineUnavailable, or an exception in TROUBLE.
         """
         if charge is not None:
             await self._admit(digest, charge)

@@ -121,8 +121,8 @@ class Choice:
 
     @property
     def completion_tokens(self) -> int:
-        """Number of generated tokens to charge: the engine's count, or the received tokens if the engine reported no
-        count.
+        """Number of generated tokens to charge, at most `keep`: the engine's count, or the received tokens if the
+        engine reported no count.
         """
         finished = self.finished
         if finished is None:

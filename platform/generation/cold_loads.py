@@ -45,9 +45,10 @@ def held_nowhere_else(digest: str, base_id: str | None) -> bool:
 class ColdLoads:
     """Predicts cold loads from the engine's last report of its pool and this gateway's own loads since then.
 
-    While requests arrive, a report is at most `REPORT_INTERVAL_S` old. Until the next report, an evicted adapter counts
-    as resident, and an adapter that several gateways load concurrently counts as a cold load for each of them. No
-    request is refused because of an outdated report: see `admit`. Before the first report, no load counts as cold.
+    While requests for adapters arrive, a new report is requested every `REPORT_INTERVAL_S`. Until the next report, an
+    evicted adapter counts as resident, and an adapter that several gateways load concurrently counts as a cold load for
+    each of them. No request is refused because of an outdated report: see `admit`. Before the first report, no load
+    counts as cold.
 
     A load also does not count as cold while `is_held_elsewhere` finds the adapter on another server, which can run the
     request. If servers of another base run the request, only their adapters count.
@@ -77,7 +78,7 @@ class ColdLoads:
         is_tied: bool = False,
         other_base: str | None = None,
     ) -> T:
-        """Call `hold` with True if the engine must load the adapter, and return its result.
+        """Call `hold` and return its result. The argument of `hold` is True if the engine must load the adapter.
 
         With `is_tied`, this server's own engine must load the adapter, even if other servers hold it. `other_base` is
         the base whose servers will run the request, or None if it is this server's own.

@@ -45,7 +45,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None
-    """Completion tokens that belong to the reasoning. None if the model does not reason."""
+    """Completion tokens that belong to the reasoning. None if the answer contains no reasoning."""
 
 
 class Generation:
@@ -190,7 +190,8 @@ class Generation:
                 continue
             self._events.put(delta)
             if choice.is_done:
-                # A stop string was found, so stop the engine and wait only for its final report.
+                # A stop string was found, or the request asks only for the prompt. Abort the sequence, and wait only
+                # for its final report.
                 self._engine.abort(choice.add.sequence_id, keep=choice.keep)
                 if all(other.is_done for other in self._choices):
                     self._end_early()

@@ -48,7 +48,9 @@ class RequestsInFlight:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[RequestInFlight]:
-        """List one tenant's requests, or every tenant's, newest first. `only` restricts the list to these adapters."""
+        """List one tenant's requests, or every tenant's, newest first. `only` restricts the list to requests for these
+        adapters.
+        """
         query = _select_open()
         if tenant_id is not None:
             query = query.where(schema.reservations.c.tenant_id == tenant_id)
@@ -64,7 +66,7 @@ class RequestsInFlight:
         return _request(row) if row is not None else None
 
     def cancel(self, request_id: str) -> RequestInFlight | None:
-        """Ask the gateway that runs the request to end it. The gateway notices at its next checkpoint.
+        """Ask the gateway that runs the request to end the request at its next checkpoint.
 
         Returns None if the request is not running. Repeated calls keep the time of the first call.
         """

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 class SpoolFull(Exception):
-    """The record would exceed the spool's maximum size."""
+    """The record would make the spool exceed its maximum size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ _KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
 
 class GrammarRefused(Exception):
-    """The constraint is not supported or exceeds a limit.
+    """The constraint is invalid, is not supported, or exceeds a limit.
 
     `keywords` are the unsupported JSON Schema keywords. `param` names the invalid field if the constraint was built
     from several fields.
@@ -161,7 +161,7 @@ def _refuse_nested_ids(schema: Any) -> None:
 
 
 def _try_out(matcher: LLMatcher, vocab_size: int) -> None:
-    """Follow the grammar with random tokens. Raises GrammarRefused if it exceeds a limit."""
+    """Follow the grammar with random tokens. Raises GrammarRefused if it exceeds a limit or allows no token."""
     import numpy as np
 
     generator = random.Random(0)

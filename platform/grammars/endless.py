@@ -44,7 +44,7 @@ def is_endless_schema(schema: Any) -> bool:
 
 
 def _reachable(root: Any) -> list[Any]:
-    """Return every subschema that the value of `root` may have to satisfy."""
+    """Return every subschema that a value of the schema `root`, or a part of the value, may have to satisfy."""
     nodes, seen = [root], {id(root)}
     for node in nodes:
         for child in _children(node, root):

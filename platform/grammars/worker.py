@@ -21,7 +21,9 @@ from loramux.engine.grammars.vocabulary import VocabularyNotUsable, load_vocabul
 from loramux.platform.grammars.check import GrammarRefused, checked_grammar
 
 STACK_BYTES = 4 << 20
-"""Stack size of a check. It is smaller than the engine's, so a grammar that passes here cannot overflow there."""
+"""Stack size of a check, in bytes. It is smaller than the engine's, so a grammar that passes here cannot overflow
+there.
+"""
 
 
 def main() -> int:

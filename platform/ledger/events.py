@@ -101,7 +101,7 @@ class Ledger:
         after: UsageEvent | None = None,
         only: Collection[str] | None = None,
     ) -> Sequence[UsageEvent]:
-        """Return the next chunk of an export: up to EXPORT_ROWS events, in the order in which they finished.
+        """Return the next chunk of an export: up to EXPORT_ROWS events, in the order in which their requests finished.
 
         Each chunk is read in its own transaction, so that a slow client does not keep a transaction open.
         """

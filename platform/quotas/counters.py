@@ -7,7 +7,8 @@ from typing import NamedTuple
 from loramux.platform.quotas.metrics import MAX_RATE
 
 UNITS = 60_000_000
-"""Bucket units per request or token: the microseconds in a minute. A bucket gains `limit` units per microsecond."""
+"""Bucket units per request, token or load: the microseconds in a minute. A bucket gains `limit` units per microsecond.
+"""
 
 
 class CounterKey(NamedTuple):

@@ -124,7 +124,7 @@ def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTo
 def decide(
     bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
 ) -> Decision:
-    """Admit a request if every policy allows it. Raises RequestTooLarge or QuotaExceeded."""
+    """Admit a request if every hard policy allows it. Raises RequestTooLarge or QuotaExceeded."""
     judged = verdicts(bindings, counters, demand, now_us)
     refused = refusal(judged, now_us)
     if refused is not None:
@@ -197,7 +197,7 @@ def exceeded_headers(exceeded: Sequence[QuotaPolicy]) -> dict[str, str]:
 
 
 def _limits(standing: Sequence[tuple[Binding, Counter]], now_us: int) -> tuple[RateLimit, ...]:
-    """For requests and for tokens per minute, return the limit with the least remaining amount."""
+    """Return the tightest limits on requests per minute and on tokens per minute. Shadow policies do not count."""
     tightest: dict[str, RateLimit] = {}
     for binding, counter in standing:
         kind = _HEADER_KINDS.get(binding.policy.metric)

@@ -23,7 +23,7 @@ class Kind(StrEnum):
     BUDGET = "budget"
     """The amount used in a day or a month of the tenant's timezone."""
     STOCK = "stock"
-    """The stored amount, which the database counts whenever a tenant adds to it."""
+    """The stored amount, counted in the database whenever a tenant adds to it."""
 
 
 class Unit(StrEnum):

@@ -49,7 +49,9 @@ class EffectiveLimit:
     window: Window | None
     """The window of a budget. None for other kinds."""
     reset_us: int | None
-    """When the whole limit is free again if nothing more is used. None if waiting does not free it."""
+    """When the whole limit is free again if nothing more is used. None for concurrency and stock, which waiting does
+    not free.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

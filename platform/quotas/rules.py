@@ -13,7 +13,7 @@ RETRY_US = 1_000_000
 """Suggested wait, in microseconds, while running requests may still release enough."""
 
 NEVER_US = 3_600_000_000
-"""Suggested wait, in microseconds, if only a change by an operator can help."""
+"""Suggested wait, in microseconds, if waiting alone does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Binding:
         return NEVER_US
 
     def remaining(self, counter: Counter) -> int:
-        """Return the amount free now, in whole requests, tokens or nanos."""
+        """Return the amount free now, in whole units of the metric."""
         if self.metric.kind is Kind.RATE:
             return max(0, counter.free_units // UNITS)
         return max(0, self.policy.limit - counter.used - counter.reserved)
@@ -159,7 +159,9 @@ class Binding:
         return counter if spent.keeps(self.metric) else self._filled(counter, held)
 
     def is_overdrawn(self, counter: Counter) -> bool:
-        """True if a budget's used and reserved amounts exceed its limit, or if a bucket is below zero."""
+        """True if a budget's used and reserved amounts exceed its limit, or if a bucket holds less than its reserved
+        amount.
+        """
         if self.metric.kind is Kind.RATE:
             return counter.free_units < 0
         return self.metric.kind is Kind.BUDGET and counter.used + counter.reserved > self.policy.limit

@@ -35,7 +35,7 @@ class Function:
 
     @property
     def tool(self) -> dict[str, Any]:
-        """The entry of a request's `tools`."""
+        """The function's entry in the `tools` of a request."""
         parameters = {"type": "object", "properties": dict(self.properties), "required": list(self.properties)}
         return {
             "type": "function",

@@ -40,7 +40,8 @@ class PlacementDocument(TypedDict):
 async def pin_version(adapter_id: str, number: Number, services: Services, caller: PlatformAdmin) -> PlacementDocument:
     """Load a ready version and keep it in the page pool until `unpin`, even across restarts of the engine.
 
-    Refused with `pin_limit` if the pinned adapters would exceed the server's limit on the pinned share of the pool.
+    Refused with `pin_limit` if the pinned adapters would exceed the server's limit on the pinned share of the pool, or
+    leave too few pages for a request that was already accepted.
     """
     version = await _find_ready(services, caller, adapter_id, number)
     assert version.digest is not None

@@ -120,7 +120,9 @@ async def list_uploads(
 
 @router.delete("/{upload_id}", status_code=204)
 async def cancel_upload(adapter_id: str, upload_id: str, services: Services, caller: Developer) -> Response:
-    """Cancel an open upload and delete its files. They no longer count against quotas. Refused for a used upload."""
+    """Cancel an open upload and delete its files, which then no longer count against quotas. A used upload cannot be
+    cancelled.
+    """
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.ingest.cancel_upload, adapter.id, upload_id)
     return Response(status_code=204)

@@ -30,9 +30,9 @@ class VersionDocument(TypedDict):
     `digest` is the digest of the weights. A model name can contain `version_digest`, which also covers the optional
     files, after `@sha256:`. `chat_template` is the SHA-256 of the version's own template. `generation_config` contains
     its sampling defaults. `tool_call_parser` and `reasoning_parser` are the parsers uploaded with the version.
-    `added_tokens` maps each token that the version adds to the base's vocabulary to its id, or is null if it adds none.
-    `invocation_tokens` lists the token ids that activate an activated LoRA, or is null if the adapter is always active.
-    `report` is the validation report. The digests and sizes are null until validation succeeds.
+    `added_tokens` contains the id of each token that the version adds to the base's vocabulary, or is null if it adds
+    none. `invocation_tokens` lists the token ids that activate an activated LoRA, or is null if the adapter is always
+    active. `report` is the validation report. The digests and sizes are null until validation succeeds.
     """
 
     id: str
@@ -110,8 +110,8 @@ async def get_version(adapter_id: str, number: Number, services: Services, calle
 
 @router.post("/{number}/archive")
 async def archive_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> WithdrawnVersion:
-    """Take a version out of service. This is refused while an alias points at it. Running requests finish. `restore`
-    undoes the call.
+    """Take a version out of service. The call is refused while an alias points at the version. Running requests finish.
+    `restore` undoes the call.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.archive, adapter.id, number))

@@ -43,8 +43,8 @@ async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers
     """Load versions into the engine at the caller's expense. Versions that are not ready are skipped, because the route
     reports them.
 
-    Raises QuotaExceeded, AdapterNotValidated, or Unavailable if a load fails. Earlier versions may have been loaded by
-    then.
+    Raises QuotaExceeded, AdapterNotValidated, EngineUnavailable, or Unavailable if a load fails. Earlier versions may
+    have been loaded by then.
     """
     charge = load_charge(caller, adapter_id)
     for number in numbers:
