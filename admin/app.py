@@ -70,7 +70,7 @@ def _operation_id(route: APIRoute) -> str:
 
 @cache
 def _rest_routes() -> APIRouter:
-    """Return the admin routes. They contain no app state and are built only once, because building them takes 200 ms."""
+    """Return the admin routes, which contain no app state. They are built only once, because that takes 200 ms."""
     routes = APIRouter(generate_unique_id_function=_operation_id)
     for module in ROUTERS:
         routes.include_router(module.router, prefix="/admin/v1")

@@ -323,7 +323,7 @@ def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stage
 
 @contextmanager
 def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
-    """Seconds per gigabyte in each loading stage during the block, from the engine's own statistics."""
+    """Seconds per gigabyte in each loading stage during the `with` block, from the engine's own statistics."""
     found: dict[str, float] = {}
     before = bench.stage_counts()
     yield found

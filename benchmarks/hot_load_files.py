@@ -69,7 +69,7 @@ class HotFiles:
         return np.random.default_rng(int(digest[:8], 16)).integers(0, 256, shape, np.uint8)
 
     def make(self) -> None:
-        """Write all files through to the disk, so that the operating system can drop its cached pages."""
+        """Write all files through to the disk, so that the operating system can drop them from its page cache."""
         tier = DiskTier(self.directory, self.tier_bytes, self.target.pack_key)
         layout = self.target.layout(self._ranks())
         scales = np.full(layout.ranks.shape, 2.0, np.float32)

@@ -79,7 +79,9 @@ class Format:
     x_bits: int = 16
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        """Round `x` as the products do. Rounding to 16 bits is left out, because `TOLERANCE` covers its error."""
+        """Round `x` as the format's own kernels do. Rounding to 16 bits is left out, because `TOLERANCE` covers its
+        error.
+        """
         return round_to_bytes(x, min(self.group or LARGEST_BLOCK, LARGEST_BLOCK)).float() if self.x_bits == 8 else x
 
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:

@@ -46,7 +46,7 @@ class Figures:
     p99_gap_ms: float | None
     tokens_per_event: float | None
     cores: float
-    """Processor time of the gateway's process per second."""
+    """Processor time of the system's process per second."""
     processor_us_per_token: float
 
 

@@ -83,7 +83,7 @@ class WallClock:
         return time.perf_counter() - self._started
 
     def skip_to(self, at_s: float) -> None:
-        """Do nothing, because the engine's step waits."""
+        """Do nothing, because the engine's step waits until then."""
 
 
 class ProcessorClock:

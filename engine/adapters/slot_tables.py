@@ -110,7 +110,7 @@ class SlotTables:
         return int(self._num_rows[slots[slots >= 0], module].max(initial=0))
 
     def vocab_sizes(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-        """Vocabulary sizes of the adapters in `slots`, int32, where -1 is the base. None if all are the base's size."""
+        """Vocabulary sizes of the adapters in `slots`, int32, where -1 is the base. None if all equal the base's."""
         sizes = np.where(slots >= 0, self._vocab_sizes[slots], np.int32(self._base_vocab_size))
         return sizes if (sizes != self._base_vocab_size).any() else None
 

@@ -20,14 +20,14 @@ RUNNING = -1
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A cached prefix of `num_tokens` tokens: the pages of each group that later tokens see."""
+    """A cached prefix of `num_tokens` tokens: for each group, the pages that later tokens see."""
 
     num_tokens: int = 0
     pages: tuple[tuple[CachedPage, ...], ...] = ()
 
     @property
     def num_idle(self) -> int:
-        """Number of pages that no sequence uses. They can be evicted until a sequence starts with them."""
+        """Number of pages that no sequence uses. They can be evicted until a sequence starts with this prefix."""
         return sum(cached.num_users == 0 for pages in self.pages for cached in pages)
 
 

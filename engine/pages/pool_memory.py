@@ -49,7 +49,7 @@ def allocate_pool(
 ) -> PoolViews:
     """Allocate as many whole pages as fit in `pool_bytes`. Raises PoolTooSmall if no page fits or memory runs out.
 
-    With `has_cache_groups`, groups of layers have separate pages for K and V.
+    With `has_cache_groups`, each group of layers has its own KV pages.
 
     The memory is not cleared, because no page is read before its owner has written it.
     """

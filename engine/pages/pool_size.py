@@ -1,4 +1,4 @@
-"""The default size of the page pool, without torch."""
+"""The default size of the page pool. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The usage reported to the caller and charged."""
+    """The usage that is reported to the caller and charged."""
 
     prompt_tokens: int
     completion_tokens: int

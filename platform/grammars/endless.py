@@ -69,8 +69,8 @@ def _children(node: Any, root: Any) -> Iterator[Any]:
 
 
 def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
-    """Return whether a finite value satisfies `node`. `can_end` contains the `id()` of each subschema known to have
-    one.
+    """Return whether a finite value satisfies `node`. `can_end` contains the `id()` of each subschema that a finite
+    value is known to satisfy.
     """
     if not isinstance(node, dict):
         return True
@@ -137,13 +137,13 @@ def is_endless_lark(text: str) -> bool:
 
 @dataclass(slots=True)
 class _Group:
-    """The alternatives read since an opening bracket."""
+    """The state of the alternatives read since an opening bracket."""
 
     is_optional: bool = False
     has_ending: bool = False
     """True if an earlier alternative can end."""
     can_end: bool = True
-    """True if the current alternative can end, apart from its last item."""
+    """True if all items of the current alternative except the last can end."""
     last_ends: bool = True
 
     def add(self, ends: bool) -> None:

@@ -40,7 +40,7 @@ class _Fact(NamedTuple):
 
 
 class _RollupRow(NamedTuple):
-    """A row of `usage_rollups`, or an increment to a row. The last fields are AMOUNTS."""
+    """A row of `usage_rollups`, or an increment to a row. The last fields are the amounts named in AMOUNTS."""
 
     grain: int
     span_us: int

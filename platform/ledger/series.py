@@ -43,7 +43,7 @@ class SeriesNumbers:
         return found
 
     def remember(self, numbers: Mapping[SeriesKey, int]) -> None:
-        """Cache the result of `find`, once its transaction has committed."""
+        """Cache the result of `find`. Call this only after the transaction has committed."""
         if len(self._known) + len(numbers) > MAX_REMEMBERED:
             self._known.clear()
         if len(numbers) <= MAX_REMEMBERED:

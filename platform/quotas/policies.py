@@ -134,7 +134,7 @@ class QuotaPolicies:
         """
         unknown = NotFound("there is no such quota", code="quota_not_found")
         with self._database.write() as connection:
-            # Subject and metric never change, so they can be read before the locks are taken.
+            # A policy's subject and metric never change, so they can be read before the locks are taken.
             row = connection.execute(select(_policies).where(_policies.c.id == policy_id)).one_or_none()
             if row is None:
                 raise unknown

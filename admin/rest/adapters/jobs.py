@@ -52,7 +52,7 @@ async def list_jobs(
 
 @router.get("/{job_id}")
 async def get_job(job_id: str, services: Services, caller: Reader) -> JobDocument:
-    """Get one job, running or finished."""
+    """Get one job, whatever its state."""
     job = await services.call(services.jobs.get, job_id)
     if job is None or not caller.may_see_adapter(job.tenant_id, job.adapter_id):
         raise NotFound("there is no such job", code="job_not_found")
