@@ -32,7 +32,8 @@ Progress = Callable[[str, int], None]
 
 
 class PushRefused(Exception):
-    """The directory is not a valid adapter, the server rejected the adapter, or its version was not ready in time.
+    """The directory is not a valid adapter, the server rejected the adapter, or its version is out of service or was
+    not ready in time.
 
     `code` and `param` say why.
     """
@@ -73,8 +74,8 @@ def push_adapter(
     tokens that the base lacks are extracted from the tokenizer. `tenant` is a slug or an identifier. A push that fails
     or is interrupted cancels its upload.
 
-    Raises PushRefused if the directory is not an adapter, the server rejects it, or `timeout_s` passes. Raises
-    AdminError if the server refuses a call.
+    Raises PushRefused if the directory is not an adapter, the server rejects it, an earlier version with the same files
+    is out of service, or `timeout_s` passes. Raises AdminError if the server refuses a call.
     """
     with _with_parsers(adapter_files(directory, without), parsers or {}) as paths:
         if VOCABULARY_NAME in without or any(path.name == VOCABULARY_NAME for path in paths):

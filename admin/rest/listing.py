@@ -1,4 +1,4 @@
-"""The common shape of lists: `{object, data, first_id, last_id, has_more}`, newest first."""
+"""The common shape of lists: `{object, data, first_id, last_id, has_more}`. Lists with pages are newest first."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int)
         if num_answered < arguments.loads or (way == STORM and observed.num_cold < arguments.loads):
             raise CheckError(f"only {num_answered} of {arguments.loads} adapters loaded, {observed.num_cold} were cold")
     elif observed.counted("num_adapter_loads") or observed.num_cold:
-        raise CheckError("adapters were loaded in a window that should load none")
+        raise CheckError("adapters were loaded in a window in which none should be loaded")
     return observed
 
 
