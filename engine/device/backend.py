@@ -77,7 +77,7 @@ def stack_experts(num_experts: int, weights: Iterator[torch.Tensor], bias: torch
 
 
 class MakeQuantizedExperts(Protocol):
-    """Like `MakeExperts` for quantised weights. Returns None if the device cannot keep all of these weights quantised."""
+    """Like `MakeExperts` for quantised weights. Returns None if the device cannot keep all of them quantised."""
 
     def __call__(
         self, num_experts: int, weights: Iterator[QuantizedWeight | torch.Tensor], bias: torch.Tensor | None
