@@ -27,7 +27,7 @@ class SlotTables:
 
     `outer_factors` are the factors that the base applies to the outputs of the outer modules. `device` contains the
     tables that kernels read. On a GPU, each slot is staged in host memory and copied in step order. A slot's staging
-    memory can be overwritten without waiting for the last copy of the slot. Before each write, the new adapter is
+    memory can be overwritten without waiting for the last copy of the slot: before each write, the new adapter is
     copied into its pages, and that copy waits for everything submitted before it (see `PageCopier`).
     """
 
