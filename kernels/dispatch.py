@@ -201,7 +201,7 @@ class KernelShapes:
 
 
 def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, pdl: bool = False) -> Kernels:
-    """The kernels for `device` over `pool`, which support all of `shapes`.
+    """Kernels for `device` that read and write `pool` and support all of `shapes`.
 
     `pdl` lets an expand start before its shrink has ended, on GPUs that support it (compute capability 9 or later).
     Raises ValueError, naming the limit, if the device has no kernels or its kernels do not support the pool or a shape.

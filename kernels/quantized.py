@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
-"""Codebook of int8. A code is the value's byte in two's complement."""
+"""Codebook of int8. A code is the value as a byte in two's complement."""
 
 UINT8 = np.arange(256, dtype=np.float32)
 """Codebook of unsigned 8-bit values, with zero points."""

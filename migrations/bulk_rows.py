@@ -81,7 +81,7 @@ class BulkStatement:
     def update(
         cls, table: Table, record: type[msgspec.Struct], keys: Sequence[Column[Any]], changed: Sequence[Column[Any]]
     ) -> BulkStatement:
-        """Set the `changed` columns of the rows identified by `keys`."""
+        """A statement that sets the `changed` columns of the rows identified by `keys`."""
         columns, name = [*keys, *changed], f"changed_{table.name}"
         rows = rows_of(columns, name)
         many = update(table).values({one.name: rows.c[one.name] for one in changed})

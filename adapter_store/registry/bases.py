@@ -62,7 +62,7 @@ class Bases:
     def register(self, base_id: str, served_name: str, prompt_sha256: str | None = None) -> None:
         """Record a base. Call this before one of its servers starts to validate versions.
 
-        `prompt_sha256` is equal for bases with the same tokenizer and chat templates.
+        `prompt_sha256` is the same for bases with the same tokenizer and chat templates.
         """
         with self._database.write() as connection:
             register_base(self._database, connection, base_id, served_name, prompt_sha256)

@@ -142,9 +142,12 @@ def check(
     key: Key = None,
     adapter: Adapter = None,
     metric: Annotated[
-        str | None, typer.Option(help="Test a limit on this metric for the tenant or --key.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Also test a limit on this metric that does not exist yet, for --key or --tenant.", show_default=False
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Value of the limit to test.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Value of the limit on --metric.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show whether each limit would admit a request, without using any quota.

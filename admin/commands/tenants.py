@@ -80,7 +80,8 @@ def set_tenant(
     tenant: Slug,
     display_name: DisplayName = None,
     weight: Annotated[
-        int | None, typer.Option(min=1, help="Relative share of the engine under contention.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Relative share of the engine when tenants compete for it.", show_default=False),
     ] = None,
     timezone: Timezone = None,
     as_json: AsJson = False,

@@ -22,7 +22,7 @@ _UNSEEN = re.compile(
 
 
 def visible(value: Any) -> Any:
-    r"""Spell out invisible and reordering characters, such as `\u202e`."""
+    r"""Escape invisible and reordering characters, for example as `\u202e`."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     return value

@@ -219,7 +219,8 @@ class Settings(DataSettings):
             raise ValueError(f"there is no directory {model}")
         if not (model / "config.json").is_file():
             raise ValueError(f"{model} has no config.json, which every Hugging Face model directory has")
-        # Do not resolve the path. A symbolic link's own name is a better name for the served model.
+        # Do not resolve the path. A symbolic link's own name makes a better served name than its
+        # target's.
         return Path(os.path.abspath(model))
 
     @field_validator("served_name")

@@ -82,8 +82,9 @@ def find_peers(arguments: argparse.Namespace, logs: Path, console: Console) -> l
 def check(
     arguments: argparse.Namespace, files: ModelFiles, peers: Sequence[Peer], logs: Path, console: Console
 ) -> tuple[dict[str, Agreement], dict[str, str]]:
-    """Return each system's agreement with peft, and why peers failed. Raises CheckFailed if loramux differs from
-    peft.
+    """Return each system's agreement with peft, and the reason why each failed peer failed.
+
+    Raises CheckFailed if loramux differs from peft.
     """
     own = loramux_system("float32", arguments.threads, logs)
     reference = find_peft(arguments.threads).systems[0]

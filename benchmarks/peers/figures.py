@@ -38,7 +38,7 @@ make it the best.
 
 
 HOPELESS = 0.35
-"""A dtype that reaches less than this share of the peer's best speed is not tried further. The CPU evidently emulates
+"""A dtype that reaches less than this share of the peer's best speed is not tried further. The CPU probably emulates
 it.
 """
 

@@ -20,7 +20,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT = ("gate_proj", "up_proj", "down_proj")
 SPREAD, ADAPTER_SPREAD = 0.05, 0.15
 """Standard deviations of the base's and the adapters' weights. They are larger than usual, so that adapters change
-greedy choices and rounding does not."""
+greedy choices but rounding does not."""
 
 
 @dataclass(frozen=True, slots=True)

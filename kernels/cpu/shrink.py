@@ -37,7 +37,7 @@ def _places_and_length(pool: Any, layer: int, pages: Any, e: int, step: int, cou
     """Pool indices at which the next runs of `count` rows begin, and the maximum number of elements in each run.
 
     The first run begins at element `e` of the stream in `pages`, and the rows are `step` elements apart. `count` is
-    RANKS or 1. For 1, the single index is returned RANKS times.
+    RANKS or 1. If it is 1, the single index is returned RANKS times.
     """
     page_elements = np.int64(pool.shape[2])
     length: Any = min(MAX_RUN, page_elements - e % page_elements)

@@ -1,4 +1,4 @@
-"""The base class of all request bodies, which requires strict types and refuses unknown fields."""
+"""The base class of the OpenAI API's request bodies, which checks types strictly and refuses unknown fields."""
 
 from __future__ import annotations
 
