@@ -49,10 +49,10 @@ def delta_rule(
         S := S + sigmoid(gate_b) * (v - S k) kᵀ
         y := S q / sqrt(k_dim)
 
-    q and k are divided by their lengths first. `qkv` `[T, channels]`, `gates` `[T, 2 * num_v_heads]` with `gate_b` of
-    all heads, then `gate_a`; `rates` float32 `[2, num_v_heads]` with each head's negative rate, then its bias. Returns
-    y, `[T, num_v_heads * v_dim]`. `S` is 0 before a sequence's first position. Arithmetic and `S` are float32. Rows
-    that belong to no sequence become 0.
+    q and k are divided by their lengths first. `qkv` is `[T, channels]`. `gates` is `[T, 2 * num_v_heads]`: `gate_b` of
+    all heads, then `gate_a`. `rates` is float32 `[2, num_v_heads]`: the negative rate of each head, then the biases.
+    Returns y, `[T, num_v_heads * v_dim]`. `S` is 0 before a sequence's first position. Arithmetic and `S` are float32.
+    Rows that belong to no sequence become 0.
     """
     num_v, group_size = spec.num_v_heads, spec.num_v_heads // spec.num_k_heads
     key_size = spec.num_k_heads * spec.k_dim

@@ -116,7 +116,8 @@ class Settler:
             self._release(closing)
 
     async def replay(self) -> None:
-        """Write the settlements in memory and on disk to the database. After a failure, the rest remain waiting.
+        """Write the settlements in memory and on disk to the database. If the database fails, they
+        keep waiting.
 
         Raises OSError if the disk fails, which delays only the settlements on disk.
         """
