@@ -37,7 +37,7 @@ def num_table_bytes(shape: tuple[int, int]) -> int:
 
 
 def parse_tables(tables: bytes, shape: tuple[int, int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Return the ranks and scales in the output of `table_bytes`, both with this shape."""
+    """Read the ranks and scales, each of shape `shape`, from the output of `table_bytes`."""
     half = num_table_bytes(shape) // 2
     ranks, scales = np.frombuffer(tables[:half], np.int32), np.frombuffer(tables[half:], np.float32)
     return ranks.reshape(shape), scales.reshape(shape).copy()

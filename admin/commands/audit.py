@@ -19,7 +19,9 @@ MAX_SHOWN = 100
 
 def audit(
     tenant: AnyTenant = None,
-    actor: Annotated[str | None, typer.Option(help="A key's identifier, or operator.", show_default=False)] = None,
+    actor: Annotated[
+        str | None, typer.Option(help="A key's identifier, or the word operator.", show_default=False)
+    ] = None,
     action: Annotated[str | None, typer.Option(help="For example alias.set, or alias.*.", show_default=False)] = None,
     target: Annotated[str | None, typer.Option(help="Identifier of the changed object.", show_default=False)] = None,
     start: Annotated[int | None, typer.Option(help="Unix time in seconds.", show_default=False)] = None,

@@ -96,7 +96,9 @@ class ResidentAdapters:
         return max(self.ranks)
 
     def rows(self, layer: int, module: int, half: int, slots: torch.Tensor, rank: int) -> torch.Tensor:
-        """A `[num_slots, rank, in]`, or B transposed `[num_slots, rank, out]`, for slots that all have this rank.
+        """Return the matrix A as `[num_slots, rank, in]`, or B transposed as `[num_slots, rank, out]`, as `half` says.
+
+        All slots must have this rank.
 
         The function reads only these adapters' pages and does not use the kernels, so that the kernels can be checked
         against the result.

@@ -21,7 +21,7 @@ LOAD = Load(24, 8)
 LEAST_SHARE = 0.5
 """Minimum share of a peer's answers that equal peft's answers.
 
-A peer with a lower share probably runs another model or no adapters, so its speed is meaningless.
+A peer with a lower share is probably running another model, or no adapters, so its speed is meaningless.
 """
 
 TokenIds = tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""One random model with adapters on disk for all systems, created once in a scratch folder."""
+"""A random base model and its adapters, written once to a scratch folder and read by all compared systems."""
 
 from __future__ import annotations
 

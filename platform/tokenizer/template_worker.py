@@ -24,7 +24,7 @@ from loramux.platform.tokenizer.jinja_sandbox import MAX_RENDER_S, ChatEnvironme
 from loramux.platform.tokenizer.template_check import TemplateFeatures, check_template
 
 CPU_S = 1.5 * MAX_RENDER_S
-"""Limit on a fork's processor time, in seconds. The kernel ends a fork that exceeds it."""
+"""Limit on a fork's processor time, in seconds. The kernel kills a fork that exceeds it."""
 
 MEMORY_BYTES = 256 << 20
 """Limit on the additional memory of one rendering, in bytes."""

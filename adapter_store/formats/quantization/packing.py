@@ -31,6 +31,6 @@ def swap_pairs(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 def words_as_codes(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
-    """Unpack codes of 4 or 8 bits from int32 words along the last axis, lowest bits first, to one code per byte."""
+    """Unpack int32 words along the last axis into codes of 4 or 8 bits, lowest bits first, one code per byte."""
     as_bytes = np.ascontiguousarray(words).view(np.uint8)
     return unpack(as_bytes) if bits == 4 else as_bytes

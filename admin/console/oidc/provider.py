@@ -59,8 +59,8 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The person who signed in: claims of the ID token and `userinfo`, and tokens for later `userinfo` calls and for
-    signing out.
+    """The person who signed in: the claims from the ID token and `userinfo`, and the tokens for later `userinfo` calls
+    and for signing out.
     """
 
     claims: dict[str, Any]
