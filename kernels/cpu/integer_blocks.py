@@ -13,7 +13,7 @@ codes themselves are multiplied, and each sum starts at the first integer times 
 With `x` in 8 bits, a word holds four adjacent inputs. `vpdpbusd`, which AVX512_VNNI and AVX_VNNI both have, multiplies
 them by unsigned bytes. The weight's bytes are therefore its integers plus 128, and each sum starts at -128 times the
 sum of the row's `x` in the block. Codes that are not looked up are already unsigned. Without VNNI, AVX2 multiplies only
-these codes by bytes: `vpmaddubsw` adds products in 16 bits, and larger integers would exceed them.
+these codes by bytes: `vpmaddubsw` adds products in 16 bits, and sums of larger integers would not fit.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def parts_of_panel(num_rows: int, has_table: bool, is_bytes: bool) -> list[slice
     """Divide the registers of a panel into parts, which a block of rows computes one after another.
 
     The sums of a part must fit in the registers together with the operands and the table of codes. AVX2 has only 16
-    registers, so most blocks compute half a panel at a time.
+    registers, so most blocks compute half a panel or less at a time.
     """
     num_parts = 2
     if is_bytes and not HAS_VNNI:
