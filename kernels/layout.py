@@ -283,7 +283,10 @@ class AdapterLayout:
         return int(ranks[at]), tuple(offsets[at].tolist())
 
     def row_span(self, index: int, module: LinearShape, geometry: PageGeometry) -> range:
-        """The bytes of the outer pages that contain an outer module's trained rows and their ids, if it has any."""
+        """The bytes of the outer pages that contain an outer module's trained rows and their ids.
+
+        Empty if the module has no trained rows, or shares those of the first outer module.
+        """
         count = self.rows.counts[index] if self.rows.counts else 0
         if not count or (self.rows.is_shared and index):
             return range(0)

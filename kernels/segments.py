@@ -11,7 +11,9 @@ from loramux.kernels.routing import Routing
 from loramux.kernels.tables import Segments
 
 SEGMENT_ROWS = 16
-"""Maximum number of rows per segment on a GPU: the smallest tile that tensor cores support."""
+"""Maximum number of rows per segment on a GPU, except in steps with many rows per sequence: the smallest tile that
+tensor cores support.
+"""
 
 LARGE_SEGMENT_ROWS = 64
 """Maximum number of rows per segment on a GPU in steps with many rows per sequence. Each segment reads its A and B

@@ -15,7 +15,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import audit_log
 
 MAX_TEXT = 300
-"""Longest text in the log, in characters. Longer texts are truncated, because the log is not a copy of the data."""
+"""Longest text that is logged in full, in characters. Longer texts are truncated: the log is not a copy of the data."""
 
 _KEY = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")

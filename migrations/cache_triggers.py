@@ -8,7 +8,7 @@ CACHED_TABLES = ("api_keys", "tenants", "quota_policies")
 CHANNEL = "loramux_caches"
 """PostgreSQL channel that is notified when a change to a cached row commits."""
 
-# The trigger is deferred to the commit, so a transaction locks the counter's row last. Transactions therefore cannot
+# The trigger is deferred to the commit, so a transaction locks the row of `signals` last. Transactions therefore cannot
 # deadlock on this row, even if they change keys and policies in different orders.
 _POSTGRES_FUNCTION = """
 CREATE OR REPLACE FUNCTION loramux_cached_row_changed() RETURNS trigger LANGUAGE plpgsql AS $$

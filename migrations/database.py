@@ -34,7 +34,7 @@ LONGEST_READ_S = 20.0
 """Time limit, in seconds, for reads whose cost depends on a caller's filters."""
 
 SQLITE_WAIT_S = 10.0
-"""Longest time that a writer waits for other writers, in seconds."""
+"""Longest time that a SQLite writer waits for writers in its own process, and then in other processes, in seconds."""
 
 POOL_WAIT_S = 5.0
 """Longest wait for a connection when all are in use, in seconds."""
@@ -100,7 +100,7 @@ class Database:
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
-        # The lock is reentrant, so that SQLite can reject a nested writer, which would otherwise deadlock here.
+        # The lock is reentrant, so that a nested writer waits only once: for SQLite's lock, until SQLite rejects it.
         self._writing = threading.RLock()
         try:
             self._url = _parse_url(url)
@@ -224,9 +224,10 @@ class Database:
             command.upgrade(self._alembic_config(), revision)
 
     def refresh_statistics(self) -> None:
-        """Make SQLite sample its indexes for the query planner. PostgreSQL does so on its own. Takes milliseconds.
+        """Make SQLite collect statistics for its query planner by sampling its indexes. Takes milliseconds.
 
-        Without statistics, a report on one tenant reads every tenant's rows. https://sqlite.org/lang_analyze.html
+        PostgreSQL collects its statistics by itself. Without statistics, a report on one tenant reads every
+        tenant's rows. See https://sqlite.org/lang_analyze.html
         """
         if not self.is_sqlite:
             return
@@ -328,7 +329,7 @@ def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
 
 
 def _ping_the_rested(engine: Engine) -> None:
-    """Ping idle connections before using them again."""
+    """Ping a connection before it is reused if it was idle for more than UNASKED_S."""
 
     @event.listens_for(engine, "checkin")
     def _note(_connection: Any, record: ConnectionPoolEntry) -> None:

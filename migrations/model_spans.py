@@ -1,8 +1,9 @@
 """SQL for sums by model over hours, and over 2, 4, 8 and 16 days instead of weeks.
 
-Step 0012 runs this SQL after `roll_up_ledger`. A monthly report by model sums ten thousand rows per span. With 1, 2, 4,
-8 and 16 days, a month takes about five spans. With weeks and days, it would take nine. Before step 0012, the hours at
-the ends of a month came from the finest grain, which has three times as many series.
+Step 0012 runs this SQL on the result of `roll_up_ledger`, which step 0011 runs. A monthly report by model sums a row
+per model for each span. With 1, 2, 4, 8 and 16 days, a month takes about five spans. With weeks and days, it would take
+nine. Before step 0012, the hours at the ends of a month came from the finest grain, which has more series, because it
+also distinguishes keys, endpoints and statuses.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ adapter_versions = Table(
     Column("invocation_tokens", JSON(none_as_null=True), nullable=True),
     Column("canonical_bytes", BigInteger, nullable=True),
     Column("upload_id", ID, nullable=False),
-    # SHA-256 of the uploaded files' checksums. Uploads of identical files become one version.
+    # SHA-256 of the uploaded files' checksums. Uploads of identical files to an adapter become one version, unless it
+    # was rejected.
     Column("files_sha256", String(64), nullable=True),
     # The server that is validating the version, and when its claim expires.
     Column("claimed_by", ID, nullable=True),
@@ -114,8 +115,8 @@ adapter_versions = Table(
     Column("ready_us", BigInteger, nullable=True),
     # When an operator pinned the version in the page pool.
     Column("pinned_us", BigInteger, nullable=True),
-    # The base of the server that received the version. Servers of this base validate the upload first. NULL if any
-    # server may do so.
+    # The base of the server that received the version. Servers of this base validate the upload first. NULL if
+    # servers of any base may validate it first.
     Column("base_id", String(64), nullable=True),
     UniqueConstraint("adapter_id", "number"),
     Index("ix_adapter_versions_digest", "digest"),
@@ -128,8 +129,8 @@ adapter_versions = Table(
         sqlite_where=text("pinned_us IS NOT NULL"),
     ),
     Index("ix_adapter_versions_adapter_id_files", "adapter_id", "files_sha256"),
-    # Covers only the few unfinished versions. An index on all versions would mislead PostgreSQL while it has no
-    # statistics.
+    # On PostgreSQL, this covers only the few unfinished versions. An index on all versions would mislead PostgreSQL
+    # while it has no statistics.
     Index("ix_adapter_versions_state_id", "state", "id", postgresql_where=text("state IN ('pending', 'validating')")),
     CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected', 'quarantined', 'archived')", name="state"),
 )
@@ -447,7 +448,8 @@ prices = Table(
     Column("scope", ID, nullable=False),
     # ISO 4217 code. It is the same in the whole database, so that amounts can be added up.
     Column("currency", String(3), nullable=False),
-    # Billionths of the currency per million tokens. Cached tokens are part of the prompt and never cost more.
+    # Billionths of the currency per million tokens. Cached tokens are part of the prompt and never cost more
+    # than its other tokens.
     Column("prompt_nanos", BigInteger, nullable=False),
     Column("cached_nanos", BigInteger, nullable=False),
     Column("completion_nanos", BigInteger, nullable=False),
@@ -491,7 +493,7 @@ idempotency_keys = Table(
     Column("principal", String(200), primary_key=True),
     # SHA-256 of the Idempotency-Key that the client sent.
     Column("key_sha256", LargeBinary(32), primary_key=True),
-    # SHA-256 of the method, the path and the body. A different call with the same key is refused.
+    # SHA-256 of the path, the query and the body. A different call with the same key is refused.
     Column("request_sha256", LargeBinary(32), nullable=False),
     # NULL while the first call is running, and permanently if its process died during the call.
     Column("status", Integer, nullable=True),

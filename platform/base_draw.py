@@ -14,7 +14,7 @@ from loramux.adapter_store.registry.base_shares import BaseShare
 class BaseOrder:
     """The bases whose servers may run a request, the preferred one first.
 
-    `drawn` is the base that the weights chose, even if no server of it can run the request. `own` is this server's
+    `drawn` is the base that the weights chose, even if none of its servers can run the request. `own` is this server's
     base.
     """
 
@@ -81,8 +81,8 @@ def drawn_order(weights: Mapping[str, int], key: str) -> Sequence[str]:
     """
 
     def distance(base: str) -> tuple[float, int]:
-        # Uniform in (0, 1), so that -log is exponentially distributed. The smallest of such values, each divided by its
-        # base's weight, belongs to each base with a probability proportional to its weight.
+        # Uniform in (0, 1), so that -log is exponentially distributed. Divided by the base's weight, this value is the
+        # smallest of all with a probability proportional to the weight.
         number = int.from_bytes(hashlib.sha256(f"{base}:{key}".encode()).digest()[:8])
         weight = weights[base]
         return (-math.log((number + 0.5) / 2**64) / weight if weight else math.inf), number

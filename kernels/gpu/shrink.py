@@ -29,15 +29,15 @@ MAX_LARGE_SPLITS = 4
 """Maximum number of planes if segments are large: the expand rereads its rows' planes for each block of columns."""
 
 ROW_COLUMNS = 256
-"""Number of columns of A that a program with one row multiplies at a time."""
+"""Maximum number of columns of A that a program with one row multiplies at a time."""
 
 ROW_CHUNKS = 4
-"""Maximum number of blocks of ROW_COLUMNS columns per program, unless MAX_SPLITS is reached. The loop over the blocks
-is unrolled, so their loads overlap.
+"""Maximum number of blocks of ROW_COLUMNS columns per program in decode, unless MAX_SPLITS is reached. The loop over
+the blocks is unrolled, so their loads overlap.
 """
 
 TILE_COLUMNS = 128
-"""Number of columns of A that a program with several rows multiplies at a time. It is halved for large tiles."""
+"""Maximum number of columns of A that a program with several rows multiplies at a time. Halved for large tiles."""
 
 STAGES = 5
 """Pipeline depth of the tile loop. One stage loads a page-table entry, and the next stage computes an address from it.
@@ -325,14 +325,14 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     - `x` bfloat16, float16 or float32 `[T, in_features]`, last axis contiguous.
     - `call.tables` on the device, contiguous; ranks are at most `max_rank`.
     - `call.segments` on the device: `slots` int32 `[num_segments]`; -1 marks a padding segment, and its `starts` and
-      `rows` are not read. The grid has `num_segments` columns. Everything else is read on the device, so a captured
-      graph stays valid when the segments change. Rows of a segment are processed 16 at a time, or 64 at a time if
+      `rows` are not read. The host reads only the number of segments and `max_rows`, so a captured graph stays valid
+      when the segments change. Rows of a segment are processed 16 at a time, or 64 at a time if
       `max_rows` is at least 64, or without tensor cores if it is 1.
     - For a group of experts, `t` indexes the pairs of a `Routing`, `call.segments.experts` is int32 `[num_segments]`,
       and `x` has a row for each pair or for each token. The number of rows of `planes` is the number of pairs.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous; plane `s` contains the
       contribution of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to
-      `rank`. Nothing else is written, and nothing is read.
+      `rank`. No other element of `planes` is written, and none is read.
     - `pdl` lets the next kernel, which must be `lora_expand(pdl=True)`, start before this kernel ends. In small grids,
       it also lets this kernel's table lookups and prefetches overlap the end of the previous kernel. Requires compute
       capability 9 or later.
@@ -350,8 +350,8 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     assert num_modules == len(group.modules)
     _, num_layers, page_elements = pool.adapter.shape
     rows = tile_rows(segments)
-    # For experts, the rows of planes determine how many pairs share a row of `x`. Otherwise, each has its own row of
-    # `x`.
+    # For experts, `planes` has a row for each pair, which determines how many pairs share a row of `x`. Otherwise, each
+    # row of `planes` has its own row of `x`.
     pairs_per_row = planes.shape[1] // x.shape[0] if group.expert_stride else 1
     plan = _plan(group, page_elements, pairs_per_row * x.shape[0], num_segments, num_planes, max_rank, rows)
     # The segments of experts are written by an earlier kernel in the same step. Large grids are slower if they start

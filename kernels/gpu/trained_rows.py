@@ -18,7 +18,7 @@ BLOCK_ROWS = 32
 """Number of the head's rows that a program of `replace_columns` multiplies at a time."""
 
 BLOCK_COLUMNS = 128
-"""Number of elements of each row that a program of `replace_columns` multiplies at a time."""
+"""Maximum number of elements of each row that a program of `replace_columns` multiplies at a time."""
 
 
 @triton.jit
@@ -199,8 +199,8 @@ def replace_columns(pool: PoolViews, x: torch.Tensor, call: LoraCall, y: torch.T
 
     - `pool` contains flat pages; `layout.py` describes how trained rows are stored.
     - `x` `[T, hidden_size]`, last axis contiguous.
-    - `call` as for `lora_shrink`, but with the tables `AdapterTables.trained_rows`. The grid depends on the number of
-      segments only: each program continues until it has passed the adapter's last row.
+    - `call` as for `lora_shrink`, but with the tables `AdapterTables.trained_rows`. The grid does not depend on the
+      adapters: each program continues until it has passed the adapter's last row.
     - `y` `[T, num_columns]`, a column for each id, last axis contiguous. Nothing else is written.
 
     Products are summed in float32. The call allocates nothing and does not wait for the device.

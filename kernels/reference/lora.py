@@ -96,8 +96,8 @@ class ReferenceLora:
     def replace_rows(self, tokens: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t] = row of tokens[t]` for each row `t` of each segment whose adapter replaces the token's row.
 
-        `tokens` int32 `[T]`; `y` `[T, hidden_size]` in the dtype of the pool; the group is one embedding, and the
-        tables are `AdapterTables.trained_rows`. All other rows keep their exact bits.
+        `tokens` int32 `[T]`; `y` `[T, hidden_size]` in the dtype of `pool.adapter`; the group is one embedding, and
+        the tables are `AdapterTables.trained_rows`. All other rows keep their exact bits.
         """
         for rows, slot, _ in _slots_of(call.segments):
             ids, values = trained_rows(self._pool, call, slot)

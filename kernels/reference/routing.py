@@ -18,7 +18,7 @@ def route(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None = N
     shares = logits.softmax(-1)
     is_usable = shares.isfinite().all(-1, keepdim=True)
     scores = logits.sigmoid() if spec.has_sigmoid else shares
-    # If logits are so low that all their sigmoids are 0, the highest logits are still chosen.
+    # Without a bias, compare logits, which differ even if they are so low that all their sigmoids are 0.
     keys = torch.where(is_usable, logits if bias is None else scores + bias, 0)
     if bias is not None and spec.top_groups < spec.num_groups:
         groups = keys.unflatten(-1, (spec.num_groups, -1))

@@ -158,7 +158,7 @@ def _create_audit_log() -> None:
 
 
 def _roll_up() -> None:
-    """Add the existing ledger to the rollups. Nothing else writes to the database during an upgrade."""
+    """Add the existing ledger to the rollups. No other transaction writes to the ledger during an upgrade."""
     for of in (_OF_TENANT, _OF_ALL):
         facts = f"(SELECT at_us, {of}, {', '.join(_SUMS)} FROM ({_FACTS}) AS facts) AS f"  # noqa: S608 - constants
         series = ", ".join(f"f.{name}" for name in _SERIES)

@@ -31,5 +31,5 @@ def upgrade() -> None:
 def downgrade() -> None:
     """Delete the optional files. An older server serves their versions with the weights alone."""
     op.drop_table("adapter_version_files")
-    # A batch would replace the table. SQLite refuses this, because other tables refer to it.
+    # Alembic's batch mode would replace the table, which SQLite refuses because other tables refer to it.
     op.drop_column("adapter_versions", "version_digest")

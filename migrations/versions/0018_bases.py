@@ -1,4 +1,5 @@
-"""Add the bases that versions are validated for. Servers that use the previous schema serve every version.
+"""Add the bases that versions are validated for. Servers that use the previous schema serve a version even if it
+was validated only for another base.
 
 Existing versions that were accepted count as validated for the first base that registers: see
 `adapter_store/registry/bases.py`.

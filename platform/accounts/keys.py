@@ -71,7 +71,7 @@ class ApiKey:
     expires_us: int | None
     revoked_us: int | None
     previous_until_us: int | None
-    """Expiry of the secret that the last rotation replaced, in microseconds since the epoch."""
+    """Expiry of the secret that the last rotation replaced, in microseconds since the epoch, or None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

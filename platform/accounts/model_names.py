@@ -15,7 +15,7 @@ from loramux.platform.errors import Conflict, InvalidRequest, NotFound, Permissi
 INFERENCE_SCOPES = frozenset({"adapters", "base"})
 
 PENDING_RETRY_S = 5.0
-"""How long clients should wait for the validation of a version for another base, in seconds."""
+"""How long clients should wait before retrying a version that is not yet validated for this base, in seconds."""
 
 _INTEGER = re.compile(r"[1-9][0-9]{0,9}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{12,64})")
@@ -104,8 +104,8 @@ class ModelResolver:
 
         If the name stands for several versions, equal `sticky` texts get the same version while the weights are
         unchanged. Without `sticky`, the choice is random. Raises ModelNotFound, InvalidRequest, PermissionDenied if the
-        key has no inference scope, or AdapterNotValidated if the version is not valid for the served base, or for any
-        base that requests are divided between.
+        key has no inference scope, or AdapterNotValidated if the version is not valid for the served base or, if
+        requests are divided between bases, for any of them.
         """
         require_inference(principal)
         if name == self.served_name:
@@ -141,7 +141,7 @@ class ModelResolver:
         return self._draw.order(principal.tenant_id, adapter_id)
 
     def list_models(self, principal: Principal) -> list[ResolvedModel]:
-        """List the models that the principal can call by a bare name, the base first."""
+        """List the models that the principal can call without naming a version or an alias, the base first."""
         require_inference(principal)
         models = [ResolvedModel(self.served_name, None)] if "base" in principal.scopes else []
         if "adapters" in principal.scopes and principal.tenant_id is not None:

@@ -93,15 +93,15 @@ class Admission:
 
     def extend(self, request_id: str, tokens: int) -> bool:
         """Reserve more tokens for a running request. Return False if a policy refuses the tokens or the request is
-        already settled.
+        already settled or recovered. Raises LookupError if there is no such request.
         """
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
-        """Charge the actual usage, release the rest and write the usage event. Return False if this was already done.
+        """Charge the actual usage, release the rest and write the usage event. Return False if already settled.
 
         If the reservation was recovered before, the difference is charged and written as an adjustment. The charge can
-        exceed a limit, because the tokens have already been used.
+        exceed a limit, because the tokens have already been used. Raises LookupError if there is no such request.
         """
         return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
 
@@ -183,7 +183,7 @@ class Admission:
         """Add recent settlements to the rollups, and return the number of settlement transactions added."""
         total = 0
         while True:
-            # Share a lock with the committer, so that it waits for one short update instead of polling SQLite's lock.
+            # Take the committer's lock, so that it waits for one short update instead of polling SQLite's lock.
             with self._turn if self._database.is_sqlite else nullcontext():
                 folded = self._rollups.fold()
             total += folded

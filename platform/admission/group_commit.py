@@ -47,7 +47,7 @@ class _Waiting:
 
 
 class GroupCommit:
-    """Commits operations on its own threads, batching all waiting operations into one transaction.
+    """Commits operations on its own threads, batching waiting operations into one transaction.
 
     An operation that finds the threads idle is committed immediately. Other operations wait for the commit in progress.
     A busy gateway therefore waits for the disk once per batch, and an idle one never waits for a batch to fill. If

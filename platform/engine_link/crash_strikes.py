@@ -15,7 +15,7 @@ MAX_DEATHS = 2
 MEMORY_S = 600.0
 """How long a request's strikes are remembered after the last one, in seconds."""
 MAX_REQUESTS = 4096
-"""Maximum number of requests remembered. The request with the oldest strike is forgotten first."""
+"""Maximum number of requests remembered. The request whose last strike is oldest is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
