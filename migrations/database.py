@@ -341,7 +341,7 @@ def _ping_the_rested(engine: Engine) -> None:
             try:
                 engine.dialect.do_ping(connection)
             except engine.dialect.loaded_dbapi.Error as error:
-                # Makes the pool reconnect and drop all connections that are as old as this one.
+                # Makes the pool reconnect, and replace all its other connections before they are used again.
                 raise InvalidatePoolError from error
 
 

@@ -32,7 +32,7 @@ class BaseOrder:
 
 
 class BaseDraw:
-    """The weights of the bases, as this server last read them.
+    """The weights of the bases, and the bases with a live server, as this server last read them.
 
     Without a weight for its own base, a server runs requests only on its own base. Bases whose tokenizer or chat
     templates differ from this server's are excluded, because servers forward token ids. Thread-safe: `note_shares` and
@@ -77,12 +77,12 @@ def drawn_order(weights: Mapping[str, int], key: str) -> Sequence[str]:
     """Order the bases by weighted rendezvous hashing: each comes first with a probability proportional to its weight.
 
     The rest are ordered as if they were drawn without the first. Bases with weight 0 come last. If one weight grows,
-    keys move only to that base.
+    the first base for a key either stays the same or becomes the base with that weight.
     """
 
     def distance(base: str) -> tuple[float, int]:
-        # Uniform in (0, 1), so that -log is exponentially distributed. Divided by the base's weight, this value is the
-        # smallest of all with a probability proportional to the weight.
+        # Uniform in (0, 1), so that -log is exponentially distributed. Each base therefore has the smallest -log/weight
+        # with a probability proportional to its weight.
         number = int.from_bytes(hashlib.sha256(f"{base}:{key}".encode()).digest()[:8])
         weight = weights[base]
         return (-math.log((number + 0.5) / 2**64) / weight if weight else math.inf), number

@@ -17,7 +17,7 @@ NO_LIMIT = 1 << 30
 SMALL_STEP = 512
 """Steps of up to this many rows use at least four splits for prefill, which alone would not fill the device."""
 FULL_DEVICE = 3
-"""Number of decode programs per multiprocessor beyond which more bring no speed-up (measured on an H100)."""
+"""Number of decode programs per multiprocessor beyond which more programs bring no speed-up (measured on an H100)."""
 LONG_CONTEXT = 2048
 """If the batch fills the device, contexts of up to this many keys are not split."""
 PARTIAL_PAD = 4

@@ -24,7 +24,7 @@ BLOCK = 4096
 """Number of a row's logits that the second launch reads at a time."""
 
 MAX_CANDIDATES = 8192
-"""Maximum number of tokens to search in registers. Passes over the row first narrow larger searches."""
+"""Maximum number of tokens to search in registers. Larger searches are first narrowed by passes over the row."""
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)

@@ -326,8 +326,8 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     - `call.tables` on the device, contiguous; ranks are at most `max_rank`.
     - `call.segments` on the device: `slots` int32 `[num_segments]`; -1 marks a padding segment, and its `starts` and
       `rows` are not read. The host reads only the number of segments and `max_rows`, so a captured graph stays valid
-      when the segments change. Rows of a segment are processed 16 at a time, or 64 at a time if
-      `max_rows` is at least 64, or without tensor cores if it is 1.
+      when the segments change. Rows of a segment are processed 16 at a time, 64 at a time if `max_rows` is at least
+      64, or one at a time, without tensor cores, if it is 1.
     - For a group of experts, `t` indexes the pairs of a `Routing`, `call.segments.experts` is int32 `[num_segments]`,
       and `x` has a row for each pair or for each token. The number of rows of `planes` is the number of pairs.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous; plane `s` contains the

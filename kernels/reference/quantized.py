@@ -17,7 +17,7 @@ def multiply_codes(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor 
 def round_to_bytes(x: torch.Tensor, block: int) -> torch.Tensor:
     """`x` `[T, in_features]`, rounded to multiples of a scale per block of `block` inputs, in float64.
 
-    The multiples are 8-bit integers. The input of the largest magnitude in a block becomes 127 or -127.
+    The multiples are 8-bit integers. The input with the largest magnitude in a block becomes 127 or -127.
     """
     padded = functional.pad(x, (0, -x.shape[1] % block))
     blocks = padded.view(len(x), padded.shape[1] // block, block)

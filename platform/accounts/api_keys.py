@@ -225,7 +225,7 @@ class ApiKeys:
     def restart_grace_periods(self) -> int:
         """If the clock was set back, shorten the grace periods that would otherwise become longer.
 
-        Returns the number of these grace periods.
+        Returns the number of changed keys.
         """
         table = schema.api_keys
         with self._database.write() as connection:

@@ -27,7 +27,7 @@ class CacheInvalidation:
 
     The thread is notified of a change or notices it within POLL_INTERVAL_S. If the database cannot be watched, cache
     entries expire within five seconds. A read that began before a change can cache the old value, also for at most five
-    seconds. `note_heard` is called whenever the database answers a poll.
+    seconds. `note_heard` is called after each successful poll.
     """
 
     def __init__(

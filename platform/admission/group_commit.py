@@ -19,7 +19,7 @@ from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.records import Operation, Outcome
 
 MAX_OPERATIONS = 256
-"""Maximum number of operations in one transaction. A transaction locks the counters of all their policies."""
+"""Maximum number of operations in one transaction. A transaction locks the counters that all its operations need."""
 
 NoteCommit = Callable[[int, float, bool], None]
 """Called after each transaction with its number of operations, its duration in seconds, and whether it failed."""
@@ -47,7 +47,7 @@ class _Waiting:
 
 
 class GroupCommit:
-    """Commits operations on its own threads, batching waiting operations into one transaction.
+    """Commits operations on its own threads, batching up to MAX_OPERATIONS waiting operations into one transaction.
 
     An operation that finds the threads idle is committed immediately. Other operations wait for the commit in progress.
     A busy gateway therefore waits for the disk once per batch, and an idle one never waits for a batch to fill. If
@@ -96,8 +96,8 @@ class GroupCommit:
     def close(self, timeout_s: float | None = None) -> None:
         """Commit the waiting operations and stop. Block for at most `timeout_s`.
 
-        If the database does not answer within that time, the remaining operations fail, and the threads end with the
-        process.
+        If the database does not answer within that time, the operations that are still waiting fail, and the threads
+        end with the process.
         """
         with self._has_changed:
             self._is_closed = True
