@@ -16,8 +16,8 @@ def host_features() -> frozenset[str]:
 def byte_products(features: Collection[str]) -> Literal["int8 and int4", "int4"] | None:
     """The weights that this CPU can multiply by 8-bit activations.
 
-    With VNNI, one instruction multiplies bytes and adds the products. AVX2 first adds products in 16 bits, which only
-    products with 4-bit weights fit into.
+    With VNNI, one instruction multiplies bytes and adds the products. AVX2 first adds pairs of products in 16 bits,
+    which are enough only for 4-bit weights.
     """
     if integer_products(features) is None:
         return None

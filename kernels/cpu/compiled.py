@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 def cache_directory() -> Path:
-    """Directory of the compiled code. Its name includes a hash of all kernel sources.
+    """Directory of the compiled code. Its name includes a hash of the sources of all CPU kernels.
 
     A kernel is therefore recompiled even if only a helper in another file changes. numba itself checks only the
     kernel's own file.

@@ -68,7 +68,7 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     """Lay out a weight, or return None if its products cannot be computed in integers.
 
     Integer products are impossible for an 8-bit codebook whose values are not 8-bit integers times a unit (such as
-    FP8), for zero points that are very large or whose codebook has a unit other than 1, and for several groups whose
+    FP8), for very large zero points, for zero points with a codebook whose unit is not 1, and for several groups whose
     size is not a multiple of 16 inputs.
     """
     found = _integers_of(weight.codebook)

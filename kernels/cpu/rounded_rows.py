@@ -102,7 +102,7 @@ def round_row(x: int, num_blocks: int, block: int, limit: Any, rounded: int, kin
         largest = float_of_bits(bits)
         scale, factor = largest / limit, limit / largest
         if not np.isfinite(factor):
-            # All inputs are below 1e-34 in magnitude, so `limit / largest` is infinite.
+            # Either all inputs are below 1e-34 in magnitude, so `limit / largest` is infinite, or one of them is NaN.
             scale, factor = np.float32(0), np.float32(0)
         if bits >= INFINITY_BITS:
             # The block contains infinity or NaN, so all outputs of the row become NaN.

@@ -49,7 +49,7 @@ class Program:
 
     @staticmethod
     def parse(line: str) -> Program:
-        """Parse Triton's specialization data.
+        """Parse a recorded line: Triton's specialization data, with the target.
 
         `JITFunction.preload` also parses specialization data, but leaves tuple constants as lists, which changes the
         cache key.
@@ -97,7 +97,7 @@ def recorded_programs() -> Iterator[list[str]]:
 
     def record(**said: Any) -> bool:
         program = json.loads(said["compile"]["specialization_data"])
-        # Triton 3.6 does not name the target.
+        # The specialization data of Triton 3.6 does not include the target.
         program.setdefault("target", vars(driver.active.get_current_target()))
         lines[json.dumps(program)] = None
         # True tells Triton not to compile, so it has nothing to launch.
@@ -115,9 +115,10 @@ def recorded_programs() -> Iterator[list[str]]:
 def compile_ahead(launch: Callable[[], None], num_processes: int, command: Sequence[str] = COMMAND) -> None:
     """Compile, in parallel, all programs that `launch` needs and that are not in Triton's cache.
 
-    `launch` is called once and executes only programs that this process has already loaded. If a process dies or fails,
-    its remaining programs are compiled at their first launch. So are all programs if `num_processes` is 1 or only one
-    program is missing. Progress and failures are reported on standard error.
+    `launch` is called once and executes only programs that this process has already loaded. If
+    `num_processes` is 1 or only one program is missing, nothing is compiled ahead. Programs that are not compiled
+    ahead, for example because a process died, are compiled at their first launch. Progress and failures are reported on
+    standard error.
     """
     with recorded_programs() as lines:
         launch()

@@ -15,7 +15,7 @@ MAX_SPLITS = 64
 MAX_GROUP = 128
 NO_LIMIT = 1 << 30
 SMALL_STEP = 512
-"""Steps of up to this many rows use at least four splits for prefill, which alone would not fill the device."""
+"""Steps of up to this many rows use at least four splits for prefill, whose tiles alone would not fill the device."""
 FULL_DEVICE = 3
 """Number of decode programs per multiprocessor beyond which more programs bring no speed-up (measured on an H100)."""
 LONG_CONTEXT = 2048
@@ -47,7 +47,8 @@ class Tiling:
     """One launch over the sequences with `[min_rows, max_rows]` query rows.
 
     A program processes `block_m` (query, head) pairs, in tiles of `tile_n` keys. `num_splits` programs share a context.
-    A program that has work processes at least `min_tiles` tiles, so some programs have no work if the context is short.
+    Each share has at least `min_tiles` tiles, except possibly the last, so some programs have no work if the context is
+    short.
     """
 
     min_rows: int

@@ -78,9 +78,9 @@ def _look_up(table: Sequence[float], dtype: torch.dtype) -> tuple[str, ...]:
 def _e4m3(dtype: torch.dtype) -> tuple[str, ...]:
     """Decode E4M3 numbers, divided by `E4M3_FACTOR`.
 
-    The bits of an E4M3 number, used as the sign and the upper bits of a float16, whose exponent has one more bit,
-    represent the number divided by 2**8. In a bfloat16, whose exponent has four more bits, they represent the number
-    divided by 2**120. bfloat16 products keep subnormal numbers.
+    A float16 exponent has one more bit than an E4M3 exponent, so the bits of an E4M3 number, used as the sign and the
+    upper bits of a float16, represent the number divided by 2**8. A bfloat16 exponent has four more bits, so there they
+    represent the number divided by 2**120. bfloat16 products keep subnormal numbers.
     """
     shift, mask = (1, "0x3F803F80") if dtype is torch.float16 else (4, "0x07F007F0")
     lines = (

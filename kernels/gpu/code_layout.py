@@ -14,7 +14,9 @@ MIN_STEP = 16
 """Minimum number of inputs that tensor cores multiply at a time."""
 
 E4M3_FACTOR = 256
-"""The bits of an E4M3 number, used as the upper bits of a float16, represent the number divided by this factor."""
+"""The bits of an E4M3 number, used as the sign and the upper bits of a float16, represent the number divided by this
+factor.
+"""
 
 _MAX_ZEROS = {4: 2**7, 8: 2**15 - 1}
 """Largest zero point that the kernels subtract exactly, by the size of a code in bits."""

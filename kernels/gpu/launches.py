@@ -21,7 +21,7 @@ MAX_GRID_ROWS = 65535
 
 
 def whole_grid(num_segments: int) -> int:
-    """The smallest number of segments, at least `num_segments`, that `segment_grid` can divide among two axes."""
+    """The smallest number of segments, at least `num_segments`, that `segment_grid` can divide between two axes."""
     layers = max(1, -(-num_segments // MAX_GRID_ROWS))
     return -(-num_segments // layers) * layers
 
@@ -51,7 +51,7 @@ def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
 
 
 def tile_rows(segments: Segments) -> int:
-    """Rows per tile. A and B are read once for each tile. Without tensor cores, a tile is a single row."""
+    """Rows per tile. A and B are read once for each tile. Tiles of a single row do not use tensor cores."""
     if segments.max_rows == 1:
         return 1
     return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS

@@ -237,7 +237,7 @@ def tally(
 ) -> tuple[tl.tensor, tl.tensor]:
     """The number of tokens with keys up to `bound`, and the sum of their weights.
 
-    Summation always has the same order, so the sum never decreases as the bound rises.
+    Weights are always added in the same order, so the sum never decreases as the bound rises.
     """
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
