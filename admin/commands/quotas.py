@@ -143,9 +143,7 @@ def check(
     adapter: Adapter = None,
     metric: Annotated[
         str | None,
-        typer.Option(
-            help="Also test a limit on this metric that does not exist yet, for --key or --tenant.", show_default=False
-        ),
+        typer.Option(help="Also test a hypothetical limit on this metric, for --key or --tenant.", show_default=False),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Value of the limit on --metric.", show_default=False)] = None,
     as_json: AsJson = False,

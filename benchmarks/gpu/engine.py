@@ -100,7 +100,7 @@ class ObservedForward:
 
 
 class ObservedExecutor:
-    """Runs each step on the wrapped executor, and records an event in the device's stream before and after it.
+    """Runs each step on the wrapped executor, and records an event on the device's stream before and after it.
 
     While `skips` is true, steps do not run and return dummy tokens, so that prompts need not be computed.
     `num_decoding` is the number of sequences in the last skipped step if all were decoding, otherwise 0.

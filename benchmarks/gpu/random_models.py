@@ -102,7 +102,7 @@ class RandomAdapters:
 
 
 def _random_payload(bench: Bench, target: PackTarget, ranks: np.ndarray) -> np.ndarray:
-    """Random uint8 `[num_pages, num_layers, page_bytes]`. Elements outside rows are zero."""
+    """The pages of a random adapter, uint8 `[num_pages, num_layers, page_bytes]`. Elements outside rows are zero."""
     geometry, E = target.geometry, target.geometry.adapter_elements
     layout = adapter_layout(geometry, target.modules, ranks)
     size = (geometry.num_layers, layout.num_pages * E)

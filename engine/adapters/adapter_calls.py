@@ -131,7 +131,7 @@ class AdapterCalls:
         return [digest for digest, pending in self._unloads.items() if any(one.due <= now for one in pending)]
 
     def add_wanted(self, wanted: dict[str, int]) -> None:
-        """Add to `wanted` the adapters of lost pins and of waiting calls, at positions after all sequences."""
+        """Add to `wanted` the adapters of lost pins and of waiting calls, at positions after those of all sequences."""
         digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
         for place, digest in enumerate(digests):
             if not self.is_draining(digest):

@@ -31,7 +31,7 @@ class EngineLimits:
     max_waiting_tokens: int = 1 << 62
     """Limit on the tokens (prompt plus grant) of all waiting requests. See `FairQueue.shed_candidate`."""
     max_waiting_s: float = float("inf")
-    """Longest wait of a request for its first step, in seconds."""
+    """Longest time that a request may wait for its first step, in seconds."""
     max_pinned_share: float = 0.5
     """Largest share of the pool's pages, and of the slots, that pinned adapters may take."""
 

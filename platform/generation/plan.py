@@ -68,7 +68,8 @@ class TextRules:
     channels: Channels | None = None
     """The rules for reading the answer's channels. None if the answer has no channels."""
     only_prompt: bool = False
-    """True if the request asks only for the prompt. The engine still generates at least one token, which is free."""
+    """True if the request asks only for the prompt. The engine still generates at least one token, which is not billed.
+    """
 
     def splitter(self) -> ReasoningSplitter | None:
         wanted = self.reasoning

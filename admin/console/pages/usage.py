@@ -1,4 +1,4 @@
-"""Usage: sums over a time range, as a chart, a table or CSV."""
+"""Usage: totals over a time range, as a chart, a table or CSV."""
 
 from __future__ import annotations
 
