@@ -98,7 +98,9 @@ class Admission:
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
-        """Charge the actual usage, release the rest and write the usage event. Return False if already settled.
+        """Charge the actual usage, release the rest and write the usage event.
+
+        Return False if the request is already settled.
 
         If the reservation was recovered before, the difference is charged and written as an adjustment. The charge can
         exceed a limit, because the tokens have already been used. Raises LookupError if there is no such request.
@@ -183,7 +185,7 @@ class Admission:
         """Add recent settlements to the rollups, and return the number of settlement transactions added."""
         total = 0
         while True:
-            # Take the committer's lock, so that it waits for one short update instead of polling SQLite's lock.
+            # Take the committer's lock: the committer then waits for one short update instead of polling SQLite's lock.
             with self._turn if self._database.is_sqlite else nullcontext():
                 folded = self._rollups.fold()
             total += folded
