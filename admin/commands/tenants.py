@@ -112,7 +112,10 @@ def resume(tenant: Slug, as_json: AsJson = False) -> None:
 
 @app.command()
 def delete(tenant: Slug, as_json: AsJson = False) -> None:
-    """Delete a tenant created by mistake. A tenant with adapters, unrevoked keys or usage can only be suspended."""
+    """Delete a tenant created by mistake.
+
+    A tenant with adapters, unrevoked keys, prices or usage can only be suspended.
+    """
     with connected(as_json) as client:
         client.delete(client.path("tenants", tenant))
     tell({"object": "tenant", "slug": tenant, "deleted": True}, f"deleted tenant {tenant}", as_json)

@@ -33,7 +33,7 @@ class TenantExists(Conflict):
 
 
 class TenantInUse(Conflict):
-    """The tenant has adapters, unrevoked keys or usage. It can be suspended but not deleted."""
+    """The tenant has adapters, unrevoked keys, prices or usage. It can be suspended but not deleted."""
 
     code = "tenant_in_use"
 
@@ -146,11 +146,12 @@ class Tenants:
         return _tenant(row)
 
     def delete(self, tenant_id: str) -> bool:
-        """Delete a tenant that has no adapters, unrevoked keys or usage, with its revoked keys, quotas and grants.
+        """Delete a tenant that has no adapters, unrevoked keys, prices or usage.
 
-        Returns False if there is no such tenant. Raises TenantInUse.
+        Its revoked keys, quotas and grants are deleted, too. Returns False if there is no such tenant. Raises
+        TenantInUse.
         """
-        in_use = TenantInUse("the tenant has adapters, unrevoked keys or usage: suspend it instead")
+        in_use = TenantInUse("the tenant has adapters, unrevoked keys, prices or usage: suspend it instead")
         keys, policies = schema.api_keys, schema.quota_policies
         own_policies = select(policies.c.id).where(policies.c.tenant_id == tenant_id)
         try:

@@ -59,7 +59,7 @@ A refused call changes nothing. Two simultaneous pushes of the same files both g
 | an `Idempotency-Key` reused with another body | 422 | `idempotency_key_reused` |
 | revoking the platform's last administrator key | 409 | `last_admin_key` |
 | removing the administrator's scope from that key | 409 | `last_admin_key` |
-| deleting a tenant that has adapters, unrevoked keys or usage | 409 | `tenant_in_use` |
+| deleting a tenant that has adapters, unrevoked keys, prices or usage | 409 | `tenant_in_use` |
 | deleting an adapter that has versions | 409 | `adapter_in_use` |
 | archiving a version that an alias names | 409 | `version_in_use` |
 | forgetting a base that a server serves | 409 | `base_in_use` |

@@ -117,9 +117,9 @@ async def confirm_delete(visit: Visit) -> Response:
     slug = tenant["slug"]
     return Confirmation(
         title=f"Delete {slug}",
-        before=f"{slug} has no adapters, no unrevoked keys and no usage",
+        before=f"{slug} has no adapters, no unrevoked keys, no prices and no usage",
         after="The slug is free again",
-        affects="Nobody: a tenant with adapters, unrevoked keys or usage can only be suspended.",
+        affects="Nobody: a tenant with adapters, unrevoked keys, prices or usage can only be suspended.",
         undo="Create it again; it gets a new identifier.",
         verb="Delete",
         path=f"/tenants/{slug}/delete",

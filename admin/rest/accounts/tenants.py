@@ -91,7 +91,10 @@ async def change_tenant(
 
 @router.delete("/{id_or_slug}", status_code=204, responses=errors(409))
 async def delete_tenant(id_or_slug: str, services: Services, caller: PlatformAdmin) -> Response:
-    """Delete a tenant created by mistake. A tenant with adapters, unrevoked keys or usage can only be suspended."""
+    """Delete a tenant created by mistake.
+
+    A tenant with adapters, unrevoked keys, prices or usage can only be suspended.
+    """
     tenant = await find_tenant(services, caller, id_or_slug)
     await services.call(services.tenants.delete, tenant.id)
     return Response(status_code=204)

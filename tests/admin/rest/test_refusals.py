@@ -85,7 +85,9 @@ CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
     "an `Idempotency-Key` reused with another body": Caller.repeat,
     "revoking the platform's last administrator key": lambda caller: caller.delete(f"/api_keys/{caller.key_id}"),
     "removing the administrator's scope from that key": Caller.demote,
-    "deleting a tenant that has adapters, unrevoked keys or usage": lambda caller: caller.delete("/tenants/refused"),
+    "deleting a tenant that has adapters, unrevoked keys, prices or usage": lambda caller: caller.delete(
+        "/tenants/refused"
+    ),
     "deleting an adapter that has versions": lambda caller: caller.delete(f"/adapters/{caller.adapter_id}"),
     "archiving a version that an alias names": lambda caller: caller.post(
         f"/adapters/{caller.adapter_id}/versions/1/archive", {}
