@@ -45,7 +45,7 @@ GOALS = Goals({BASE: 1.0, DISTINCT: 4.0}, {})
 WORKLOAD = ("size", "quantization", "activations", "adapters", "rank", "repeats", "threads")
 """The arguments that are written to the result file under their own names."""
 
-LEAST_SHARE = 0.1
+LEAST_SHARE = 0.25
 """Minimum share of answers that equal peft's if a server rounds inputs to 8 bits.
 
 Rounding changes the choice between tokens of similar likelihood, which are frequent in a random model, but a wrong

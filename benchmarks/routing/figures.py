@@ -81,7 +81,7 @@ def best_hit_rate(setting: Setting) -> float:
     """The highest hit rate of any fixed placement whose imbalance meets the goal.
 
     The placement is based on the true popularity. An adapter whose load exceeds the limit of one replica needs several
-    copies, each of which takes a place in a pool. Adapters are placed in order of popularity until all places are
+    copies, and every copy takes a place in a pool. Adapters are placed in order of popularity until all places are
     taken. Requests for all other adapters miss.
     """
     num_places = setting.num_replicas * setting.pool_adapters

@@ -11,8 +11,8 @@ admit it.
   usage is charged. The header `x-loramux-quota-exceeded` tells callers about exceeded soft limits, never about shadow
   policies. A refusal names its policy in `x-loramux-quota-policy`, unless another tenant owns the policy.
 - Contradictions are refused: a daily budget above the monthly budget if both are hard, a burst for a metric that is not
-  a rate, and a limit and a burst of which only one is 0. A key's limit can exceed its tenant's limit. The lower limit
-  applies.
+  a rate, and a limit of 0 with another burst, or the reverse. A key's limit can exceed its tenant's limit. The lower
+  limit applies.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +78,3 @@ def make_new_version(folder: Path, base: Path) -> Path:
     weights[-2] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
     return folder
-
-
-@contextmanager
-def bases_lab(directory: Path, database_url: str, old: Path, new: Path) -> Iterator[BasesLab]:
-    lab = BasesLab(directory, database_url, old, new)
-    try:
-        yield lab
-    finally:
-        lab.close()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,12 +107,3 @@ class FleetLab(GatewayLab):
                 found[sequence_id] = (num_prompt, num_completion)
             for sequence_id, (num_prompt, num_completion) in found.items():
                 yield sequence_id, num_prompt, num_completion
-
-
-@contextmanager
-def fleet_lab(directory: Path, database_url: str, model: Path, num_servers: int) -> Iterator[FleetLab]:
-    lab = FleetLab(directory, database_url, model, num_servers)
-    try:
-        yield lab
-    finally:
-        lab.close()

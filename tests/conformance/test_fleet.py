@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +17,7 @@ import pytest
 
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.drawn_requests import DrawnRequest
-from tests.conformance.fleet_lab import FleetLab, Replacement, fleet_lab
+from tests.conformance.fleet_lab import FleetLab, Replacement
 from tests.conformance.fleet_streams import Stream, is_billed_as_received, numbered_stream, send_stream
 from tests.conformance.gateway_lab import LabGateway, make_lab_base
 from tests.postgres import create_database
@@ -39,7 +40,7 @@ def lab(postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPath
     url = create_database(postgres_server, "killed_fleet")
     with (
         tempfile.TemporaryDirectory(prefix="loramux-lab-") as directory,
-        fleet_lab(Path(directory), url, model, 3) as lab,
+        closing(FleetLab(Path(directory), url, model, 3)) as lab,
     ):
         yield lab
 

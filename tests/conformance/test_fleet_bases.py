@@ -10,13 +10,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from loramux.platform.base_draw import drawn_order
-from tests.conformance.bases_lab import NUM_OLD, BasesLab, bases_lab, make_new_version
+from tests.conformance.bases_lab import NUM_OLD, BasesLab, make_new_version
 from tests.conformance.fleet_streams import Stream, is_billed_as_received, numbered_stream, send_stream
 from tests.conformance.gateway_lab import make_lab_base
 from tests.postgres import create_database
@@ -42,7 +43,7 @@ def lab(postgres_server: str, demo_base: Path, tmp_path_factory: pytest.TempPath
     url = create_database(postgres_server, "moved_bases")
     with (
         tempfile.TemporaryDirectory(prefix="loramux-lab-") as directory,
-        bases_lab(Path(directory), url, old, new) as lab,
+        closing(BasesLab(Path(directory), url, old, new)) as lab,
     ):
         yield lab
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from loramux.migrations import schema
 from loramux.platform.generation.maintenance import CHECKPOINT_INTERVAL_S
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.drawn_requests import CHAT, DrawnRequest, RequestDraw
-from tests.conformance.fleet_lab import fleet_lab
+from tests.conformance.fleet_lab import FleetLab
 from tests.conformance.gateway_lab import GatewayLab, LabGateway, gateway_lab, make_lab_base, send, usage_of
 from tests.conformance.paced_engine import STEP_S
 from tests.postgres import create_database
@@ -45,7 +45,7 @@ def lab(
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-lab-")))
         if request.param == "fleet":
-            yield stack.enter_context(fleet_lab(directory, url, model, 3))
+            yield stack.enter_context(closing(FleetLab(directory, url, model, 3)))
         else:
             yield stack.enter_context(gateway_lab(directory, url, model, 4 if is_campaign else 2))
 
