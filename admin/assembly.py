@@ -37,7 +37,7 @@ from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.adapter_store.registry.version_states import VersionStates
-from loramux.adapter_store.validation.sandbox import ESSENTIAL
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL
 from loramux.adapter_store.validation.validator import SubprocessValidator
 from loramux.admin.app import create_admin_app
 from loramux.admin.doctor.self_check import SelfCheck

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from loramux.adapter_store.validation.sandbox import ESSENTIAL
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable

@@ -16,12 +16,18 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-import loramux
 from loramux.adapter_store.errors import AdapterRejected, AdapterUnavailable, StoreError
 from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.validation.fork_server import Ended, ForkServer, ForkServerFailed, last_line
+from loramux.adapter_store.sandbox.fork_server import (
+    Ended,
+    ForkLimits,
+    ForkServer,
+    ForkServerFailed,
+    last_line,
+    worker_environment,
+)
 from loramux.adapter_store.validation.job import Accepted, Limits, ValidationJob
 
 __all__ = ["Accepted", "Limits", "SubprocessValidator", "ValidationFailed", "ValidationJob", "Validator"]
@@ -32,7 +38,7 @@ _VERDICT_SIGNALS = frozenset(
 """Signals that kill a process that exceeds a limit, runs out of memory or crashes. A retry would fail too."""
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.worker")
-_PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.sandbox")
+_PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.sandbox.confinement")
 _PROBE_TIMEOUT_S = 30.0
 
 NICENESS = 10
@@ -90,7 +96,8 @@ class SubprocessValidator:
         niceness: int = NICENESS,
         base: BaseWeights | None = None,
     ) -> None:
-        self._processes = ForkServer(command, worker_environment(), niceness)
+        self._processes = ForkServer(command, worker_environment())
+        self._niceness = niceness
         self._required = required
         self._base = base
         self._file_bytes = file_bytes
@@ -109,7 +116,7 @@ class SubprocessValidator:
         }
         wall_s = limits.wall_s if self._timeout_s is None else self._timeout_s
         try:
-            ended = self._processes.run(json.dumps(request).encode(), wall_s)
+            ended = self._processes.run(json.dumps(request).encode(), ForkLimits(wall_s, niceness=self._niceness))
         except ForkServerFailed as error:
             raise ValidationFailed(f"the validation process failed: {error}") from error
         if ended.took_too_long:
@@ -211,19 +218,3 @@ def _check_end(ended: Ended) -> None:
         raise ValidationFailed(f"the validation process was killed by signal {-ended.returncode}")
     if ended.returncode > 0:
         raise ValidationFailed(f"the validation process failed: {last_line(ended.stderr)}")
-
-
-def worker_environment() -> dict[str, str]:
-    """Return a minimal environment, without credentials.
-
-    It limits BLAS to one thread, because each thread reserves address space.
-    """
-    roots = [str(Path(place).parent.absolute()) for place in loramux.__path__]
-    return {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "PYTHONPATH": os.pathsep.join(roots),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }

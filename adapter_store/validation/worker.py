@@ -25,10 +25,10 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import write_packed
 from loramux.adapter_store.formats.packing import needs_base, pack
 from loramux.adapter_store.formats.replaced_rows import replaced_rows
-from loramux.adapter_store.validation.fork_server import fork_for_each_request
+from loramux.adapter_store.sandbox.confinement import confine, limit_resources
+from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
 from loramux.adapter_store.validation.job import Accepted, Limits, ValidationJob
 from loramux.adapter_store.validation.report import CheckList
-from loramux.adapter_store.validation.sandbox import confine, limit_resources
 from loramux.adapter_store.validation.validation import validate_files
 
 _PEAKS = {"VmHWM": "max_rss_bytes", "VmPeak": "max_address_bytes"}

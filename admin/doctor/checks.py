@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.errors import StoreError
-from loramux.adapter_store.validation.sandbox import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
+from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.kernels.cpu.capability import bfloat16_products, byte_products, integer_products
@@ -208,7 +208,7 @@ def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]]
             check=check,
             grade=Grade.FAILED,
             message=str(error),
-            mend="run 'python -m loramux.adapter_store.validation.sandbox' as the server's user and fix what it finds",
+            mend="run 'python -m loramux.adapter_store.sandbox.confinement' as the server's user and fix what it finds",
         )
     standing = ", ".join(name for name in MEASURES if name not in missing) or "only limits on memory and time"
     lacking = [name for name in MEASURES if name in missing]

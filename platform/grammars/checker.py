@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import queue
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
-import structlog
 
-from loramux.adapter_store.validation.fork_server import ForkServer, ForkServerFailed, last_line
-from loramux.adapter_store.validation.validator import worker_environment
+from loramux.adapter_store.sandbox.confined_pool import (
+    ConfinedPool,
+    Ended,
+    ForkLimits,
+    ForkServerFailed,
+    TooManyWaiting,
+)
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.threads import call_on
-from loramux.platform.turns import TenantTurns
 
 CPU_S = 1
-"""Limit on a check's processor time, in seconds. A 20 kB schema takes about 33 ms."""
+"""Limit on a check's processor time, in seconds."""
 
-WALL_S = 5.0
-"""Limit on a check's wall time, in seconds. A check has a lower priority than the engine and the gateway."""
+QUICK = ForkLimits(wall_s=1.0, cpu_s=0.1, niceness=5)
+"""Limits of a check's first attempt. A 20 kB schema takes about 60 ms. The engine and the gateway have a higher
+priority.
+"""
+
+FULL = ForkLimits(wall_s=10.0, cpu_s=CPU_S, niceness=8)
+"""Limits of a check's second attempt, which yields to first attempts."""
 
 NUM_PROCESSES = 2
-"""Maximum number of concurrent checks. Each tenant has at most one."""
+"""Maximum number of concurrent checks. Each tenant has at most one. Each process contains the vocabulary."""
+
+MAX_FULL = 1
+"""Maximum number of concurrent second attempts."""
 
 MEMORY_BYTES = 1 << 30
 """Limit on the additional memory of one check, in bytes."""
@@ -45,14 +59,9 @@ MAX_KEPT_PER_TENANT = 32
 MAX_WAITING_PER_TENANT = 16
 """Maximum number of a tenant's requests that are waiting for a check or being checked."""
 
-NICENESS = 5
-"""Niceness of a check, so that the engine and the gateway go first."""
-
 RETRY_S = 5.0
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.platform.grammars.worker")
-
-log = structlog.get_logger(__name__)
 
 
 class Checked(msgspec.Struct, frozen=True):
@@ -69,12 +78,21 @@ The outcome is `accepted`, `refused`, or `known` if it was cached. Not called if
 """
 
 
+@dataclass(slots=True)
+class _Check:
+    """A check in the pool, its outcome, and the number of requests that wait for it."""
+
+    asked: Future[Checked]
+    outcome: asyncio.Future[Checked]
+    num_requests: int = 0
+
+
 class GrammarChecker:
     """Checks constraints in a forked, confined process with limits on time and memory.
 
     Outcomes are cached per tenant, so a fast answer reveals nothing about another tenant's constraints. Each tenant has
-    one check at a time. Its other requests wait, without delaying other tenants. Not thread-safe: use it only from the
-    event loop.
+    one check at a time, and its equal requests share one. `ConfinedPool` bounds the time for which other tenants can
+    delay a check. Not thread-safe: use it only from the event loop.
     """
 
     def __init__(
@@ -86,26 +104,30 @@ class GrammarChecker:
         command: Sequence[str] = _WORKER,
     ) -> None:
         arguments = (str(model_dir.absolute()), str(vocab_size), *map(str, eos_token_ids))
-        self._all = [ForkServer((*command, *arguments), worker_environment(), NICENESS) for _ in range(NUM_PROCESSES)]
-        self._idle: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
-        for processes in self._all:
-            self._idle.put(processes)
-        self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="grammars")
+        self._pool = ConfinedPool(
+            (*command, *arguments),
+            event="grammar_check_failed",
+            num_processes=NUM_PROCESSES,
+            max_full=MAX_FULL,
+            quick=QUICK,
+            full=FULL,
+            max_waiting_per_tenant=MAX_WAITING_PER_TENANT,
+        )
         self._observe = observe
+        # Guards the outcomes, which threads of the pool add.
+        self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, str, str], Checked] = OrderedDict()
-        self._turns = TenantTurns(MAX_WAITING_PER_TENANT, _too_many_waiting)
+        self._checks: dict[tuple[str, str, str], _Check] = {}
 
     async def grammar(self, tenant_id: str, constraint: Constraint) -> str:
         """Return the compiled grammar of the constraint. Raises InvalidRequest, RateLimited or Unavailable."""
         key = (tenant_id, constraint.kind, constraint.text)
         started_s = time.monotonic()
-        checked = self._kept.get(key)
+        checked = self._known(key)
         outcome = "known"
         if checked is None:
-            checked = await self._turns.run(tenant_id, lambda: self._checked(key, constraint))
+            checked = await self._checked(key, constraint)
             outcome = "refused" if checked.grammar is None else "accepted"
-        else:
-            self._kept.move_to_end(key)
         self._observe(outcome, time.monotonic() - started_s, checked.keywords)
         if checked.grammar is None:
             raise InvalidRequest(
@@ -116,64 +138,74 @@ class GrammarChecker:
         return checked.grammar
 
     def preload(self) -> None:
-        for _ in range(NUM_PROCESSES):
-            self._threads.submit(self._check, Constraint("regex", "a", ""))
+        # As if of different tenants, so that all processes start.
+        for index in range(NUM_PROCESSES):
+            self._pool.submit(f"preload {index}", partial(_encoded, Constraint("regex", "a", "")), _decoded)
 
     def close(self) -> None:
-        for processes in self._all:
-            processes.close()
-        self._threads.shutdown(cancel_futures=True)
+        self._pool.close()
 
     async def _checked(self, key: tuple[str, str, str], constraint: Constraint) -> Checked:
-        # Another request may have checked the same constraint while this one waited.
-        checked = self._kept.get(key)
-        if checked is None:
-            checked = await call_on(self._threads, self._check, constraint)
-            self._keep(key, checked)
-        return checked
-
-    def _keep(self, key: tuple[str, str, str], checked: Checked) -> None:
-        of_tenant = [one for one in self._kept if one[0] == key[0]]
-        if len(of_tenant) >= MAX_KEPT_PER_TENANT:
-            del self._kept[of_tenant[0]]
-        elif len(self._kept) >= MAX_KEPT:
-            self._kept.popitem(last=False)
-        self._kept[key] = checked
-
-    def _check(self, constraint: Constraint) -> Checked:
-        """Blocking. Raises Unavailable if no process can be started."""
-        request = {
-            "kind": constraint.kind,
-            "text": constraint.text,
-            "cpu_s": CPU_S,
-            "memory_bytes": MEMORY_BYTES,
-            "file_bytes": ANSWER_BYTES,
-        }
-        processes = self._idle.get()
         try:
-            ended = processes.run(json.dumps(request).encode(), WALL_S)
+            check = self._checks.get(key)
+            if check is None:
+                asked = self._pool.submit(key[0], partial(_encoded, constraint), partial(self._keep, key))
+                check = self._checks[key] = _Check(asked, asyncio.wrap_future(asked))
+            check.num_requests += 1
+            try:
+                return await asyncio.shield(check.outcome)
+            finally:
+                check.num_requests -= 1
+                if not check.num_requests:
+                    del self._checks[key]
+                    # If all clients have gone, the check need not start.
+                    check.asked.cancel()
+        except TooManyWaiting:
+            raise RateLimited(
+                "this tenant already has too many new grammars waiting to be checked",
+                code="too_many_grammars",
+                retry_after_s=RETRY_S,
+            ) from None
         except ForkServerFailed as error:
-            log.warning("grammar_check_failed", error=str(error))
             raise Unavailable(
                 "structured output is not available now", code="grammars_unavailable", retry_after_s=RETRY_S
             ) from error
-        finally:
-            self._idle.put(processes)
-        if ended.returncode > 0:
-            log.warning("grammar_check_failed", error=last_line(ended.stderr))
-        if ended.took_too_long or ended.returncode != 0:
-            # The stack overflowed, or memory or time ran out. A retry would fail in the same way.
-            return Checked(refused="the grammar is too complex")
-        try:
+
+    def _known(self, key: tuple[str, str, str]) -> Checked | None:
+        with self._lock:
+            checked = self._kept.get(key)
+            if checked is not None:
+                self._kept.move_to_end(key)
+            return checked
+
+    def _keep(self, key: tuple[str, str, str], ended: Ended) -> Checked:
+        """Decode an outcome and keep it, even if all clients have gone."""
+        checked = _decoded(ended)
+        with self._lock:
+            of_tenant = [one for one in self._kept if one[0] == key[0]]
+            if len(of_tenant) >= MAX_KEPT_PER_TENANT:
+                del self._kept[of_tenant[0]]
+            elif len(self._kept) >= MAX_KEPT:
+                self._kept.popitem(last=False)
+            self._kept[key] = checked
+        return checked
+
+
+def _encoded(constraint: Constraint) -> bytes:
+    request = {
+        "kind": constraint.kind,
+        "text": constraint.text,
+        "cpu_s": CPU_S,
+        "memory_bytes": MEMORY_BYTES,
+        "file_bytes": ANSWER_BYTES,
+    }
+    return json.dumps(request).encode()
+
+
+def _decoded(ended: Ended) -> Checked:
+    checked = Checked()
+    # If the stack overflowed, or memory or time ran out, a retry would fail in the same way.
+    if not ended.took_too_long and ended.returncode == 0:
+        with suppress(msgspec.MsgspecError):
             checked = msgspec.json.decode(ended.stdout, type=Checked)
-        except msgspec.MsgspecError:
-            checked = Checked()
-        return checked if checked.grammar or checked.refused else Checked(refused="the grammar is too complex")
-
-
-def _too_many_waiting() -> RateLimited:
-    return RateLimited(
-        "this tenant already has too many new grammars waiting to be checked",
-        code="too_many_grammars",
-        retry_after_s=RETRY_S,
-    )
+    return checked if checked.grammar or checked.refused else Checked(refused="the grammar is too complex")

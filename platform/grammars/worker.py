@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy.random  # noqa: F401 - numpy imports it on first use, when this process can no longer open files
 
-from loramux.adapter_store.validation.fork_server import fork_for_each_request
-from loramux.adapter_store.validation.sandbox import confine, limit_resources
+from loramux.adapter_store.sandbox.confinement import confine, limit_resources
+from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
 from loramux.engine.grammars.vocabulary import VocabularyNotUsable, load_vocabulary
 from loramux.platform.grammars.check import GrammarRefused, checked_grammar
 

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import gc
 import marshal
+import math
 import os
 import resource
-import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from loramux.adapter_store.validation.fork_server import fork_for_each_request
-from loramux.adapter_store.validation.sandbox import confine, limit_resources
+from loramux.adapter_store.sandbox.confinement import confine, limit_resources
+from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason, render
 from loramux.platform.tokenizer.jinja_sandbox import MAX_RENDER_S, ChatEnvironment
 from loramux.platform.tokenizer.template_check import TemplateFeatures, check_template
 
 CPU_S = 1.5 * MAX_RENDER_S
-"""Limit on a fork's processor time, in seconds. The kernel kills a fork that exceeds it."""
+"""Limit on a fork's processor time, in seconds."""
 
 MEMORY_BYTES = 256 << 20
 """Limit on the additional memory of one rendering, in bytes."""
@@ -83,8 +83,7 @@ def main() -> int:
     gc.freeze()
     fork_for_each_request(idle_s=None)
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit_resources(used_bytes + MEMORY_BYTES, ANSWER_BYTES, 1)
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    limit_resources(used_bytes + MEMORY_BYTES, ANSWER_BYTES, math.ceil(CPU_S))
     confine(())
     answer = encoder.encode(answer_to(decoder.decode(sys.stdin.buffer.read()), environment))
     if len(answer) > ANSWER_BYTES:

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
-import structlog
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
-from loramux.adapter_store.validation.fork_server import ForkServer, ForkServerFailed, last_line
-from loramux.adapter_store.validation.validator import worker_environment
+from loramux.adapter_store.sandbox.confined_pool import (
+    ConfinedPool,
+    Ended,
+    ForkLimits,
+    ForkServerFailed,
+    TooManyWaiting,
+)
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
-from loramux.platform.threads import call_on
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason
 from loramux.platform.tokenizer.template_check import TemplateFeatures
 from loramux.platform.tokenizer.template_kwargs import check_kwargs
-from loramux.platform.tokenizer.template_worker import TemplateAnswer, TemplateRequest
-from loramux.platform.turns import TenantTurns
+from loramux.platform.tokenizer.template_worker import CPU_S, TemplateAnswer, TemplateRequest
 
 MAX_TEMPLATE_CHARS = 64 * 1024
 """Longest template, in characters. The longest template of a supported model family has 17,000 characters."""
 
-WALL_S = 3.0
-"""Limit on a rendering's wall time, in seconds. It allows for a busy machine."""
+QUICK = ForkLimits(wall_s=1.0, cpu_s=0.1, niceness=1)
+"""Limits of a rendering's first attempt. Most renderings take less than 30 ms. The engine and the gateway have only a
+slightly higher priority, because a request waits for the rendering.
+"""
+
+FULL = ForkLimits(wall_s=5.0, cpu_s=CPU_S, niceness=5)
+"""Limits of a rendering's second attempt, which yields to first attempts. The wall time allows for a busy machine."""
 
 NUM_PROCESSES = 4
 """Maximum number of concurrent renderings. Each tenant has at most one."""
+
+MAX_FULL = 1
+"""Maximum number of concurrent second attempts."""
 
 MAX_WAITING_PER_TENANT = 256
 """Maximum number of a tenant's requests that are waiting or being rendered, about 1.5 s of work."""
@@ -46,11 +58,6 @@ MAX_KEPT_PER_TENANT = 16
 MAX_CODE_BYTES = 512 * 1024
 """Longest compiled template that is kept, in bytes. For the supported model families, the longest has 70,000 bytes."""
 
-NICENESS = 1
-"""Niceness of a rendering. It gives the engine and the gateway only a slight priority, because a request waits for the
-rendering.
-"""
-
 RETRY_S = 1.0
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.platform.tokenizer.template_worker")
@@ -59,7 +66,8 @@ _TOO_LONG = f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters"
 
 _TOO_COSTLY = TemplateAnswer(refused="the chat template takes too much time or memory")
 
-log = structlog.get_logger(__name__)
+_UPLOADS = "(uploads)"
+"""Stands for all tenants when uploaded templates are checked, one at a time."""
 
 
 @dataclass(slots=True)
@@ -73,8 +81,8 @@ class _Known:
 class TenantTemplates:
     """Renders and checks tenants' templates.
 
-    Each tenant has one rendering at a time. Its other requests wait, without delaying other tenants. Not thread-safe:
-    use it only from the event loop.
+    Each tenant has one rendering at a time. `ConfinedPool` bounds the time for which other tenants can delay it.
+    Thread-safe.
     """
 
     def __init__(
@@ -84,13 +92,16 @@ class TenantTemplates:
         command: Sequence[str] = _WORKER,
     ) -> None:
         self._special_tokens = dict(special_tokens)
-        self._turns = TenantTurns(max_waiting_per_tenant, _too_many_waiting)
-        self._all = [ForkServer(command, worker_environment(), NICENESS) for _ in range(NUM_PROCESSES)]
-        # Last in, first out, so that few concurrent requests start few processes.
-        self._idle: queue.LifoQueue[ForkServer] = queue.LifoQueue()
-        for processes in self._all:
-            self._idle.put(processes)
-        self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="templates")
+        self._pool = ConfinedPool(
+            command,
+            event="template_rendering_failed",
+            num_processes=NUM_PROCESSES,
+            max_full=MAX_FULL,
+            quick=QUICK,
+            full=FULL,
+            max_waiting_per_tenant=max_waiting_per_tenant,
+        )
+        self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
 
     async def render(
@@ -146,33 +157,47 @@ class TenantTemplates:
         """
         refused: str | None = _TOO_LONG
         if len(source) <= MAX_TEMPLATE_CHARS:
-            refused = self._run(self._request(source, None, None)).refused
+            with _api_errors():
+                asked = self._pool.submit(_UPLOADS, partial(self._encoded, (_UPLOADS, source), None), _decoded)
+                refused = asked.result().refused
         if refused is not None:
             raise AdapterRejected("invalid_template", refused, TEMPLATE_FILE)
 
     def preload(self) -> None:
-        self._threads.submit(self._run, TemplateRequest(source="", code=None, special_tokens={}, conversation=None))
+        self._pool.submit(_UPLOADS, partial(self._encoded, (_UPLOADS, ""), None), _decoded)
 
     def close(self) -> None:
-        for processes in self._all:
-            processes.close()
-        self._threads.shutdown(cancel_futures=True)
+        self._pool.close()
 
     async def _answer(self, tenant_id: str, source: str, conversation: Conversation | None) -> TemplateAnswer:
-        answer = await self._turns.run(tenant_id, lambda: self._rendered(tenant_id, source, conversation))
+        key = (tenant_id, source)
+        with _api_errors():
+            asked = self._pool.submit(
+                tenant_id, partial(self._encoded, key, conversation), partial(self._kept_answer, key)
+            )
+            answer = await asyncio.wrap_future(asked)
         if answer.refused is not None:
             raise InvalidRequest(answer.refused, param=answer.param)
         return answer
 
-    async def _rendered(self, tenant_id: str, source: str, conversation: Conversation | None) -> TemplateAnswer:
-        known = self._known.get((tenant_id, source))
-        request = self._request(source, None if known is None else known.code, conversation)
-        answer = await call_on(self._threads, self._run, request)
-        self._keep((tenant_id, source), answer)
-        return answer
+    def _encoded(self, key: tuple[str, str], conversation: Conversation | None) -> bytes:
+        with self._lock:
+            code = self._known[key].code if key in self._known else None
+        request = TemplateRequest(
+            source=key[1], code=code, special_tokens=self._special_tokens, conversation=conversation
+        )
+        try:
+            return msgspec.json.encode(request)
+        except (RecursionError, UnicodeEncodeError) as error:
+            raise InvalidRequest(
+                f"the chat template cannot read these messages: {reason(error)}", param="messages"
+            ) from None
 
-    def _request(self, source: str, code: bytes | None, conversation: Conversation | None) -> TemplateRequest:
-        return TemplateRequest(source=source, code=code, special_tokens=self._special_tokens, conversation=conversation)
+    def _kept_answer(self, key: tuple[str, str], ended: Ended) -> TemplateAnswer:
+        answer = _decoded(ended)
+        with self._lock:
+            self._keep(key, answer)
+        return answer
 
     def _keep(self, key: tuple[str, str], answer: TemplateAnswer) -> None:
         known = self._known.get(key)
@@ -189,37 +214,28 @@ class TenantTemplates:
             known.features = answer.features
         self._known.move_to_end(key)
 
-    def _run(self, request: TemplateRequest) -> TemplateAnswer:
-        """Render or check a template in a process. Blocking. Raises Unavailable if the process cannot be started."""
-        try:
-            encoded = msgspec.json.encode(request)
-        except (RecursionError, UnicodeEncodeError) as error:
-            return TemplateAnswer(refused=f"the chat template cannot read these messages: {reason(error)}")
-        processes = self._idle.get()
-        try:
-            ended = processes.run(encoded, WALL_S)
-        except ForkServerFailed as error:
-            log.warning("template_rendering_failed", error=str(error))
-            raise Unavailable(
-                "chat templates of adapters are not available now",
-                code="templates_unavailable",
-                retry_after_s=RETRY_S,
-            ) from error
-        finally:
-            self._idle.put(processes)
-        if ended.returncode > 0:
-            log.warning("template_rendering_failed", error=last_line(ended.stderr))
-        if ended.took_too_long or ended.returncode != 0:
-            return _TOO_COSTLY
-        try:
-            return msgspec.json.decode(ended.stdout, type=TemplateAnswer)
-        except msgspec.MsgspecError:
-            return _TOO_COSTLY
+
+def _decoded(ended: Ended) -> TemplateAnswer:
+    if ended.took_too_long or ended.returncode != 0:
+        return _TOO_COSTLY
+    try:
+        return msgspec.json.decode(ended.stdout, type=TemplateAnswer)
+    except msgspec.MsgspecError:
+        return _TOO_COSTLY
 
 
-def _too_many_waiting() -> RateLimited:
-    return RateLimited(
-        "this tenant already has too many requests waiting for a chat template to be rendered",
-        code="too_many_templates",
-        retry_after_s=RETRY_S,
-    )
+@contextmanager
+def _api_errors() -> Iterator[None]:
+    """Raise the errors of the pool as the errors that callers see."""
+    try:
+        yield
+    except TooManyWaiting:
+        raise RateLimited(
+            "this tenant already has too many requests waiting for a chat template to be rendered",
+            code="too_many_templates",
+            retry_after_s=RETRY_S,
+        ) from None
+    except ForkServerFailed as error:
+        raise Unavailable(
+            "chat templates of adapters are not available now", code="templates_unavailable", retry_after_s=RETRY_S
+        ) from error

@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from loramux.adapter_store.formats.answer_parsers import AnswerParsers
 from loramux.adapter_store.formats.generation_config import SamplingDefaults
-from loramux.adapter_store.validation.sandbox import ESSENTIAL
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL
 from loramux.admin import serve
 from loramux.admin.assembly import NUM_THREADS, Assembled, assemble, gateway_settings
 from loramux.admin.errors import StartRefused

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.adapter_store.validation.sandbox import CALLS, FILES
+from loramux.adapter_store.sandbox.confinement import CALLS, FILES
 from loramux.adapter_store.validation.validator import missing_measures
 from loramux.engine.device.cuda_driver import count_gpus
-from tests.adapter_store.validation import lesser_kernel
+from tests.adapter_store.sandbox import lesser_kernel
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")} | {
     "PYTHONPATH": ".src",

@@ -25,8 +25,9 @@ from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import read_packed
+from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES
+from loramux.adapter_store.sandbox.fork_server import worker_environment
 from loramux.adapter_store.validation import worker as validation_worker
-from loramux.adapter_store.validation.sandbox import CALLS, ESSENTIAL, FILES
 from loramux.adapter_store.validation.validator import (
     NICENESS,
     Limits,
@@ -34,12 +35,11 @@ from loramux.adapter_store.validation.validator import (
     ValidationFailed,
     ValidationJob,
     missing_measures,
-    worker_environment,
 )
 from loramux.kernels.layout import LinearShape, PageGeometry
 from tests.adapter_store.adapter_files import AdapterMaker
+from tests.adapter_store.sandbox import lesser_kernel
 from tests.adapter_store.small_base import HIDDEN, OUTER_MODULES, VOCAB_SIZE, make_target
-from tests.adapter_store.validation import lesser_kernel
 
 _opened: list[SubprocessValidator] = []
 
@@ -160,7 +160,7 @@ def test_refusal_lists_the_checks_that_passed(job: ValidationJob, target: PackTa
 
 def worker(code: str) -> tuple[str, ...]:
     """The command that starts a validation process whose forks run `code`."""
-    begin = "from loramux.adapter_store.validation.fork_server import fork_for_each_request\nfork_for_each_request()\n"
+    begin = "from loramux.adapter_store.sandbox.fork_server import fork_for_each_request\nfork_for_each_request()\n"
     return sys.executable, "-S", "-c", begin + code
 
 
@@ -251,7 +251,7 @@ def test_all_processes_of_the_group_are_killed(
 def test_cpu_time_is_limited(job: ValidationJob, target: PackTarget) -> None:
     """The kernel limits the process's CPU time, regardless of the limit on wall time."""
     code = (
-        "from loramux.adapter_store.validation.sandbox import limit_resources\n"
+        "from loramux.adapter_store.sandbox.confinement import limit_resources\n"
         "limit_resources(1 << 32, 1 << 20, 1)\n"
         "while True: pass"
     )

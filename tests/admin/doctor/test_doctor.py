@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from loramux.adapter_store.validation.sandbox import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK
+from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.cli import app
 from loramux.admin.client.client import AdminClient

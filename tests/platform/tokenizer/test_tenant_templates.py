@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from loramux.adapter_store.validation.sandbox import CALLS, FILES
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.sandbox.confinement import CALLS, FILES
 from loramux.adapter_store.validation.validator import missing_measures
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.tokenizer.chat_template import ChatTemplate
@@ -153,7 +154,24 @@ async def test_slow_template_delays_only_its_own_tenant(templates: TenantTemplat
     await templates.render("a", PLAIN, ASKED)
 
 
-async def test_requests_that_were_cancelled_do_not_free_their_tenants_turn(templates: TenantTemplates) -> None:
+async def test_more_slow_tenants_than_processes_leave_a_process_to_others(templates: TenantTemplates) -> None:
+    slow = [
+        asyncio.ensure_future(templates.render(f"slow{tenant}", ENDLESS, ASKED))
+        for tenant in range(2 * NUM_PROCESSES)
+        for _ in range(4)
+    ]
+    await asyncio.sleep(0)
+    for _ in range(5):
+        assert await templates.render("quick", PLAIN, ASKED) == "Hello 🦊"
+    assert any(not one.done() for one in slow), "each takes half a second of processor time"
+    for one in slow:
+        one.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_requests_that_were_cancelled_do_not_free_their_tenants_turn() -> None:
+    templates = TenantTemplates({})
+
     async def hang_up() -> None:
         asking = asyncio.ensure_future(templates.render("a", ENDLESS, ASKED))
         await asyncio.sleep(0.02)
@@ -162,10 +180,21 @@ async def test_requests_that_were_cancelled_do_not_free_their_tenants_turn(templ
 
     for _ in range(2 * NUM_PROCESSES):
         await hang_up()
-        assert templates._idle.qsize() >= NUM_PROCESSES - 1
+        assert len(templates._pool._idle) >= NUM_PROCESSES - 1
     assert await templates.render("b", PLAIN, ASKED) == "Hello 🦊"
     # The next turn starts when the running rendering ends.
     await templates.render("a", PLAIN, ASKED)
+    templates.close()
+
+
+def test_an_upload_is_checked_and_not_kept(templates: TenantTemplates) -> None:
+    templates.check_upload(PLAIN)
+    with pytest.raises(AdapterRejected) as rejected:
+        templates.check_upload(ENDLESS)
+    assert rejected.value.code == "invalid_template"
+    # The next upload is another tenant's.
+    templates.check_upload(PLAIN)
+    assert ("(uploads)", PLAIN) not in templates._known
 
 
 async def test_the_event_loop_runs_while_templates_do(templates: TenantTemplates) -> None:

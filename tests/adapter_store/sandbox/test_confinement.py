@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from loramux.adapter_store.validation import sandbox
-from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures, worker_environment
-from tests.adapter_store.validation import lesser_kernel
+from loramux.adapter_store.sandbox import confinement
+from loramux.adapter_store.sandbox.fork_server import worker_environment
+from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
+from tests.adapter_store.sandbox import lesser_kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandbox measures require Linux")
 
 _PRELUDE = """
 import ctypes, json, os, signal, socket, sys
 from pathlib import Path
-from loramux.adapter_store.validation import sandbox
+from loramux.adapter_store.sandbox import confinement
 scratch, outside, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def attempt(action):
     try:
@@ -69,10 +70,10 @@ def port() -> Any:
 
 
 def run_confined(
-    code: str, scratch: Path, outside: Path, port: int, confinement: str = "sandbox.confine([scratch])"
+    code: str, scratch: Path, outside: Path, port: int, before: str = "confinement.confine([scratch])"
 ) -> Any:
     """Run `code` in a new process that sandboxes itself first, and return the value of `result`."""
-    program = f"{_PRELUDE}\nmissing = {confinement}\n{code}\nprint(json.dumps(result))"
+    program = f"{_PRELUDE}\nmissing = {before}\n{code}\nprint(json.dumps(result))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", program, scratch, outside, str(port)],
         env=worker_environment(),
@@ -94,18 +95,23 @@ def lacking() -> set[str]:
 
 @pytest.mark.parametrize(
     "measures",
-    [(sandbox.FILES,), (sandbox.CALLS,), (sandbox.NETWORK,), (sandbox.NETWORK, sandbox.FILES, sandbox.CALLS)],
+    [
+        (confinement.FILES,),
+        (confinement.CALLS,),
+        (confinement.NETWORK,),
+        (confinement.NETWORK, confinement.FILES, confinement.CALLS),
+    ],
     ids=",".join,
 )
 def test_missing_measures_are_detected(lacking: set[str], measures: tuple[str, ...]) -> None:
-    if sandbox.CALLS in lacking:
+    if confinement.CALLS in lacking:
         pytest.skip("this machine cannot simulate a lesser kernel")
     probe = (
         sys.executable,
         lesser_kernel.__file__,
         ",".join(measures),
         "-m",
-        "loramux.adapter_store.validation.sandbox",
+        "loramux.adapter_store.sandbox.confinement",
     )
     assert set(missing_measures(probe)) == lacking | set(measures)
 
@@ -120,57 +126,57 @@ def test_untestable_sandbox_raises_validation_failed(code: str) -> None:
 
 def test_connection_works_outside_the_sandbox_and_fails_inside(scratch: Path, outside: Path, port: int) -> None:
     code = "result = attempt(connect)"
-    assert run_confined(code, scratch, outside, port, confinement="[]")[0] == "done"
+    assert run_confined(code, scratch, outside, port, before="[]")[0] == "done"
     assert run_confined(code, scratch, outside, port)[0] == "refused"
 
 
 @pytest.mark.parametrize(
-    ("measure", "confinement"),
+    ("measure", "before"),
     [
         pytest.param(
-            sandbox.NETWORK,
-            "ctypes.CDLL(None).unshare(sandbox._NEW_NETWORK) and ctypes.CDLL(None).unshare(0x50000000)",
+            confinement.NETWORK,
+            "ctypes.CDLL(None).unshare(confinement._NEW_NETWORK) and ctypes.CDLL(None).unshare(0x50000000)",
             id="a network of its own",
         ),
         pytest.param(
-            sandbox.CALLS,
-            "sandbox.refuse_calls([ctypes.CDLL(None), ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)][0])",
+            confinement.CALLS,
+            "confinement.refuse_calls([ctypes.CDLL(None), ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)][0])",
             id="seccomp",
         ),
         pytest.param(
-            sandbox.FILES,
-            "sandbox.restrict_files([ctypes.CDLL(None), ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)][0], [], [])",
+            confinement.FILES,
+            "confinement.restrict_files([ctypes.CDLL(None), ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)][0], [], [])",
             id="landlock",
         ),
     ],
 )
 def test_each_measure_alone_blocks_the_network(
-    scratch: Path, outside: Path, port: int, lacking: set[str], measure: str, confinement: str
+    scratch: Path, outside: Path, port: int, lacking: set[str], measure: str, before: str
 ) -> None:
     if measure in lacking:
         pytest.skip(f"this machine has no {measure}")
-    assert run_confined("result = attempt(connect)", scratch, outside, port, confinement)[0] == "refused"
+    assert run_confined("result = attempt(connect)", scratch, outside, port, before)[0] == "refused"
 
 
 @pytest.mark.parametrize(
     ("measure", "action"),
     [
-        pytest.param(sandbox.FILES, "(outside / 'secret').read_text()", id="read a file elsewhere"),
-        pytest.param(sandbox.FILES, "Path('/etc/passwd').read_text()", id="read a file of the system"),
-        pytest.param(sandbox.FILES, "(outside / 'new').write_text('x')", id="write a file elsewhere"),
-        pytest.param(sandbox.FILES, "(outside / 'secret').unlink()", id="delete a file elsewhere"),
-        pytest.param(sandbox.FILES, "os.listdir(outside)", id="list a directory elsewhere"),
-        pytest.param(sandbox.CALLS, "os.symlink('/etc/passwd', scratch / 'link')", id="make a link"),
-        pytest.param(sandbox.CALLS, "os.link(scratch / 'input', scratch / 'link')", id="make a hard link"),
-        pytest.param(sandbox.CALLS, "os.mkfifo(scratch / 'pipe')", id="make a pipe"),
-        pytest.param(sandbox.CALLS, "os.truncate(scratch / 'input', 0)", id="cut a file by its name"),
-        pytest.param(sandbox.CALLS, "os.fork()", id="start a process"),
-        pytest.param(sandbox.CALLS, "os.execv(sys.executable, [sys.executable, '-V'])", id="run a program"),
-        pytest.param(sandbox.CALLS, "os.kill(os.getppid(), 0)", id="signal the server"),
-        pytest.param(sandbox.CALLS, "os.setsid()", id="leave its process group"),
-        pytest.param(sandbox.CALLS, "os.memfd_create('x')", id="memory that is not counted"),
-        pytest.param(sandbox.CALLS, "socket.socket(socket.AF_UNIX)", id="a socket of another kind"),
-        pytest.param(sandbox.CALLS, "socket.socketpair()", id="a pair of sockets"),
+        pytest.param(confinement.FILES, "(outside / 'secret').read_text()", id="read a file elsewhere"),
+        pytest.param(confinement.FILES, "Path('/etc/passwd').read_text()", id="read a file of the system"),
+        pytest.param(confinement.FILES, "(outside / 'new').write_text('x')", id="write a file elsewhere"),
+        pytest.param(confinement.FILES, "(outside / 'secret').unlink()", id="delete a file elsewhere"),
+        pytest.param(confinement.FILES, "os.listdir(outside)", id="list a directory elsewhere"),
+        pytest.param(confinement.CALLS, "os.symlink('/etc/passwd', scratch / 'link')", id="make a link"),
+        pytest.param(confinement.CALLS, "os.link(scratch / 'input', scratch / 'link')", id="make a hard link"),
+        pytest.param(confinement.CALLS, "os.mkfifo(scratch / 'pipe')", id="make a pipe"),
+        pytest.param(confinement.CALLS, "os.truncate(scratch / 'input', 0)", id="cut a file by its name"),
+        pytest.param(confinement.CALLS, "os.fork()", id="start a process"),
+        pytest.param(confinement.CALLS, "os.execv(sys.executable, [sys.executable, '-V'])", id="run a program"),
+        pytest.param(confinement.CALLS, "os.kill(os.getppid(), 0)", id="signal the server"),
+        pytest.param(confinement.CALLS, "os.setsid()", id="leave its process group"),
+        pytest.param(confinement.CALLS, "os.memfd_create('x')", id="memory that is not counted"),
+        pytest.param(confinement.CALLS, "socket.socket(socket.AF_UNIX)", id="a socket of another kind"),
+        pytest.param(confinement.CALLS, "socket.socketpair()", id="a pair of sockets"),
     ],
 )
 def test_forbidden_actions_are_refused(
@@ -197,19 +203,19 @@ result = (scratch / "output").read_text()
 def test_process_has_no_privileges_and_leaves_no_core_dump(
     scratch: Path, outside: Path, port: int, lacking: set[str]
 ) -> None:
-    if sandbox.PRIVILEGES in lacking:
+    if confinement.PRIVILEGES in lacking:
         pytest.skip("this machine cannot forbid new privileges")
     code = """
 libc, capabilities = ctypes.CDLL(None), ctypes.create_string_buffer(24)
 libc.capget((0x20080522).to_bytes(4, "little") + bytes(4), capabilities)
 result = [libc.prctl(39, 0, 0, 0, 0), capabilities.raw == bytes(24), core_limit]
 """
-    confinement = """sandbox.limit_resources(1 << 32, 1 << 20, 10)
+    before = """confinement.limit_resources(1 << 32, 1 << 20, 10)
 import resource
 core_limit = resource.getrlimit(resource.RLIMIT_CORE)
-sandbox.confine([scratch])
+confinement.confine([scratch])
 """
-    assert run_confined(code, scratch, outside, port, confinement) == [1, True, [0, 0]]
+    assert run_confined(code, scratch, outside, port, before) == [1, True, [0, 0]]
 
 
 def test_number_of_open_descriptors_is_limited(scratch: Path, outside: Path, port: int) -> None:
@@ -221,25 +227,27 @@ def open_many():
 outcome = attempt(open_many)
 result = [outcome, len(files) < 32]
 """
-    confinement = "sandbox.limit_resources(1 << 32, 1 << 20, 10)"
-    assert run_confined(code, scratch, outside, port, confinement) == [["refused", 24], True]
+    before = "confinement.limit_resources(1 << 32, 1 << 20, 10)"
+    assert run_confined(code, scratch, outside, port, before) == [["refused", 24], True]
 
 
 def test_process_dies_with_the_server(scratch: Path) -> None:
     """The kernel kills the process when the thread that started it exits."""
     child = (
-        "import sys, time; from loramux.adapter_store import sandbox; from pathlib import Path; sandbox.confine([]);"
+        "import time; from loramux.adapter_store.sandbox import confinement; confinement.confine([]);"
         " print('ready', flush=True); time.sleep(60)"
     )
     parent = (
         "import os, subprocess, sys;"
         f" child = subprocess.Popen([sys.executable, '-P', '-c', {child!r}], stdout=subprocess.PIPE, text=True);"
-        " child.stdout.readline(); print(child.pid, flush=True); os.kill(os.getpid(), 9)"
+        " print(child.stdout.readline().strip(), child.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", parent], env=worker_environment(), capture_output=True, text=True, timeout=60
     )
-    pid = int(done.stdout)
+    ready, pid_text = done.stdout.split()
+    assert ready == "ready"
+    pid = int(pid_text)
     for _ in range(500):
         try:
             # A process that has exited but has not been reaped is a zombie.

@@ -1,6 +1,6 @@
 """Runs a command without some sandbox measures, as on a kernel or in a container that lacks them.
 
-Usage: python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.validation.sandbox
+Usage: python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.sandbox.confinement
 
 The measures' system calls are refused. Seccomp filters stack and are inherited, so they have the same effect as a
 container's profile.

@@ -7,17 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from loramux.adapter_store.validation.fork_server import ForkServer, ForkServerFailed
-from loramux.adapter_store.validation.validator import worker_environment
+from loramux.adapter_store.sandbox.fork_server import ForkLimits, ForkServer, ForkServerFailed, worker_environment
+from tests.adapter_store.sandbox.processes import forks_of, is_running
 
 PROGRAM = """
 import os, sys, time
-from loramux.adapter_store.validation import fork_server
+from loramux.adapter_store.sandbox import fork_server
 told = []
 fork_server.fork_for_each_request(idle_s={idle_s})
 request = sys.stdin.read()
@@ -45,47 +43,63 @@ def open_server() -> Iterator[Open]:
 
 def test_fork_sees_only_its_own_request(open_server: Open) -> None:
     server = open_server()
-    assert server.run(b"one", 10).stdout == b"['one']\n"
+    assert server.run(b"one", ForkLimits(10)).stdout == b"['one']\n"
     pid = server.pid
-    assert server.run(b"two", 10).stdout == b"['two']\n"
+    assert server.run(b"two", ForkLimits(10)).stdout == b"['two']\n"
     assert server.pid == pid, "the same process forked twice"
 
 
 def test_requests_of_any_size_are_received(open_server: Open) -> None:
-    assert open_server("print(len(request))").run(b"x" * 3_000_000, 10).stdout == b"3000000\n"
+    assert open_server("print(len(request))").run(b"x" * 3_000_000, ForkLimits(10)).stdout == b"3000000\n"
 
 
 def test_exit_status_of_a_fork_is_reported(open_server: Open) -> None:
     server = open_server("sys.exit('the reason') if request == 'fail' else os.abort()")
-    failed = server.run(b"fail", 10)
+    failed = server.run(b"fail", ForkLimits(10))
     assert (failed.returncode, failed.took_too_long, failed.stderr) == (1, False, b"the reason\n")
-    assert server.run(b"crash", 10).returncode == -signal.SIGABRT
+    assert server.run(b"crash", ForkLimits(10)).returncode == -signal.SIGABRT
 
 
 def test_a_fork_that_takes_too_long_is_killed(open_server: Open) -> None:
     server = open_server("time.sleep(60 if request == 'sleep' else 0)")
-    assert server.run(b"sleep", 0.05).took_too_long
-    assert not server.run(b"go on", 30).took_too_long
+    assert server.run(b"sleep", ForkLimits(0.05)).took_too_long
+    assert not server.run(b"go on", ForkLimits(30)).took_too_long
+
+
+def test_a_fork_that_uses_too_much_processor_time_is_killed(open_server: Open) -> None:
+    server = open_server("while time.process_time() < float(request): pass")
+    killed = server.run(b"60", ForkLimits(60, cpu_s=0.05))
+    assert (killed.ran_out_of_time, killed.took_too_long, killed.returncode) == (True, False, -signal.SIGPROF)
+    assert killed.cpu_s >= 0.04, "the kernel's timer may be a tick early"
+    ended = server.run(b"0.1", ForkLimits(60))
+    assert (ended.ran_out_of_time, ended.returncode) == (False, 0)
+    assert 0.1 <= ended.cpu_s < 10
+
+
+def test_processor_time_of_a_fork_that_takes_too_long_is_reported(open_server: Open) -> None:
+    ended = open_server("while time.process_time() < 0.01: pass\ntime.sleep(60)").run(b"", ForkLimits(0.5))
+    assert ended.ran_out_of_time
+    assert ended.cpu_s > 0
 
 
 @pytest.mark.parametrize("way", ["without work", "killed"])
 def test_exited_process_is_replaced(open_server: Open, way: str) -> None:
     server = open_server(idle_s=0.3 if way == "without work" else 60.0)
-    server.run(b"one", 10)
+    server.run(b"one", ForkLimits(10))
     pid = server.pid
     assert pid is not None
     if way == "killed":
         os.kill(pid, signal.SIGKILL)
     while is_running(pid):
         time.sleep(0.005)
-    assert server.run(b"two", 10).stdout == b"['two']\n"
+    assert server.run(b"two", ForkLimits(10)).stdout == b"['two']\n"
 
 
 def test_concurrent_callers_get_their_own_answers(open_server: Open) -> None:
     server = open_server()
     requests = [str(number).encode() for number in range(20)]
     with ThreadPoolExecutor(4) as threads:
-        answers = threads.map(lambda request: server.run(request, 30).stdout, requests)
+        answers = threads.map(lambda request: server.run(request, ForkLimits(30)).stdout, requests)
     assert list(answers) == [f"['{number}']\n".encode() for number in range(20)]
 
 
@@ -105,12 +119,12 @@ def test_no_fork_outlives_its_client(open_server: Open) -> None:
     thread = threading.Thread(target=vanish)
     thread.start()
     with pytest.raises(ForkServerFailed, match="stopped"):
-        server.run(b"", 60)
+        server.run(b"", ForkLimits(60))
     thread.join()
     assert len(pids) == 2
     assert not any(map(is_running, pids))
     with pytest.raises(ForkServerFailed, match="stopped"):
-        server.run(b"", 60)
+        server.run(b"", ForkLimits(60))
 
 
 @pytest.mark.parametrize(
@@ -124,20 +138,5 @@ def test_no_fork_outlives_its_client(open_server: Open) -> None:
 def test_process_that_cannot_start_reports_the_reason(command: tuple[str, ...], why: str) -> None:
     server = ForkServer(command, worker_environment())
     with pytest.raises(ForkServerFailed, match=why):
-        server.run(b"", 10)
+        server.run(b"", ForkLimits(10))
     server.close()
-
-
-def is_running(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-def forks_of(server: ForkServer, name: str) -> list[int]:
-    found = []
-    with suppress(OSError):
-        for child in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
-            if Path(f"/proc/{child}/comm").read_text().strip() == name:
-                found.append(int(child))
-    return found

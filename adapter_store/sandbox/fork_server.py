@@ -1,6 +1,6 @@
 """A process that imports all modules once and then forks for each request, so that a fork is ready in milliseconds.
 
-Forks share no request data: the forking process reads only a request's time limit and niceness.
+Forks share no request data: the forking process reads only a request's time limits and niceness.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import loramux
+
 IDLE_S = 60.0
 """The process exits after this idle time, in seconds. The next request starts a new process."""
 MAX_OUTPUT_BYTES = 4 << 20
 """Maximum number of bytes read from a fork's output."""
 _START_S = 60.0
 _END_S = 10.0
-_REQUEST = struct.Struct("!di")
-"""A fork's time limit in seconds and its niceness, sent with its standard input, output and error."""
-_REPLY = struct.Struct("!i?")
-"""The fork's return code, and a flag: True if the fork exceeded its time limit."""
+_REQUEST = struct.Struct("!ddi")
+"""A fork's limits on wall time and processor time in seconds, and its niceness, sent with its standard input, output
+and error.
+"""
+_REPLY = struct.Struct("!i?d")
+"""The fork's return code, a flag that is True if the fork exceeded its wall time, and its processor time in seconds."""
 
 
 class ForkServerFailed(Exception):
@@ -38,14 +42,33 @@ class ForkServerFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class ForkLimits:
+    """Limits on a fork's wall time and processor time, in seconds, and its niceness.
+
+    A processor time of 0 means no limit.
+    """
+
+    wall_s: float
+    cpu_s: float = 0.0
+    niceness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
-    """A fork's exit status and output."""
+    """A fork's exit status, processor time in seconds, and output."""
 
     returncode: int
     """Return code as in `subprocess`: negative if a signal killed the fork."""
     took_too_long: bool
+    """True if the fork exceeded its wall time."""
+    cpu_s: float
     stdout: bytes
     stderr: bytes
+
+    @property
+    def ran_out_of_time(self) -> bool:
+        """True if the fork was killed because it exceeded a limit of its `ForkLimits`."""
+        return self.took_too_long or self.returncode == -signal.SIGPROF
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +83,7 @@ class _Running:
 class ForkServer:
     """Starts `command` on demand; `command` must call `fork_for_each_request`."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], niceness: int = 0) -> None:
-        self._niceness = niceness
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._command = command
         self._environment = dict(environment)
         # Held during a request, so requests run one at a time.
@@ -77,11 +99,10 @@ class ForkServer:
         running = self._running
         return None if running is None else running.process.pid
 
-    def run(self, request: bytes, wall_s: float) -> Ended:
-        """Run a fork with `request` as its standard input.
+    def run(self, request: bytes, limits: ForkLimits) -> Ended:
+        """Run a fork with `request` as its standard input. The fork is killed if it exceeds a limit.
 
-        The fork is killed after `wall_s` seconds. Raises ForkServerFailed if the forking process exits or cannot be
-        started.
+        Raises ForkServerFailed if the forking process exits or cannot be started.
         """
         with (
             self._turn,
@@ -93,14 +114,14 @@ class ForkServer:
             stdin.seek(0)
             files = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
             # An idle process may exit just as the request is sent, so try twice.
-            reply = self._ask(files, wall_s) or self._ask(files, wall_s)
+            reply = self._ask(files, limits) or self._ask(files, limits)
             if not reply:
                 raise ForkServerFailed("it accepts no requests")
             # Use files, not pipes: the fork's own limits bound the files' size, and only the beginning of each is read
             # here.
             output, errors = (os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0) for file in (stdout, stderr))
-            returncode, took_too_long = _REPLY.unpack(reply)
-            return Ended(returncode, took_too_long, output, errors)
+            returncode, took_too_long, cpu_s = _REPLY.unpack(reply)
+            return Ended(returncode, took_too_long, cpu_s, output, errors)
 
     def close(self) -> None:
         """Kill the current fork, stop the process, and never start another one."""
@@ -111,7 +132,7 @@ class ForkServer:
         with self._turn:
             self._end()
 
-    def _ask(self, files: list[int], wall_s: float) -> bytes:
+    def _ask(self, files: list[int], limits: ForkLimits) -> bytes:
         """Send one request and return the reply, which is empty if the process had exited because it was idle."""
         if self._running is None or self._running.process.poll() is not None:
             self._end()
@@ -121,8 +142,9 @@ class ForkServer:
         reply = b""
         returncode, why = 0, ""
         try:
-            socket.send_fds(running.link, [_REQUEST.pack(wall_s, self._niceness)], files)
-            running.link.settimeout(_START_S + wall_s)
+            message = _REQUEST.pack(limits.wall_s, limits.cpu_s, limits.niceness)
+            socket.send_fds(running.link, [message], files)
+            running.link.settimeout(_START_S + limits.wall_s)
             reply = running.link.recv(_REPLY.size, socket.MSG_WAITALL)
         except OSError:
             pass
@@ -181,11 +203,27 @@ def last_line(said: bytes) -> str:
     return said.decode(errors="replace").strip().rsplit("\n", 1)[-1]
 
 
+def worker_environment() -> dict[str, str]:
+    """Return a minimal environment, without credentials.
+
+    It limits BLAS to one thread, because each thread reserves address space.
+    """
+    roots = [str(Path(place).parent.absolute()) for place in loramux.__path__]
+    return {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "PYTHONPATH": os.pathsep.join(roots),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+
+
 def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
     """Return in a new fork for each request of a ForkServer, whose socket is this process's standard input.
 
     The fork leads its own session and has the request as its standard input. The fork's process group is killed when
-    the fork exceeds its time limit or the ForkServer closes the socket. The forking process exits when the ForkServer
+    the fork exceeds its wall time or the ForkServer closes the socket. The forking process exits when the ForkServer
     closes the socket, or after `idle_s` without a request (None means no limit).
     """
     link = socket.socket(fileno=os.dup(0))
@@ -199,7 +237,7 @@ def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
         message, files, _, _ = socket.recv_fds(link, _REQUEST.size, 3)
         if not message:
             break
-        wall_s, niceness = _REQUEST.unpack(message)
+        wall_s, cpu_s, niceness = _REQUEST.unpack(message)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -208,6 +246,8 @@ def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
                 os.close(end)
             os.setsid()
             _lower_priority(niceness)
+            # SIGPROF kills the fork when it has used this much processor time. 0 sets no timer.
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
             for number, file in enumerate(files):
                 os.dup2(file, number)
                 os.close(file)
@@ -234,9 +274,9 @@ def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes
     """Wait for a fork to exit, or kill it at the time limit or when the socket closes, and return the reply."""
     deadline_s = time.monotonic() + wall_s
     while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
+        ended, status, used = os.wait4(pid, os.WNOHANG)
         if ended:
-            return _REPLY.pack(os.waitstatus_to_exitcode(status), False)
+            return _REPLY.pack(os.waitstatus_to_exitcode(status), False, used.ru_utime + used.ru_stime)
         # The ForkServer sends nothing until it has its reply, so the socket becomes readable only when it is closed.
         ready, _, _ = select.select([link.fileno(), woken], [], [], max(0.0, deadline_s - time.monotonic()))
         if woken in ready:
@@ -247,5 +287,5 @@ def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    return _REPLY.pack(os.waitstatus_to_exitcode(status), True)
+    _, status, used = os.wait4(pid, 0)
+    return _REPLY.pack(os.waitstatus_to_exitcode(status), True, used.ru_utime + used.ru_stime)

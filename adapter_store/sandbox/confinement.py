@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from loramux.adapter_store.validation.landlock import restrict_files
-from loramux.adapter_store.validation.seccomp import refuse_calls
+from loramux.adapter_store.sandbox.landlock import restrict_files
+from loramux.adapter_store.sandbox.seccomp import refuse_calls
 
 NETWORK, FILES, CALLS, PRIVILEGES = "network namespace", "landlock", "seccomp", "no_new_privs"
 MEASURES = (PRIVILEGES, NETWORK, FILES, CALLS)

@@ -1,0 +1,1 @@
+"""Processes that read untrusted input: confined, forked for each request, and shared fairly between tenants."""

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from loramux.adapter_store.sandbox.lanes import HALF_LIFE_S, MAX_OVERRUN_S, Lanes, TooManyWaiting, Turn
+
+QUICK_S, FULL_S = 0.1, 1.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def lanes(clock: Clock) -> Lanes[str]:
+    return Lanes(QUICK_S, 1, 1000, clock)
+
+
+def begin(lanes: Lanes[str]) -> Turn[str]:
+    turn = lanes.next_turn()
+    assert turn is not None
+    return turn
+
+
+def overrun(lanes: Lanes[str], tenant_id: str) -> None:
+    """Let a request of the tenant exceed its quick turn and use up its full turn."""
+    lanes.append_request(tenant_id, "long")
+    lanes.end_turn(begin(lanes), QUICK_S, False)
+    lanes.end_turn(begin(lanes), FULL_S, True)
+
+
+def test_a_tenants_requests_run_one_at_a_time_in_order(lanes: Lanes[str]) -> None:
+    for request in ("a1", "a2", "a3"):
+        lanes.append_request("a", request)
+    for request in ("a1", "a2", "a3"):
+        turn = begin(lanes)
+        assert (turn.request, lanes.next_turn()) == (request, None)
+        lanes.end_turn(turn, 0.01, True)
+    assert lanes.next_turn() is None
+
+
+def test_a_tenant_has_a_bounded_number_of_requests(clock: Clock) -> None:
+    lanes: Lanes[str] = Lanes(QUICK_S, 1, 2, clock)
+    lanes.append_request("a", "a1")
+    turn = begin(lanes)
+    lanes.append_request("a", "a2")
+    with pytest.raises(TooManyWaiting):
+        lanes.append_request("a", "a3")
+    lanes.append_request("b", "b1")
+    lanes.end_turn(turn, 0.01, True)
+    lanes.append_request("a", "a3")
+
+
+def test_the_tenant_that_has_used_least_goes_first(lanes: Lanes[str]) -> None:
+    for tenant_id, cpu_s in (("a", 0.03), ("b", 0.01), ("c", 0.02)):
+        lanes.append_request(tenant_id, tenant_id)
+        lanes.end_turn(begin(lanes), cpu_s, True)
+    for tenant_id in ("a", "b", "c"):
+        lanes.append_request(tenant_id, tenant_id)
+    assert [begin(lanes).tenant_id for _ in range(3)] == ["b", "c", "a"]
+
+
+def test_tenants_that_have_used_equally_little_alternate(lanes: Lanes[str]) -> None:
+    for number in range(3):
+        for tenant_id in ("a", "b"):
+            lanes.append_request(tenant_id, f"{tenant_id}{number}")
+    order = []
+    while turn := lanes.next_turn():
+        order.append(turn.request)
+        lanes.end_turn(turn, 0.0, True)
+    assert order == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+def test_a_flood_delays_others_by_one_turn(lanes: Lanes[str]) -> None:
+    for number in range(500):
+        lanes.append_request("flood", str(number))
+    first = begin(lanes)
+    for number in range(20):
+        lanes.append_request(f"other{number}", "one")
+    lanes.end_turn(first, 0.01, True)
+    served = []
+    for _ in range(21):
+        turn = begin(lanes)
+        served.append(turn.tenant_id)
+        lanes.end_turn(turn, 0.01, True)
+    assert served == [*(f"other{number}" for number in range(20)), "flood"]
+
+
+def test_a_request_that_exceeds_its_quick_turn_gets_a_full_turn(lanes: Lanes[str]) -> None:
+    lanes.append_request("a", "long")
+    lanes.append_request("a", "next")
+    turn = begin(lanes)
+    assert turn.is_quick
+    lanes.end_turn(turn, QUICK_S, False)
+    turn = begin(lanes)
+    assert (turn.request, turn.is_quick) == ("long", False)
+    lanes.end_turn(turn, QUICK_S + 0.01, True)
+    assert (begin(lanes).request, lanes.next_turn()) == ("next", None)
+
+
+def test_a_tenant_with_long_requests_skips_quick_turns_until_they_have_decayed(lanes: Lanes[str], clock: Clock) -> None:
+    overrun(lanes, "a")
+    lanes.append_request("a", "short")
+    lanes.append_request("b", "short")
+    turns = [begin(lanes), begin(lanes)]
+    assert [(turn.tenant_id, turn.is_quick) for turn in turns] == [("a", False), ("b", True)]
+    for turn in turns:
+        lanes.end_turn(turn, 0.01, True)
+    clock.now_s += 3 * HALF_LIFE_S
+    assert (QUICK_S + FULL_S) / 8 < MAX_OVERRUN_S
+    lanes.append_request("a", "short")
+    assert begin(lanes).is_quick
+
+
+def test_one_slightly_long_request_does_not_end_quick_turns(lanes: Lanes[str]) -> None:
+    lanes.append_request("a", "long")
+    lanes.end_turn(begin(lanes), QUICK_S, False)
+    lanes.end_turn(begin(lanes), MAX_OVERRUN_S - QUICK_S, True)
+    lanes.append_request("a", "short")
+    assert begin(lanes).is_quick
+
+
+def test_many_short_requests_keep_their_quick_turns(lanes: Lanes[str]) -> None:
+    for _ in range(1000):
+        lanes.append_request("a", "short")
+        turn = begin(lanes)
+        assert turn.is_quick
+        lanes.end_turn(turn, 0.9 * QUICK_S, True)
+
+
+def test_long_requests_leave_processes_to_short_ones(clock: Clock) -> None:
+    lanes: Lanes[str] = Lanes(QUICK_S, 2, 10, clock)
+    for number in range(4):
+        overrun(lanes, f"long{number}")
+    for number in range(4):
+        lanes.append_request(f"long{number}", "long")
+        lanes.append_request(f"short{number}", "short")
+    # Full turns begin first, so that short requests cannot delay them either.
+    turns = [begin(lanes) for _ in range(6)]
+    assert [turn.is_quick for turn in turns] == [False, False, True, True, True, True]
+    assert lanes.next_turn() is None
+    lanes.end_turn(turns[0], FULL_S, True)
+    assert not begin(lanes).is_quick
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("is_quick", [True, False], ids=["quick", "full"])
+def test_the_wait_is_bounded(lanes: Lanes[str], clock: Clock, is_quick: bool, seed: int) -> None:
+    """While a request waits, each other tenant uses at most as much as the waiting tenant had used, and one turn."""
+    generator = random.Random(seed)
+    tenant_ids = [f"t{number}" for number in range(8)]
+    for tenant_id in () if is_quick else tenant_ids:
+        overrun(lanes, tenant_id)
+    had_used = {tenant_id: lanes._use(tenant_id, clock.now_s).used_s for tenant_id in tenant_ids}
+    used_meanwhile = {tenant_id: dict.fromkeys(tenant_ids, 0.0) for tenant_id in tenant_ids}
+    longest_s = QUICK_S if is_quick else FULL_S
+    for tenant_id in tenant_ids:
+        lanes.append_request(tenant_id, "first")
+    for _ in range(500):
+        turn = begin(lanes)
+        assert turn.is_quick == is_quick
+        cpu_s = generator.uniform(0.5, 0.9) * longest_s * generator.choice((0.01, 1.0) if is_quick else (1.0,))
+        clock.now_s += cpu_s
+        lanes.end_turn(turn, cpu_s, True)
+        for waiting in tenant_ids:
+            used_meanwhile[waiting][turn.tenant_id] += cpu_s
+            if waiting != turn.tenant_id:
+                assert used_meanwhile[waiting][turn.tenant_id] <= had_used[waiting] + longest_s
+        had_used[turn.tenant_id] = lanes._use(turn.tenant_id, clock.now_s).used_s
+        used_meanwhile[turn.tenant_id] = dict.fromkeys(tenant_ids, 0.0)
+        lanes.append_request(turn.tenant_id, "another")
+
+
+def test_a_dropped_request_gets_no_turn(lanes: Lanes[str]) -> None:
+    for request in ("a1", "a2", "a3"):
+        lanes.append_request("a", request)
+    turn = begin(lanes)
+    lanes.drop_request("a", "a1")  # it is running
+    lanes.drop_request("a", "a2")
+    lanes.drop_request("b", "a3")  # another tenant's
+    lanes.end_turn(turn, 0.01, True)
+    lanes.drop_request("a", "a1")  # it has ended
+    turn = begin(lanes)
+    assert turn.request == "a3"
+    lanes.end_turn(turn, 0.01, True)
+    assert lanes.next_turn() is None
+
+
+def test_a_request_can_be_dropped_between_its_turns(lanes: Lanes[str]) -> None:
+    lanes.append_request("a", "long")
+    lanes.append_request("a", "short")
+    lanes.end_turn(begin(lanes), QUICK_S, False)
+    lanes.drop_request("a", "long")
+    turn = begin(lanes)
+    assert (turn.request, turn.is_quick) == ("short", True)
+    lanes.drop_request("a", "short")
+    lanes.end_turn(turn, 0.01, True)
+    assert lanes.drop_requests() == []
+
+
+def test_tenants_are_forgotten_once_their_use_has_decayed(lanes: Lanes[str], clock: Clock) -> None:
+    for number in range(100):
+        lanes.append_request(str(number), "one")
+        lanes.end_turn(begin(lanes), FULL_S, True)
+    assert len(lanes._uses) == 100
+    clock.now_s += 11 * HALF_LIFE_S
+    lanes.append_request("new", "one")
+    lanes.end_turn(begin(lanes), 0.01, True)
+    assert list(lanes._uses) == ["new"]
