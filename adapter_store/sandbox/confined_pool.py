@@ -61,7 +61,6 @@ class ConfinedPool:
         max_waiting_per_tenant: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert 0 < max_full < num_processes, "full turns would delay quick turns"
         self._event = event
         self._num_processes = num_processes
         self._quick = quick
@@ -69,7 +68,7 @@ class ConfinedPool:
         self._servers = [ForkServer(command, worker_environment()) for _ in range(num_processes)]
         # Guards the fields below. Notified when a request may run or the pool is closed.
         self._changed = threading.Condition()
-        self._lanes: Lanes[_Request] = Lanes(quick.cpu_s, max_full, max_waiting_per_tenant, clock)
+        self._lanes: Lanes[_Request] = Lanes(quick.cpu_s, num_processes, max_full, max_waiting_per_tenant, clock)
         # Last in, first out, so that few concurrent requests start few processes.
         self._idle = list(self._servers)
         self._threads: list[threading.Thread] = []

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Generic, TypeVar
 
 HALF_LIFE_S = 10.0
 """Time after which processor time counts half, in seconds."""
 
-MAX_OVERRUN_S = 0.25
-"""A tenant's requests skip quick turns while its requests that exceeded one have recently used more processor time than
-this, in seconds.
-"""
+MAX_LIGHT_USE_S = 0.5
+"""Most processor time that a tenant in the light lane has recently used, in seconds."""
 
 _FORGET_S = 10 * HALF_LIFE_S
 
@@ -24,13 +23,27 @@ class TooManyWaiting(Exception):
     """The tenant already has the maximum number of waiting requests."""
 
 
+class Lane(Enum):
+    LIGHT = auto()
+    """Quick turns of tenants that have recently used little processor time."""
+    BUSY = auto()
+    """Quick turns of other tenants."""
+    FULL = auto()
+    """Turns of requests that exceeded a quick turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[Request]):
-    """A request to run now. If it exceeds the processor time of a quick turn, it later gets a full turn."""
+    """A request to run now."""
 
     tenant_id: str
     request: Request
-    is_quick: bool
+    lane: Lane
+
+    @property
+    def is_quick(self) -> bool:
+        """False if the request may use as much processor time as any request may."""
+        return self.lane is not Lane.FULL
 
 
 @dataclass(slots=True)
@@ -42,39 +55,46 @@ class _Queue(Generic[Request]):
     needs_full_turn: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Use:
-    """Processor time that a tenant has recently used, decayed until `at_s`. `overrun_s` is the part used by requests
-    that exceeded a quick turn.
+    """Processor time that a tenant has recently used, decayed until `at_s`, and whether its last turn was longer than a
+    quick turn.
     """
 
     used_s: float
-    overrun_s: float
+    was_long: bool
     at_s: float
 
 
 class Lanes(Generic[Request]):
     """Gives turns to requests so that no tenant can starve another.
 
-    Each tenant has one turn at a time, and its requests run in order. A request first gets a quick turn. If it needs
-    more than `quick_cpu_s` of processor time, it then gets a full turn. A tenant whose requests recently exceeded quick
-    turns gets full turns at once. At most `max_full` full turns run at a time, and they start before quick turns, so
-    with more processes than that, neither lane can block the other.
+    Each tenant has one turn at a time, and its requests run in order. A request first gets a quick turn. If that is too
+    short, it then gets a full turn. A tenant that is not light and whose last request was too long for a quick turn
+    gets a full turn at once. At most `max_full` full turns run at a time, and one process is left to the light lane.
 
-    In each lane, the tenant that has recently used least processor time goes first. While a tenant's next request
-    waits in a lane, each other tenant therefore gets turns there only until it has used more than the waiting tenant
-    had used recently. A tenant that has used nothing waits for at most one turn of each other tenant.
+    Of the requests that may run, that of the tenant that has recently used least processor time goes first. While a
+    tenant's next request waits, each other tenant therefore gets turns before it only until it has used more than the
+    waiting tenant had used recently. A tenant that has used nothing waits in the light lane for at most one quick turn
+    of each other tenant, and for a full turn in addition for at most one full turn of each.
     """
 
     def __init__(
-        self, quick_cpu_s: float, max_full: int, max_waiting_per_tenant: int, clock: Callable[[], float]
+        self,
+        quick_cpu_s: float,
+        num_processes: int,
+        max_full: int,
+        max_waiting_per_tenant: int,
+        clock: Callable[[], float],
     ) -> None:
         """`max_waiting_per_tenant` includes the running request."""
+        assert 0 < max_full < num_processes
         self._quick_cpu_s = quick_cpu_s
+        self._num_processes = num_processes
         self._max_full = max_full
         self._max_waiting_per_tenant = max_waiting_per_tenant
         self._clock = clock
-        self._num_full = 0
+        self._num_running = dict.fromkeys(Lane, 0)
         # Tenants with requests. Of tenants that have used equally little, the first goes first.
         self._queues: dict[str, _Queue[Request]] = {}
         # Least recently changed first.
@@ -107,35 +127,29 @@ class Lanes(Generic[Request]):
         return requests
 
     def next_turn(self) -> Turn[Request] | None:
-        """Begin the next turn, or return None if no waiting request may run now."""
+        """Begin the next turn, for a process that is free, or return None if no waiting request may run now."""
         now_s = self._clock()
-        quick: list[tuple[float, str]] = []
-        full: list[tuple[float, str]] = []
+        choices = []
         for tenant_id, queue in self._queues.items():
-            if not queue.is_running:
-                use = self._use(tenant_id, now_s)
-                lane = full if queue.needs_full_turn or use.overrun_s > MAX_OVERRUN_S else quick
-                lane.append((use.used_s, tenant_id))
-        is_quick = not full or self._num_full >= self._max_full
-        waiting = quick if is_quick else full
-        if not waiting:
+            use = self._use(tenant_id, now_s)
+            lane = _lane(queue, use)
+            if not queue.is_running and self._is_open(lane):
+                choices.append((use.used_s, Turn(tenant_id, queue.requests[0], lane)))
+        if not choices:
             return None
-        _, tenant_id = min(waiting, key=lambda one: one[0])
-        queue = self._queues[tenant_id]
-        queue.is_running = True
-        self._num_full += not is_quick
-        return Turn(tenant_id, queue.requests[0], is_quick)
+        _, turn = min(choices, key=lambda one: one[0])
+        self._queues[turn.tenant_id].is_running = True
+        self._num_running[turn.lane] += 1
+        return turn
 
     def end_turn(self, turn: Turn[Request], cpu_s: float, has_ended: bool) -> None:
         """Charge a turn to its tenant. A request that has not ended gets a full turn next."""
         now_s = self._clock()
-        use = self._use(turn.tenant_id, now_s)
-        use.used_s += cpu_s
-        use.overrun_s += cpu_s if cpu_s >= self._quick_cpu_s else 0.0
-        self._uses[turn.tenant_id] = use
+        used_s = self._use(turn.tenant_id, now_s).used_s + cpu_s
+        self._uses[turn.tenant_id] = _Use(used_s, cpu_s >= self._quick_cpu_s, now_s)
         self._uses.move_to_end(turn.tenant_id)
         self._forget_uses(now_s)
-        self._num_full -= not turn.is_quick
+        self._num_running[turn.lane] -= 1
         queue = self._queues.pop(turn.tenant_id)
         queue.is_running = False
         queue.needs_full_turn = not has_ended
@@ -144,14 +158,27 @@ class Lanes(Generic[Request]):
         if queue.requests:
             self._queues[turn.tenant_id] = queue
 
+    def _is_open(self, lane: Lane) -> bool:
+        """Return whether a turn may begin in a lane. The last process is left to the light lane."""
+        num_busy, num_full = self._num_running[Lane.BUSY], self._num_running[Lane.FULL]
+        return lane is Lane.LIGHT or (
+            num_busy + num_full < self._num_processes - 1 and (lane is Lane.BUSY or num_full < self._max_full)
+        )
+
     def _use(self, tenant_id: str, now_s: float) -> _Use:
         use = self._uses.get(tenant_id)
         if use is None:
-            return _Use(0.0, 0.0, now_s)
-        part = 0.5 ** ((now_s - use.at_s) / HALF_LIFE_S)
-        return _Use(use.used_s * part, use.overrun_s * part, now_s)
+            return _Use(0.0, False, now_s)
+        return _Use(use.used_s * 0.5 ** ((now_s - use.at_s) / HALF_LIFE_S), use.was_long, now_s)
 
     def _forget_uses(self, now_s: float) -> None:
         """Forget tenants whose processor time hardly counts any more."""
         while next(iter(self._uses.values())).at_s < now_s - _FORGET_S:
             self._uses.popitem(last=False)
+
+
+def _lane(queue: _Queue[Request], use: _Use) -> Lane:
+    is_light = use.used_s <= MAX_LIGHT_USE_S
+    if queue.needs_full_turn or (use.was_long and not is_light):
+        return Lane.FULL
+    return Lane.LIGHT if is_light else Lane.BUSY

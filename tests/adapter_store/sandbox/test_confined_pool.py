@@ -126,7 +126,7 @@ def test_a_killed_request_counts(open_pool: Open) -> None:
 
 def test_a_long_request_leaves_a_process_to_other_tenants(open_pool: Open, gate: Path) -> None:
     pool = open_pool()
-    Asked(pool, "long", LONG).result()
+    Asked(pool, "long", TOO_LONG).result()
     long = [Asked(pool, "long", "0", gate), Asked(pool, "long", LONG)]
     long[0].has_begun.wait()
     assert Asked(pool, "short").result().returncode == 0
@@ -162,7 +162,7 @@ def test_a_cancelled_request_starts_no_fork(open_pool: Open, gate: Path) -> None
 
 def test_a_request_that_is_cancelled_between_its_turns_gets_no_full_turn(open_pool: Open, gate: Path) -> None:
     pool = open_pool()
-    Asked(pool, "long", LONG).result()
+    Asked(pool, "long", TOO_LONG).result()
     blocking = Asked(pool, "long", "0", gate)
     blocking.has_begun.wait()
     cancelled, next_one = Asked(pool, "a", LONG), Asked(pool, "a")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from loramux.adapter_store.sandbox.lanes import HALF_LIFE_S, MAX_OVERRUN_S, Lanes, TooManyWaiting, Turn
+from loramux.adapter_store.sandbox.lanes import HALF_LIFE_S, MAX_LIGHT_USE_S, Lane, Lanes, TooManyWaiting, Turn
 
 QUICK_S, FULL_S = 0.1, 1.0
 
@@ -24,7 +24,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def lanes(clock: Clock) -> Lanes[str]:
-    return Lanes(QUICK_S, 1, 1000, clock)
+    return Lanes(QUICK_S, 3, 1, 1000, clock)
 
 
 def begin(lanes: Lanes[str]) -> Turn[str]:
@@ -51,7 +51,7 @@ def test_a_tenants_requests_run_one_at_a_time_in_order(lanes: Lanes[str]) -> Non
 
 
 def test_a_tenant_has_a_bounded_number_of_requests(clock: Clock) -> None:
-    lanes: Lanes[str] = Lanes(QUICK_S, 1, 2, clock)
+    lanes: Lanes[str] = Lanes(QUICK_S, 3, 1, 2, clock)
     lanes.append_request("a", "a1")
     turn = begin(lanes)
     lanes.append_request("a", "a2")
@@ -109,29 +109,38 @@ def test_a_request_that_exceeds_its_quick_turn_gets_a_full_turn(lanes: Lanes[str
     assert (begin(lanes).request, lanes.next_turn()) == ("next", None)
 
 
-def test_a_tenant_with_long_requests_skips_quick_turns_until_they_have_decayed(lanes: Lanes[str], clock: Clock) -> None:
+def test_after_a_long_request_a_tenant_skips_quick_turns_until_it_is_light(lanes: Lanes[str], clock: Clock) -> None:
     overrun(lanes, "a")
-    lanes.append_request("a", "short")
-    lanes.append_request("b", "short")
+    for tenant_id in ("a", "b"):
+        lanes.append_request(tenant_id, "long")
     turns = [begin(lanes), begin(lanes)]
-    assert [(turn.tenant_id, turn.is_quick) for turn in turns] == [("a", False), ("b", True)]
+    assert [(turn.tenant_id, turn.lane) for turn in turns] == [("b", Lane.LIGHT), ("a", Lane.FULL)]
     for turn in turns:
+        lanes.end_turn(turn, QUICK_S, True)
+    clock.now_s += 2 * HALF_LIFE_S
+    assert (2 * QUICK_S + FULL_S) / 4 < MAX_LIGHT_USE_S
+    lanes.append_request("a", "long")
+    assert begin(lanes).lane is Lane.LIGHT
+
+
+def test_after_a_short_request_a_tenant_gets_quick_turns(lanes: Lanes[str]) -> None:
+    overrun(lanes, "a")
+    for lane in (Lane.FULL, Lane.BUSY):
+        lanes.append_request("a", "short")
+        turn = begin(lanes)
+        assert turn.lane is lane
         lanes.end_turn(turn, 0.01, True)
-    clock.now_s += 3 * HALF_LIFE_S
-    assert (QUICK_S + FULL_S) / 8 < MAX_OVERRUN_S
-    lanes.append_request("a", "short")
-    assert begin(lanes).is_quick
 
 
 def test_one_slightly_long_request_does_not_end_quick_turns(lanes: Lanes[str]) -> None:
     lanes.append_request("a", "long")
     lanes.end_turn(begin(lanes), QUICK_S, False)
-    lanes.end_turn(begin(lanes), MAX_OVERRUN_S - QUICK_S, True)
+    lanes.end_turn(begin(lanes), MAX_LIGHT_USE_S - QUICK_S, True)
     lanes.append_request("a", "short")
-    assert begin(lanes).is_quick
+    assert begin(lanes).lane is Lane.LIGHT
 
 
-def test_many_short_requests_keep_their_quick_turns(lanes: Lanes[str]) -> None:
+def test_many_short_requests_get_quick_turns(lanes: Lanes[str]) -> None:
     for _ in range(1000):
         lanes.append_request("a", "short")
         turn = begin(lanes)
@@ -139,47 +148,56 @@ def test_many_short_requests_keep_their_quick_turns(lanes: Lanes[str]) -> None:
         lanes.end_turn(turn, 0.9 * QUICK_S, True)
 
 
-def test_long_requests_leave_processes_to_short_ones(clock: Clock) -> None:
-    lanes: Lanes[str] = Lanes(QUICK_S, 2, 10, clock)
-    for number in range(4):
-        overrun(lanes, f"long{number}")
-    for number in range(4):
-        lanes.append_request(f"long{number}", "long")
-        lanes.append_request(f"short{number}", "short")
-    # Full turns begin first, so that short requests cannot delay them either.
-    turns = [begin(lanes) for _ in range(6)]
-    assert [turn.is_quick for turn in turns] == [False, False, True, True, True, True]
+def test_busy_tenants_leave_a_process_to_light_ones(clock: Clock) -> None:
+    lanes: Lanes[str] = Lanes(QUICK_S, 4, 1, 10, clock)
+    for number in range(8):
+        overrun(lanes, f"busy{number}")
+        if number % 2:  # its last request was short
+            lanes.append_request(f"busy{number}", "short")
+            lanes.end_turn(begin(lanes), 0.01, True)
+    for number in range(8):
+        lanes.append_request(f"busy{number}", "next")
+    turns = [begin(lanes) for _ in range(3)]
+    assert sorted(turn.lane.name for turn in turns) == ["BUSY", "BUSY", "FULL"]
     assert lanes.next_turn() is None
-    lanes.end_turn(turns[0], FULL_S, True)
-    assert not begin(lanes).is_quick
+    lanes.append_request("light", "short")
+    assert begin(lanes).lane is Lane.LIGHT
+    full = next(turn for turn in turns if turn.lane is Lane.FULL)
+    lanes.end_turn(full, FULL_S, True)
+    assert begin(lanes).tenant_id not in ("light", full.tenant_id)
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("is_quick", [True, False], ids=["quick", "full"])
-def test_the_wait_is_bounded(lanes: Lanes[str], clock: Clock, is_quick: bool, seed: int) -> None:
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_the_wait_is_bounded(clock: Clock, num_processes: int, seed: int) -> None:
     """While a request waits, each other tenant uses at most as much as the waiting tenant had used, and one turn."""
     generator = random.Random(seed)
+    lanes: Lanes[str] = Lanes(QUICK_S, num_processes, 1, 10, clock)
     tenant_ids = [f"t{number}" for number in range(8)]
-    for tenant_id in () if is_quick else tenant_ids:
-        overrun(lanes, tenant_id)
-    had_used = {tenant_id: lanes._use(tenant_id, clock.now_s).used_s for tenant_id in tenant_ids}
+    had_used = dict.fromkeys(tenant_ids, 0.0)
     used_meanwhile = {tenant_id: dict.fromkeys(tenant_ids, 0.0) for tenant_id in tenant_ids}
-    longest_s = QUICK_S if is_quick else FULL_S
     for tenant_id in tenant_ids:
         lanes.append_request(tenant_id, "first")
-    for _ in range(500):
-        turn = begin(lanes)
-        assert turn.is_quick == is_quick
-        cpu_s = generator.uniform(0.5, 0.9) * longest_s * generator.choice((0.01, 1.0) if is_quick else (1.0,))
-        clock.now_s += cpu_s
-        lanes.end_turn(turn, cpu_s, True)
-        for waiting in tenant_ids:
+    # Some tenants send long requests, some short ones, and some both.
+    part_long = {tenant_id: generator.choice((0.0, 0.1, 1.0)) for tenant_id in tenant_ids}
+    running: list[Turn[str]] = []
+    for _ in range(2000):
+        while len(running) < num_processes and (begun := lanes.next_turn()):
+            running.append(begun)
+        turn = running.pop(generator.randrange(len(running)))
+        is_long = generator.random() < part_long[turn.tenant_id]
+        cpu_s = QUICK_S if is_long and turn.is_quick else generator.uniform(0, FULL_S if is_long else QUICK_S)
+        has_ended = not (is_long and turn.is_quick)
+        clock.now_s += cpu_s / num_processes
+        lanes.end_turn(turn, cpu_s, has_ended)
+        for waiting in {*tenant_ids} - {turn.tenant_id, *(other.tenant_id for other in running)}:
             used_meanwhile[waiting][turn.tenant_id] += cpu_s
-            if waiting != turn.tenant_id:
-                assert used_meanwhile[waiting][turn.tenant_id] <= had_used[waiting] + longest_s
+            # Turns that began before the wait count, too.
+            assert used_meanwhile[waiting][turn.tenant_id] <= had_used[waiting] + 2 * FULL_S
         had_used[turn.tenant_id] = lanes._use(turn.tenant_id, clock.now_s).used_s
         used_meanwhile[turn.tenant_id] = dict.fromkeys(tenant_ids, 0.0)
-        lanes.append_request(turn.tenant_id, "another")
+        if has_ended:
+            lanes.append_request(turn.tenant_id, "another")
 
 
 def test_a_dropped_request_gets_no_turn(lanes: Lanes[str]) -> None:
