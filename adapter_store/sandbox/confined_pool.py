@@ -131,13 +131,12 @@ class ConfinedPool:
         cpu_s, has_ended = 0.0, True
         resolve: Callable[[], None] | None = None
         try:
-            if not request.future.cancelled():
-                ended = server.run(request.context.run(request.encode), limits)
-                # A fork that waits without computing uses up its turn too.
-                cpu_s = max(ended.cpu_s, limits.cpu_s) if ended.ran_out_of_time else ended.cpu_s
-                has_ended = not (turn.is_quick and ended.ran_out_of_time)
-                if has_ended:
-                    resolve = partial(request.future.set_result, request.context.run(self._decoded, request, ended))
+            ended = server.run(request.context.run(request.encode), limits)
+            # A fork that waits without computing uses up its turn too.
+            cpu_s = max(ended.cpu_s, limits.cpu_s) if ended.ran_out_of_time else ended.cpu_s
+            has_ended = not (turn.is_quick and ended.ran_out_of_time)
+            if has_ended:
+                resolve = partial(request.future.set_result, request.context.run(self._decoded, request, ended))
         except Exception as error:
             if isinstance(error, ForkServerFailed) and not self._is_closed:
                 request.context.run(_log.warning, self._event, error=str(error))
