@@ -28,8 +28,7 @@ from loramux.engine.cache_groups import cache_layout
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.simulation import GREEDY, SimulatedExecutor, SimulatedPages, simulated_adapters
-from loramux.engine.grammars.grammar_compiler import GrammarCompiler
-from loramux.engine.grammars.vocabulary import no_vocabulary
+from loramux.engine.grammars.grammars import Grammars
 from loramux.engine.messages import Add, Finished, StepOutput
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
@@ -65,7 +64,7 @@ class SteadyLoad:
         self._scheduler = Scheduler(queue, kv, adapters, SchedulerLimits(256, num_running, look_ahead=num_running))
         self._executor = SimulatedExecutor(VOCAB_SIZE, cache, NUM_PAGES, adapter_pages)
         limits = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, (), PAGE_TOKENS)
-        grammars = GrammarCompiler(no_vocabulary, VOCAB_SIZE, lambda: None)
+        grammars = Grammars((), {}, VOCAB_SIZE)
         self._engine = Engine(
             limits,
             EngineParts(pages, adapters, prefixes, self._scheduler, self._executor, grammars),

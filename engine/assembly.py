@@ -16,6 +16,7 @@ import torch
 
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.quantization.base_format import read_format
+from loramux.adapter_store.sandbox.fork_server import worker_environment
 from loramux.adapter_store.tiers.host_slab import EngineMemory
 from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.adapter_store.tiers.staging_client import StagingClient, StagingRefused
@@ -39,8 +40,7 @@ from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.grammars.grammar_compiler import GrammarCompiler
-from loramux.engine.grammars.vocabulary import load_vocabulary
+from loramux.engine.grammars.grammars import Grammars
 from loramux.engine.messages import Add, EngineReady, GraphMemory, SamplingParams
 from loramux.engine.model.decoder import Decoder
 from loramux.engine.model.model_config import ModelConfig
@@ -75,7 +75,7 @@ class AssembledEngine:
 
     engine: Engine
     adapters: AdapterPool
-    grammars: GrammarCompiler
+    grammars: Grammars
     stager: Stager
     views: PoolViews
     ready: EngineReady
@@ -178,8 +178,7 @@ def assemble_engine(
     kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens)
     scheduler_limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
     scheduler = Scheduler(queue, kv, adapters, scheduler_limits)
-    vocabulary = partial(load_vocabulary, Path(config.model_dir), model.vocab_size, model.eos_token_ids)
-    grammars = GrammarCompiler(vocabulary, model.vocab_size, wake)
+    grammars = _grammars(config, model)
     stats = EngineStats(
         pages,
         adapters,
@@ -232,6 +231,12 @@ def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
         made = read_format(Path(config.quantized_dir))
         name = None if made is None else made.name.removeprefix("compressed-tensors ")
     return name if config.activations is None else f"{name}, activations in {config.activations}"
+
+
+def _grammars(config: EngineConfig, model: ModelConfig) -> Grammars:
+    arguments = (str(Path(config.model_dir).absolute()), str(model.vocab_size), *map(str, model.eos_token_ids))
+    command = (sys.executable, "-P", "-m", "loramux.engine.grammars.process", *arguments)
+    return Grammars(command, worker_environment(), model.vocab_size)
 
 
 def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:

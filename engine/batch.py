@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -39,6 +40,14 @@ class SamplingRow(msgspec.Struct, frozen=True, gc=False):
         if not self.is_short:
             return set()
         return {*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_token_ids)}
+
+
+_UNUSED = SamplingRow(SamplingParams(temperature=0.0), 0, 0)
+
+
+def samples_without(samples: tuple[SamplingRow, ...], unused: Collection[int]) -> tuple[SamplingRow, ...]:
+    """Replace the rows `unused` with rows that have no side effects, such as marks for penalties."""
+    return tuple(_UNUSED if row in unused else one for row, one in enumerate(samples)) if unused else samples
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):

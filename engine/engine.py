@@ -19,8 +19,8 @@ from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.executor import Executor, Forward, SubmittedStep
-from loramux.engine.grammars.grammar import Grammar, Masks
-from loramux.engine.grammars.grammar_compiler import GrammarCompiler
+from loramux.engine.grammars.grammar import Mask, Masks
+from loramux.engine.grammars.grammars import Grammars
 from loramux.engine.live_sequences import LiveSequences
 from loramux.engine.messages import (
     Abort,
@@ -48,6 +48,12 @@ from loramux.engine.timers import Timers
 from loramux.engine.token_rules.rules import token_rules
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 
+FREE_WAIT_S = 250e-6
+"""Time that each step waits for masks without charging it to a budget, in seconds."""
+
+FREE_WAIT_PART = {False: 0.05, True: 0.5}
+"""The same as a part of the last step, without and with lookahead. With lookahead, the device computes meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outbound:
@@ -66,7 +72,7 @@ class EngineParts:
     prefixes: PrefixCache
     scheduler: Scheduler
     executor: Executor
-    grammars: GrammarCompiler
+    grammars: Grammars
     protect: Protect = no_floors
 
 
@@ -114,6 +120,7 @@ class Engine:
         self._traces = observers.traces
         self._note_running = observers.note_running
         self._in_flight: SubmittedStep | None = None
+        self._last_step_s = 0.0
         self._live = LiveSequences()
         self._timers = Timers(clock, self._live)
         self._grants = TokenGrants(limits.max_model_len, scheduler, adapters, self._timers, self._end_at_limit)
@@ -170,7 +177,8 @@ class Engine:
         if self._traces is not None:
             self._traces.added(sequence)
         if add.grammar:
-            sequence.grammar = self._grammars.request(add.isolation_key, add.grammar, add.vocab_size)
+            grammar = self._grammars.request(add.isolation_key, add.grammar, add.share_key, add.vocab_size)
+            sequence.grammar = grammar
         self._scheduler.add(sequence)
         self._set_timers(sequence)
         self._shed()
@@ -221,7 +229,7 @@ class Engine:
                 self._traces.loaded(load, self._live.of_digest(load.digest))
         self._end_failed(settled)
         self._calls.settle(settled)
-        self._settle_grammars(self._grammars.poll())
+        self._follow_grammars()
         scheduled = self._scheduler.schedule()
         self._end_unfit()
         submitted = self._run(scheduled) if scheduled else None
@@ -230,31 +238,43 @@ class Engine:
         if submitted is not None:
             self._commit(submitted)
         if scheduled:
-            self._stats.count_step_time(self._clock() - started_s)
+            self._last_step_s = self._clock() - started_s
+            self._stats.count_step_time(self._last_step_s)
         return submitted is not None or self._in_flight is not None
 
     def _run(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
         """Submit the step and choose its tokens.
 
         A mask depends on the sequence's previous token. If that token is in flight, the step that chose it is committed
-        while the device computes the logits of the new step, so the device does not wait.
+        while the device computes the logits of the new step, so the device does not wait. If the mask is late, the
+        sequence is preempted, because its token cannot be chosen in this step.
         """
         forward, sampling, scoring = self._submit(scheduled)
         in_flight = self._in_flight
         if in_flight is not None and any(one.is_constrained for one in sampling):
             self._in_flight = None
             self._commit(in_flight)
-        return SubmittedStep(sampling, scoring, forward.choose(self._masks(sampling)))
+            self._await_masks(sampling)
+        late = {row: one for row, one in enumerate(sampling) if one.is_running and not one.has_mask}
+        for sequence in late.values():
+            sequence.take_back()
+            self._scheduler.preempt(sequence)
+        used = [None if row in late else one for row, one in enumerate(sampling)]
+        return SubmittedStep(used, scoring, forward.choose(self._masks(used), late))
 
-    def _masks(self, sampling: list[Sequence]) -> Masks:
+    def _masks(self, sampling: list[Sequence | None]) -> Masks:
         """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends."""
-        grammars = {row: one.grammar for row, one in enumerate(sampling) if one.grammar is not None}
-        masks = dict(self._grammars.masks(grammars))
+        masks: dict[int, Mask] = {}
         for row, sequence in enumerate(sampling):
-            rules = sequence.token_rules
-            if rules is None or (row in grammars and row not in masks):
+            if sequence is None:
                 continue
-            mask = rules.restrict(masks.pop(row, None), sequence.held_back)
+            mask = None
+            if sequence.grammar is not None:
+                mask = sequence.grammar.mask()
+                if mask is None:
+                    continue
+            if sequence.token_rules is not None:
+                mask = sequence.token_rules.restrict(mask, sequence.held_back)
             if mask is not None:
                 masks[row] = mask
         return masks
@@ -295,7 +315,7 @@ class Engine:
         tokens = step.result.tokens()
         broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
         for sequence, token in zip(step.sampling, tokens, strict=True):
-            if sequence.state is finished:
+            if sequence is None or sequence.state is finished:
                 # The sequence was aborted, or its last token was committed, after this step had been submitted.
                 continue
             token_id = None if sequence in broken_prompts else token.token_id
@@ -303,8 +323,9 @@ class Engine:
             if token_id is None:
                 ended.append((sequence, "not_finite"))
                 continue
-            if sequence.constraint_failure is not None:
-                ended.append((sequence, "constraint_failed"))
+            rules = sequence.token_rules
+            if rules is not None and rules.failure is not None:
+                ended.append((sequence, "no_token_allowed"))
                 continue
             committed.append(sequence)
             if traces is not None:
@@ -324,9 +345,8 @@ class Engine:
             if emitted:
                 output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
                 outputs[sequence.owner].append(output)
-            if sequence.grammar is not None and sequence.grammar.is_complete:
-                ended.append((sequence, "stop"))
-            elif is_last and not self._grants.pauses(sequence):
+            # A grammar may turn out to be complete, so `_settle_grammars` ends its sequence.
+            if is_last and sequence.grammar is None and not self._grants.pauses(sequence):
                 ended.append((sequence, "length"))
         ended += [
             (sequence, "not_finite")
@@ -342,11 +362,11 @@ class Engine:
         for sequence, reason in ended:
             if reason == "not_finite":
                 self._end(sequence, "error", reason, "the model produced values that are not finite")
-            elif reason == "constraint_failed":
-                assert sequence.constraint_failure is not None
-                code, message = sequence.constraint_failure
+            elif reason == "no_token_allowed":
+                assert sequence.token_rules is not None
                 # The last token was chosen without a mask, so it is not emitted.
-                self._end(sequence, "error", code, message, sequence.num_completion - 1)
+                message = sequence.token_rules.failure
+                self._end(sequence, "error", reason, message, sequence.num_completion - 1)
             else:
                 self._end(sequence, reason)
 
@@ -380,6 +400,8 @@ class Engine:
     ) -> None:
         self._scheduler.finish(sequence, is_broken=code == "not_finite")
         self._live.remove(sequence)
+        if sequence.grammar is not None:
+            sequence.grammar.leave()
         if self._traces is not None:
             self._traces.ended(sequence, reason, code)
         if sequence.pending_output:
@@ -474,15 +496,39 @@ class Engine:
                 for sequence in self._live.of_digest(load.digest):
                     self._end(sequence, "error", "adapter_unavailable", load.failure)
 
-    def _settle_grammars(self, settled: set[Grammar]) -> None:
-        """Trace finished compilations, and end the sequences whose grammars could not be compiled."""
+    def _follow_grammars(self) -> None:
+        """Collect masks, and charge shares for the time to compute them. Without lookahead, wait for running sequences'
+        masks.
+        """
+        self._settle_grammars()
+        if not self._lookahead:
+            self._await_masks([one for one in self._scheduler.running if not one.has_mask])
+        for share_key, seconds in self._grammars.take_spent().items():
+            self._scheduler.queue.charge_time(share_key, seconds)
+
+    def _await_masks(self, sequences: list[Sequence]) -> None:
+        free_s = max(FREE_WAIT_S, FREE_WAIT_PART[self._lookahead] * self._last_step_s)
+        grammars = [one.grammar for one in sequences if one.grammar is not None and one.is_running]
+        if grammars:
+            self._grammars.wait(grammars, free_s)
+            self._settle_grammars()
+
+    def _settle_grammars(self) -> None:
+        """Trace finished compilations, and end the sequences whose grammars have ended."""
+        settled = set(self._grammars.poll())
         for sequence in self._live if settled else ():
-            if sequence.grammar in settled:
-                failure = sequence.grammar.failure
-                if self._traces is not None:
-                    self._traces.compiled(sequence, failure)
-                if failure is not None:
-                    self._end(sequence, "error", "grammar_failed", failure)
+            grammar = sequence.grammar
+            if grammar is None or grammar not in settled:
+                continue
+            if self._traces is not None and not grammar.tokens and (grammar.compile_s is not None or grammar.failure):
+                self._traces.compiled(sequence, grammar.failure)
+            if grammar.is_complete:
+                self._end(sequence, "stop")
+            elif grammar.tokens and len(sequence.tokens) >= sequence.num_reserved:
+                if not self._grants.pauses(sequence):
+                    self._end(sequence, "length")
+            elif grammar.failure is not None:
+                self._end(sequence, "error", "grammar_failed", grammar.failure)
 
     def _end_unfit(self) -> None:
         for sequence in self._scheduler.take_unfit():

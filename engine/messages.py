@@ -321,6 +321,11 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
     compile_s: float = 0.0
     num_masks: int = 0
     mask_s: float = 0.0
+    """Processor time to follow tokens and compute the next masks, in seconds. Other processes spend it."""
+    wait_s: float = 0.0
+    """Time that steps have waited for masks, in seconds."""
+    num_processes: int = 0
+    """Processes that follow grammars, one per tenant with grammars."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):

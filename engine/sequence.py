@@ -142,6 +142,11 @@ class Sequence:
             if self.grammar is not None:
                 self.grammar.accept(token_id)
 
+    def take_back(self) -> None:
+        """Undo `choose` for the step just submitted, which then chooses no token for this sequence."""
+        self.num_in_flight -= 1
+        self.num_tokens -= 1
+
     def emit(self, token_id: int, is_urgent: bool) -> tuple[int, ...]:
         """Add a committed token to the output and return the tokens to emit now, if any."""
         self.pending_output.append(token_id)
@@ -169,13 +174,23 @@ class Sequence:
         return self.grammar is not None or self.token_rules is not None
 
     @property
-    def constraint_failure(self) -> tuple[str, str] | None:
-        """Return an error code and a message if no token can follow, otherwise None."""
-        if self.token_rules is not None and self.token_rules.failure is not None:
-            return "no_token_allowed", self.token_rules.failure
-        if self.grammar is not None and self.grammar.failure is not None:
-            return "grammar_failed", self.grammar.failure
-        return None
+    def is_running(self) -> bool:
+        return self.state is SequenceState.RUNNING
+
+    @property
+    def has_mask(self) -> bool:
+        """True unless the mask after the last committed token is still being computed."""
+        return self.grammar is None or self.grammar.is_ready
+
+    @property
+    def waits_for_mask(self) -> bool:
+        """True if the next step should not include the sequence, because it may not have a mask in time.
+
+        The mask after a token in flight is requested once the token is committed.
+        """
+        if self.grammar is None:
+            return False
+        return not (self.grammar.is_awaited if self.num_in_flight else self.grammar.is_ready)
 
     @property
     def held_back(self) -> frozenset[int]:

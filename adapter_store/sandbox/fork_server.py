@@ -245,7 +245,7 @@ def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
             for end in (link.detach(), woken, waker):
                 os.close(end)
             os.setsid()
-            _lower_priority(niceness)
+            lower_priority(niceness)
             # SIGPROF kills the fork when it has used this much processor time. 0 sets no timer.
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             for number, file in enumerate(files):
@@ -260,7 +260,7 @@ def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
     sys.exit(0)
 
 
-def _lower_priority(niceness: int) -> None:
+def lower_priority(niceness: int) -> None:
     """Set this process's niceness, so that other processes get the CPU first."""
     # Best effort: continue if the kernel refuses.
     with contextlib.suppress(OSError):

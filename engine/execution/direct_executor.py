@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.batch import Batch, OuterSlots, SamplingRow, StepInputs
+from loramux.engine.batch import Batch, OuterSlots, SamplingRow, StepInputs, samples_without
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, sample
@@ -32,8 +33,9 @@ class DirectForward:
     eos_token_ids: tuple[int, ...]
     scored: ScoredPrompts | None
 
-    def choose(self, masks: Masks = NO_MASKS) -> FinishedStep:
-        return FinishedStep(sample(self.logits, self.samples, self.eos_token_ids, masks), self.scored)
+    def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> FinishedStep:
+        samples = samples_without(self.samples, unused)
+        return FinishedStep(sample(self.logits, samples, self.eos_token_ids, masks), self.scored)
 
 
 class DirectExecutor:

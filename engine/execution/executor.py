@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,8 +26,11 @@ class StepResult(Protocol):
 class Forward(Protocol):
     """A submitted step whose tokens have not been chosen yet."""
 
-    def choose(self, masks: Masks = NO_MASKS) -> StepResult:
-        """Start choosing a token after each sample row. Call this once, before submitting the next step."""
+    def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> StepResult:
+        """Start choosing a token after each sample row. Call this once, before submitting the next step.
+
+        The caller ignores the tokens of the sample rows `unused`.
+        """
         ...
 
 
@@ -42,9 +46,10 @@ class Executor(Protocol):
 class SubmittedStep:
     """A step whose tokens are not committed yet.
 
-    `sampling[i]` receives item `i` of `result.tokens()`, and `scoring[i]` item `i` of `result.prompt_logprobs()`.
+    `sampling[i]` receives item `i` of `result.tokens()`, unless it is None, and `scoring[i]` receives item `i` of
+    `result.prompt_logprobs()`.
     """
 
-    sampling: list[Sequence]
+    sampling: list[Sequence | None]
     scoring: list[Sequence]
     result: StepResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.batch import NO_ROWS, Batch, OuterSlots, SamplingRow
+from loramux.engine.batch import NO_ROWS, Batch, OuterSlots, SamplingRow, samples_without
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.device_faults import reason_of
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
@@ -47,8 +47,9 @@ class GraphForward:
     inputs: SamplingInputs
     scored: ScoredPrompts | None = None
 
-    def choose(self, masks: Masks = NO_MASKS) -> SampledStep:
-        chosen = self.sampler.choose(self.logits, self.samples, self.inputs, masks)
+    def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> SampledStep:
+        samples = samples_without(self.samples, unused)
+        chosen = self.sampler.choose(self.logits, samples, self.inputs, masks)
         return chosen if self.scored is None else replace(chosen, scored=self.scored)
 
 

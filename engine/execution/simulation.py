@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.engine.adapters.adapter_load import AdapterLoad
-from loramux.engine.batch import Batch
+from loramux.engine.batch import Batch, samples_without
 from loramux.engine.cache_groups import CacheLayout
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
@@ -37,8 +37,8 @@ class SimulatedForward:
     slots: list[int]
     scored: ScoredPrompts | None = None
 
-    def choose(self, masks: Masks = NO_MASKS) -> FinishedStep:
-        return self.executor.choose(self, masks)
+    def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> FinishedStep:
+        return self.executor.choose(self, masks, unused)
 
 
 class SimulatedExecutor:
@@ -93,8 +93,8 @@ class SimulatedExecutor:
             scored = score_prompts(batch.scores, logits_of, HostAccelerator())
         return SimulatedForward(self, batch, likeliest(sample_rows), [slots[row] for row in sample_rows], scored)
 
-    def choose(self, forward: SimulatedForward, masks: Masks) -> FinishedStep:
-        samples, chosen = forward.batch.samples, forward.likeliest
+    def choose(self, forward: SimulatedForward, masks: Masks, unused: Collection[int] = ()) -> FinishedStep:
+        samples, chosen = samples_without(forward.batch.samples, unused), forward.likeliest
         num_greedy = [one.params for one in samples].count(GREEDY)
         if num_greedy == len(samples) and not self.not_finite_for and not masks:
             # This gives the same result as sampling, in a tenth of the time.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,55 +20,87 @@ Masks = Mapping[int, Mask]
 NO_MASKS: Masks = {}
 
 
+class Followers(Protocol):
+    """Processes that compute the masks of grammars."""
+
+    def follow(self, grammar: Grammar) -> None:
+        """Compute the mask after the grammar's tokens, and pass it to `settle` later."""
+        ...
+
+    def leave(self, grammar: Grammar) -> None: ...
+
+    def is_awaited(self, grammar: Grammar) -> bool: ...
+
+
 class Grammar:
     """Follows the committed tokens of one sequence. `mask` returns the allowed next tokens.
 
-    A grammar is ready once it has been compiled. Its state depends only on the committed tokens, so preemption does not
-    affect it.
+    Another process computes each mask. The grammar is not ready while it is compiled and while a mask is computed. Its
+    state depends only on the committed tokens, so preemption does not affect it.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, text: str, vocab_size: int, isolation_key: bytes, share_key: str, followers: Followers) -> None:
+        self.text = text
+        self.isolation_key = isolation_key
+        self.share_key = share_key
         self._vocab_size = vocab_size
-        self._matcher: LLMatcher | None = None
+        self._followers = followers
+        self._mask: Mask | None = None
+        self.compile_s: float | None = None
+        """Time to compile the grammar, in seconds. None if it was compiled already, or not yet."""
+        self.tokens: list[int] = []
+        """The committed tokens."""
+        self.is_complete = False
+        """True if only the end of the sequence can follow."""
         self.failure: str | None = None
         """Reason why no token can follow, for example because the grammar does not compile, exceeds a limit, or allows
         no token of the vocabulary. None if the grammar has not failed."""
 
     @property
-    def is_ready(self) -> bool:
-        return self._matcher is not None
+    def has_ended(self) -> bool:
+        return self.is_complete or self.failure is not None
 
     @property
-    def is_complete(self) -> bool:
-        """True if only the end of the sequence can follow."""
-        return self._matcher is not None and self.failure is None and self._matcher.is_stopped()
+    def is_ready(self) -> bool:
+        return self._mask is not None or self.has_ended
 
-    def begin(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    @property
+    def is_awaited(self) -> bool:
+        """True if a step waits for the grammar's next mask. False if its tenant's masks have taken too long."""
+        return self._followers.is_awaited(self)
 
     def accept(self, token_id: int) -> None:
-        assert self._matcher is not None
-        if self.failure is None and not self._matcher.is_stopped() and not self._matcher.consume_token(token_id):
-            self.failure = problem_of(self._matcher)
+        """Follow a committed token, and request the next mask."""
+        if not self.has_ended:
+            self.tokens.append(token_id)
+            self._mask = None
+            self._followers.follow(self)
 
-    def mask(self) -> Mask | None:
-        """The allowed next tokens, or None if the grammar is complete or has failed, because the sequence then ends."""
-        assert self._matcher is not None
-        if self.failure is not None or self._matcher.is_stopped():
-            return None
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+    def settle(self, found: bytes | None) -> None:
+        """Set the mask after the last token. None means that only the end of the sequence can follow."""
+        if found is None:
+            self.is_complete = True
+            return
+        bits = np.frombuffer(found, np.uint8)
         # The tokenizer may have fewer tokens than the model's padded vocabulary.
         allowed = np.zeros(-(-self._vocab_size // 32) * 4, np.uint8)
-        num_bytes = min(len(found), -(-self._vocab_size // 8))
-        allowed[:num_bytes] = found[:num_bytes]
+        num_bytes = min(len(bits), -(-self._vocab_size // 8))
+        allowed[:num_bytes] = bits[:num_bytes]
         # An adapter can have a smaller vocabulary than the base.
         if self._vocab_size % 8:
             allowed[self._vocab_size // 8] &= (1 << self._vocab_size % 8) - 1
-        if self._matcher.is_error():
-            self.failure = problem_of(self._matcher)
-        elif not allowed.any():
+        if allowed.any():
+            self._mask = allowed
+        else:
             self.failure = "no token of the model's vocabulary can follow"
-        return None if self.failure is not None else allowed
+
+    def mask(self) -> Mask | None:
+        """The allowed next tokens. None if the grammar has ended, because the sequence then ends."""
+        return self._mask
+
+    def leave(self) -> None:
+        """The sequence has ended."""
+        self._followers.leave(self)
 
 
 def problem_of(matcher: LLMatcher) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
 
-from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, Share, ShareHeap, Turn, place
+from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, TOKEN_S, Share, ShareHeap, Turn, place
 from loramux.engine.sequence import Sequence
 
 MAX_ROUNDS = 64
@@ -128,6 +128,12 @@ class FairQueue:
             if share.ready or share.cold:
                 self._charged_more[share] = None
         self._charged += OUTPUT_PRICE * len(sequences)
+
+    def charge_time(self, share_key: str, seconds: float) -> None:
+        """Charge a share for processor time that it used besides its tokens."""
+        share = self._active.get(share_key) or self._idle.get(share_key)
+        if share is not None:
+            self._charge(share, OUTPUT_PRICE * seconds / TOKEN_S)
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a running sequence that has ended or been preempted."""

@@ -95,7 +95,7 @@ class Scheduler:
         decoding: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            if sequence.num_tokens < sequence.num_reserved:
+            if sequence.num_tokens < sequence.num_reserved and not sequence.waits_for_mask:
                 is_decoding = sequence.num_tokens - sequence.num_computed == 1
                 (decoding if is_decoding else prompts).append(sequence)
         max_sequences = self._limits.max_sequences
@@ -199,7 +199,7 @@ class Scheduler:
                 return False
             victim = self._victim()
             scheduled.pop(victim, None)
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is sequence:
                 return False
         return True
@@ -209,8 +209,10 @@ class Scheduler:
         return max((one for one in self.running if one.add.share_key == last.add.share_key), key=place)
 
     def _num_free_slots(self) -> int:
-        # A paused sequence needs no slot. If all slots are taken when it resumes, it waits for a free slot.
-        return self._limits.max_sequences - sum([one.num_tokens < one.num_reserved for one in self.running])
+        # A sequence that is paused or waits for a mask needs no slot. If all slots are taken when it resumes, it waits
+        # for a free slot.
+        num_active = sum([one.num_tokens < one.num_reserved and not one.waits_for_mask for one in self.running])
+        return self._limits.max_sequences - num_active
 
     def _short_position(self) -> int:
         if self._is_short:
@@ -280,7 +282,8 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
         return ScheduledSequence(sequence, num_tokens)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Return a running sequence to the queue. Its tokens are computed again when it is admitted."""
         self.running.remove(sequence)
         self._kv.offer(sequence)
         self._give_back(sequence)

@@ -12,6 +12,9 @@ INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
 """Prices per token. Each output token needs a pass over the weights. All tokens of a prompt chunk share one pass."""
 
+TOKEN_S = 0.005
+"""Processor time with the price of one output token, in seconds."""
+
 MAX_STALE = 8
 """Number of outdated heap entries to tolerate, in addition to one per share."""
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,7 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(wake_fd, zmq.POLLIN)
+        self._poller.register(assembled.grammars.fileno(), zmq.POLLIN)
 
     def serve(self) -> None:
         ran = False
@@ -236,12 +238,10 @@ def main() -> None:
     except Exception as error:
         _end_for_device(error, "the GPU cannot be used", EXIT_REFUSED)
         raise
-    has_ended = _serve(assembled, Path(sys.argv[1]), wake_read, record, ended)
+    _serve(assembled, Path(sys.argv[1]), wake_read, record, ended)
     closed.set()
     if spans is not None:
         spans.close(END_GRACE_S / 4)
-    if not has_ended:
-        os._exit(0)
 
 
 def _open_spans(config: EngineConfig) -> OtelSpanSink | None:
@@ -274,10 +274,8 @@ def _end_for_device(error: Exception, what: str, code: int) -> None:
         os._exit(code)
 
 
-def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> bool:
-    """Serve until the supervisor is gone. Returns False if a grammar is still compiling. Python must then not be
-    finalized.
-    """
+def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> None:
+    """Serve until the supervisor is gone."""
     import zmq
 
     context = zmq.Context(io_threads=1)
@@ -291,7 +289,9 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
     socket.bind(f"ipc://{path}")
     os.umask(previous)
     try:
-        assembled.grammars.preload()
+        with suppress(OSError):
+            # If the process cannot be started, requests with grammars fail.
+            assembled.grammars.preload()
         server = EngineServer(assembled, socket, wake_read, record, ended)
         freeze_gc()
         server.serve()
@@ -302,8 +302,7 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
         socket.close()
         context.term()
         assembled.adapters.close()
-        has_ended = assembled.grammars.close()
-    return has_ended
+        assembled.grammars.close()
 
 
 if __name__ == "__main__":

@@ -83,7 +83,11 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     )
     yield _counter("loramux_engine_grammar_compile_seconds", "Time to compile grammars", grammars.compile_s)
     yield _counter("loramux_engine_grammar_masks", "Tokens chosen under a grammar's mask", grammars.num_masks)
-    yield _counter("loramux_engine_grammar_mask_seconds", "Time to compute masks", grammars.mask_s)
+    yield _counter(
+        "loramux_engine_grammar_mask_seconds", "Processor time to compute masks, in other processes", grammars.mask_s
+    )
+    yield _counter("loramux_engine_grammar_wait_seconds", "Time that steps waited for masks", grammars.wait_s)
+    yield _gauge("loramux_engine_grammar_processes", "Processes that compute masks", grammars.num_processes)
     yield _gauge("loramux_engine_graphs", "Cached CUDA graphs of steps", stats.graphs.num_graphs)
     yield _gauge("loramux_engine_graph_bytes", "Device memory taken by CUDA graphs", stats.graphs.num_bytes)
     yield _gauge("loramux_engine_running_sequences", "Running sequences", stats.num_running)

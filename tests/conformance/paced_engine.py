@@ -24,7 +24,6 @@ import zmq
 
 from loramux.engine.config import EngineConfig
 from loramux.engine.engine import Engine, Outbound
-from loramux.engine.grammars.vocabulary import load_vocabulary
 from loramux.engine.messages import Add, EngineReady, Finished, StepOutput
 from loramux.engine.model.model_files import base_sha256, model_sha256
 from loramux.engine.server.process import EngineServer
@@ -96,8 +95,11 @@ def main() -> None:
         adapters={digest_of(name): 1 for name in LAB_ADAPTERS},
         eos=(EOS,),
         vocab_size=VOCAB_SIZE,
-        load_vocabulary=lambda: load_vocabulary(model, VOCAB_SIZE, (EOS,)),
-        wake=lambda: os.write(wake_write, b"\0"),
+        grammar_process=(
+            *(sys.executable, "-P", "-m", "loramux.engine.grammars.process"),
+            *(str(model.absolute()), str(VOCAB_SIZE), str(EOS)),
+        ),
+        grammar_clock=time.monotonic,
     )
     ready = EngineReady(
         max_model_len=MAX_MODEL_LEN,
@@ -129,7 +131,7 @@ def main() -> None:
         # The simulated device keeps all batches for tests. In a long-running server they would fill the memory.
         simulation.executor.batches = _Nothing()  # type: ignore[assignment]
         record = StepRecord(StepRecord.new_file(max_sequences) if record_fd is None else record_fd)
-        assembled = SimpleNamespace(engine=engine, ready=ready, stager=simulation.stager)
+        assembled = SimpleNamespace(engine=engine, ready=ready, stager=simulation.stager, grammars=simulation.grammars)
         EngineServer(assembled, socket, wake, record, ended).serve()  # type: ignore[arg-type]
     context.destroy(linger=0)
 

@@ -28,14 +28,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.grammars.limits import parser_limits
 from loramux.engine.grammars.vocabulary import load_vocabulary
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.grammars.constraint import Constraint
 from tests.demo_base import DEMO_BASE
-from tests.engine.grammars.masks import allowed_tokens
+from tests.engine.grammars.masks import allowed_tokens, follow
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv" / "schema-suite"
@@ -95,8 +94,7 @@ class Answer:
 
 class Writer:
     def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, generator: random.Random) -> None:
-        self._grammar = Grammar(VOCAB_SIZE)
-        self._grammar.begin(matcher.deep_copy())
+        self._grammar = follow(matcher.deep_copy(), VOCAB_SIZE)
         self._vocabulary = vocabulary
         self._closing = [token for text in CLOSING for token in vocabulary.tokenize_bytes(text)]
         self._random = generator

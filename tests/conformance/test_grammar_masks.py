@@ -11,12 +11,11 @@ import random
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.grammars.limits import parser_limits
 from loramux.platform.grammars.check import checked_grammar
 from tests.conformance.random_languages import MAX_NESTING, Language, languages
 from tests.engine.byte_vocabulary import BYTES, EOS, TOKENS, VOCAB_SIZE, byte_vocabulary, tokenized
-from tests.engine.grammars.masks import allowed_tokens
+from tests.engine.grammars.masks import allowed_tokens, follow
 
 NUM_LANGUAGES = 200
 NUM_STEPS = MAX_NESTING - 1
@@ -42,8 +41,7 @@ def forced_text(language: Language, prefix: bytes) -> bytes:
 def check_walk(language: Language, vocabulary: LLTokenizer, tokens: list[bytes], generator: random.Random) -> int:
     """Compare the masks of one random answer with the oracle. Return the number of masks."""
     text = checked_grammar(language.kind, language.text, vocabulary)
-    grammar = Grammar(VOCAB_SIZE)
-    grammar.begin(LLMatcher(vocabulary, text, log_level=0, limits=parser_limits()))
+    grammar = follow(LLMatcher(vocabulary, text, log_level=0, limits=parser_limits()), VOCAB_SIZE)
     prefix, num_masks = b"", 0
     for _ in range(NUM_STEPS):
         expected = oracle(language, prefix, tokens)

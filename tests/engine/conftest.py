@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,15 @@ def lookahead(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def simulate(lookahead: bool) -> Simulate:
-    return partial(simulate_engine, lookahead=lookahead)
+def simulate(lookahead: bool) -> Iterator[Simulate]:
+    with ExitStack() as stack:
+
+        def made(**arguments: Any) -> Simulation:
+            simulation = simulate_engine(**{"lookahead": lookahead} | arguments)
+            stack.callback(simulation.grammars.close)
+            return simulation
+
+        yield made
 
 
 @pytest.fixture

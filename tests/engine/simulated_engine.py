@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
-
-from llguidance import LLTokenizer
 
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
@@ -14,7 +15,7 @@ from loramux.engine.cache_groups import CacheLayout, cache_layout
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
-from loramux.engine.grammars.grammar_compiler import GrammarCompiler
+from loramux.engine.grammars.grammars import Grammars
 from loramux.engine.messages import AdapterState, Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
@@ -23,9 +24,10 @@ from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from tests.engine.byte_vocabulary import byte_vocabulary
 
 VOCAB_SIZE = 1000
+GRAMMAR_PROCESS = (sys.executable, "-P", str(Path(__file__).parent / "grammars" / "byte_grammar_process.py"))
+"""Command of the process that follows grammars over `byte_vocabulary`."""
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -46,6 +48,7 @@ class Simulation:
     adapters: AdapterPool
     prefixes: PrefixCache
     scheduler: Scheduler
+    grammars: Grammars
     executor: SimulatedExecutor
     stager: MemoryStager
     adapter_pages: SimulatedPages
@@ -129,8 +132,8 @@ def simulate_engine(
     lookahead: bool = False,
     vocab_size: int = VOCAB_SIZE,
     windows: Sequence[int | None] = (None,),
-    load_vocabulary: Callable[[], LLTokenizer] = byte_vocabulary,
-    wake: Callable[[], None] = lambda: None,
+    grammar_process: Sequence[str] = GRAMMAR_PROCESS,
+    grammar_clock: Callable[[], float] | None = None,
     num_state_pages: int = 0,
     cache: CacheLayout | None = None,
     vocab_sizes: dict[str, int] | None = None,
@@ -138,7 +141,8 @@ def simulate_engine(
 ) -> Simulation:
     """`cache` replaces the layout that follows from `windows` and `num_state_pages`.
 
-    `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, by digest.
+    `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, by digest. Steps wait for masks
+    without end unless there is a `grammar_clock`.
     """
     pages = PagePool(num_pages)
     policy, queue = LeastRecentlyUsed(), FairQueue()
@@ -152,11 +156,11 @@ def simulate_engine(
     executor = SimulatedExecutor(vocab_size, cache, num_pages, adapter_pages, eos)
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     clock = Clock()
-    grammars = GrammarCompiler(load_vocabulary, vocab_size, wake)
+    grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
-    return Simulation(engine, pages, pool, prefixes, scheduler, executor, stager, adapter_pages, clock)
+    return Simulation(engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, clock)
 
 
 def stats_of(simulation: Simulation) -> Stats:

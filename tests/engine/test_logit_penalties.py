@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -285,8 +285,8 @@ def test_host_lookahead_records_chosen_tokens(monkeypatch: pytest.MonkeyPatch) -
                     batch.tokens[place] = self.chosen[-1 - token].token_id
             forward = HostTable.submit(self, batch)
 
-            def choose(masks: Masks) -> FinishedStep:
-                step = forward.choose(masks)
+            def choose(masks: Masks, unused: Collection[int]) -> FinishedStep:
+                step = forward.choose(masks, unused)
                 self.chosen = step.sampled
                 return step
 

@@ -106,7 +106,7 @@ class Loop:
         def fail(*_: Any) -> Any:
             raise error
 
-        forward = SimpleNamespace(choose=lambda masks: SimpleNamespace(tokens=fail))
+        forward = SimpleNamespace(choose=lambda masks, unused: SimpleNamespace(tokens=fail))
         submit = fail if fails_in == "submit" else lambda batch: forward
         self._monkeypatch.setattr(self.simulation.executor, "submit", submit)
         self.simulation.add("live")
@@ -118,7 +118,7 @@ class Loop:
             ready=READY,
             stager=stager,
             adapters=SimpleNamespace(close=lambda: None),
-            grammars=SimpleNamespace(preload=lambda: None, close=lambda: None),
+            grammars=SimpleNamespace(preload=lambda: None, close=lambda: None, fileno=self.simulation.grammars.fileno),
         )
         try:
             process._serve(cast(Any, assembled), self._directory / "engine", wake_read, record, threading.Event())

@@ -12,7 +12,7 @@ from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.grammars.limits import parser_limits
 from loramux.engine.grammars.vocabulary import NUM_ADDED_TOKENS, VocabularyNotUsable, load_vocabulary
 from tests.demo_base import DEMO_BASE
-from tests.engine.grammars.masks import allowed_tokens
+from tests.engine.grammars.masks import allowed_tokens, follow
 
 BASE_SIZE = 1024
 """Both the tokenizer and the embedding of the demo's base have this size."""
@@ -24,9 +24,7 @@ def vocabulary() -> LLTokenizer:
 
 
 def begun(vocabulary: LLTokenizer, grammar: str, vocab_size: int) -> Grammar:
-    made = Grammar(vocab_size)
-    made.begin(LLMatcher(vocabulary, grammar, limits=parser_limits()))
-    return made
+    return follow(LLMatcher(vocabulary, grammar, limits=parser_limits()), vocab_size)
 
 
 def test_a_grammar_reaches_a_token_of_the_adapter(vocabulary: LLTokenizer) -> None:

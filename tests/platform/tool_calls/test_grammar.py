@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.grammars.limits import parser_limits
 from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, TextEvent
@@ -16,7 +15,7 @@ from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool,
 from loramux.platform.tool_calls.parsers import PARSERS
 from loramux.platform.tool_calls.reasoning import ReasoningSplitter
 from tests.engine.byte_vocabulary import EOS, TOKENS, VOCAB_SIZE, byte_vocabulary
-from tests.engine.grammars.masks import allowed_tokens
+from tests.engine.grammars.masks import allowed_tokens, follow
 
 TOOLS = (
     OfferedTool(
@@ -41,8 +40,7 @@ def written(rules: AnswerRules, seed: int) -> str | None:
     vocabulary = byte_vocabulary()
     text = msgspec.json.encode(rules).decode()
     matcher = LLMatcher(vocabulary, checked_grammar("answer", text, vocabulary), limits=parser_limits())
-    grammar, answer = Grammar(VOCAB_SIZE), b""
-    grammar.begin(matcher)
+    grammar, answer = follow(matcher, VOCAB_SIZE), b""
     for _ in range(MAX_TOKENS):
         mask = grammar.mask()
         if grammar.is_complete:

@@ -1,0 +1,44 @@
+"""The messages between the engine and the processes that follow grammars, and their framing."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+EXIT_UNUSABLE = 3
+"""Exit status of the process if the model's vocabulary cannot be used. The reason is on standard error."""
+
+LENGTH = struct.Struct("!I")
+"""A frame is the length of a message in bytes, followed by the message in MessagePack."""
+
+
+class Follow(msgspec.Struct, frozen=True, tag=True):
+    """Follow `tokens`, and answer with the next mask. The first message of a sequence contains its grammar."""
+
+    number: int
+    """Identifies the sequence."""
+    tokens: tuple[int, ...] = ()
+    grammar: str | None = None
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """The sequence has ended."""
+
+    number: int
+
+
+class Followed(msgspec.Struct, frozen=True):
+    """The answer to a Follow. If there is neither a mask nor a failure, only the end of the sequence can follow."""
+
+    number: int
+    mask: bytes | None = None
+    failure: str | None = None
+    cpu_s: float = 0.0
+    """Processor time spent, in seconds."""
+    compile_s: float | None = None
+    """Time to compile the grammar, in seconds. None if the grammar was compiled already."""
+
+
+def frame(message: bytes) -> bytes:
+    return LENGTH.pack(len(message)) + message
