@@ -2,8 +2,8 @@
 
 numba compiles a kernel once for each combination of argument types. `CpuKernels` rejects unexpected dtypes and layouts,
 because they would trigger a compilation in the middle of a step. `python -m loramux.kernels.cpu.warm` compiles
-everything in advance, in about 65 s, and later processes load the result from `__pycache__`. If neither that folder nor
-the home directory is writable, set `NUMBA_CACHE_DIR`.
+everything in advance, in one or two minutes, and later processes load the result from `__pycache__`. If neither that
+folder nor the home directory is writable, set `NUMBA_CACHE_DIR`.
 
 numba applies its fast-math flags to the code of intrinsics too, unless that code sets its own flags. A function that
 depends on the order of its operations, such as `exponentials`, must therefore be called from an `exact` function.

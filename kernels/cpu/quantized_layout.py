@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.kernels.cpu.integer_blocks import HAS_BYTE_TABLES, INTERLEAVED, OUTPUTS
-from loramux.kernels.quantized import QuantizedWeight
+from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 
 BLOCKS = (128, 64, 32, 16)
 """Possible numbers of inputs in a block. The products of a block are summed as integers."""
@@ -33,6 +33,13 @@ LARGEST_CODE = 8191
 LEAST_LIMIT = 8191
 """Smallest acceptable `limit`. A block's largest input is then rounded at least 32 times as precisely as in
 bfloat16.
+"""
+
+CODEBOOK_FORMS = (INT8, INT4, -INT4, INT4**3)
+"""One codebook of each form: 8-bit integers, and 4-bit codes of consecutive, other small, and large integers.
+
+The warm-up compiles the products with these codebooks. Every other codebook has one of these forms, and its products
+need no other code. The CPU determines which forms have tables of the same dtype, and therefore the same code.
 """
 
 _INT32_MAX = 2**31 - 1

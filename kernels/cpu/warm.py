@@ -14,10 +14,11 @@ from loramux.kernels.cpu.compiled import cache_directory
 from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.quantized_layout import CODEBOOK_FORMS
 from loramux.kernels.cpu.quantized_linear import make_quantized_linear
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
-from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
+from loramux.kernels.quantized import QuantizedWeight
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
@@ -71,9 +72,8 @@ def warm(dtype: torch.dtype) -> None:
     kernels.clamped_silu_and_mul(x, 1.0, 1.0)
     PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
     routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
-    # Compile for 8-bit integers, for 4-bit codes of small integers, and for 4-bit codes of large integers.
-    for codebook in (INT8, INT4, 1000 * INT4):
-        codes = np.zeros((width, width if codebook is INT8 else width // 2), np.uint8)
+    for codebook in CODEBOOK_FORMS:
+        codes = np.zeros((width, width if codebook.size == 256 else width // 2), np.uint8)
         weight = QuantizedWeight(codes=codes, codebook=codebook, scales=np.ones((width, 1), np.float32))
         for x_bits in (16, 8):
             linear = make_quantized_linear(weight, None, x_bits)

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +32,16 @@ from loramux.kernels.cpu import linear as cpu_linear
 from loramux.kernels.cpu import low_rank as cpu_low_rank
 from loramux.kernels.cpu import routing as cpu_routing
 from loramux.kernels.cpu import trained_rows as cpu_trained_rows
-from loramux.kernels.cpu.coded_experts import make_coded_experts
 from loramux.kernels.cpu.compiled import cache_directory
 from loramux.kernels.cpu.kernels import CpuKernels
-from loramux.kernels.cpu.quantized_linear import make_quantized_linear
 from loramux.kernels.cpu.threads import set_num_threads
 from loramux.kernels.cpu.warm import main, warm
-from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.dispatch import KernelShapes, select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
-from loramux.kernels.quantized import INT8, UINT4
 from loramux.kernels.reference.kernels import ReferenceKernels
-from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
-from tests.kernels.cpu.codebooks import NF4, random_weight
+from loramux.kernels.tables import AttentionSpec, LoraCall, ModuleGroup, PoolViews
+from tests.kernels.cpu.every_request import call_every_kernel
 from tests.kernels.gpu.interpreted import TRITON_MODULES
 
 COMPILED = (
@@ -244,60 +238,11 @@ def test_results_do_not_depend_on_how_threads_share_the_work(
     assert all(torch.equal(y, results[0]) for y in results)
 
 
-def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Callable[..., Any]) -> None:
+def test_nothing_compiles_after_warm(dtype: torch.dtype) -> None:
     for pool_dtype in (torch.float32, torch.bfloat16):
         warm(pool_dtype)
     before = [len(function.signatures) for function in COMPILED]
-    geometry = PageGeometry(2, 2, 16, dtype.itemsize, dtype.itemsize)
-    adapters = make_adapter_pool([LinearShape("m", 64, 64)] * 2, np.full((3, 2, 2), 3, np.int32), geometry, dtype)
-    kernels = CpuKernels(adapters.pool)
-    segments = build_segments(np.array([2, -1, 0], np.int32), kernels.segment_rows)
-    group = ModuleGroup((0, 1), 64, (64, 64), (0, 64))
-    planes, qkv = torch.zeros(3, 4, 8)[:, 1:3, :5], torch.zeros(3, 128)
-    x = torch.zeros(3, 70)[:, :64]
-    call = LoraCall(1, group, adapters.tables, segments)
-    kernels.lora_shrink(x, call, planes)
-    kernels.lora_expand(planes, call, qkv)
-    kernels.lora_add(x, call, qkv)
-    embedding = ModuleGroup((1,), 64, (64,), (0,), is_embedding=True)
-    tokens = torch.zeros(3, dtype=torch.int32)
-    kernels.lora_gather(tokens, LoraCall(1, embedding, adapters.tables, segments), planes)
-    flat = replace(adapters.tables, off=torch.zeros(3, 1, 2, 2).int(), rank=torch.ones(3, 1, 2).int())
-    kernels.outer.lora_gather(tokens, LoraCall(0, embedding, flat, segments), planes)
-    q, k, v = (part.unflatten(1, (-1, 16)) for part in qkv.split([64, 32, 32], 1))
-    kernels.rotary(q, k, torch.zeros(3, 8), torch.zeros(3, 8))
-    batch = AttentionBatch(
-        cu_q=torch.tensor([0, 1, 3], dtype=torch.int32),
-        seq_lens=torch.tensor([1, 2], dtype=torch.int32),
-        pages=torch.tensor([0, 1], dtype=torch.int32),
-        page_starts=torch.tensor([0, 1], dtype=torch.int32),
-        kv_slots=torch.tensor([0, 16, 17]),
-        max_q=2,
-    )
-    kernels.kv_write(k, v, 1, batch)
-    for spec in (AttentionSpec(4, 2, 16, 1), AttentionSpec(4, 2, 16, 0.5, sliding_window=4, soft_cap=30)):
-        for sinks in (None, torch.zeros(4)):
-            kernels.paged_attention(q, 1, batch, spec, torch.zeros(3, 4, 16), sinks)
-    kernels.rms_norm(q, torch.ones(16), 1)
-    kernels.add_rms_norm(qkv[:, :64], torch.zeros(3, 70)[:, :64], torch.ones(64), 1)
-    kernels.silu_and_mul(qkv[:, :64])
-    kernels.gelu_and_mul(qkv[:, :64])
-    kernels.clamped_silu_and_mul(qkv[:, :64], 2, 7)
-    routing = kernels.route(qkv[:, :5], RoutingSpec(5, 3, False))
-    kernels.route(qkv[:, :4], RoutingSpec(4, 2, True, has_sigmoid=True, num_groups=2, scale=2), torch.zeros(4))
-    kernels.sum_experts(torch.zeros(9, 64), routing, None, None)
-    kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], None)
-    kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], qkv[:, 5:6])
-    for codebook in (INT8, UINT4, NF4):
-        weight = random_weight(codebook, codebook is UINT4, 70, 64, 32)
-        for x_bits in (16, 8):
-            linear = make_quantized_linear(weight, None, x_bits)
-            assert linear is None or len(linear(x)) + len(linear(torch.zeros(40, 64))) == 43
-            experts = make_coded_experts(5, [weight] * 5, None, x_bits)
-            assert experts is None or len(kernels.multiply_experts(x, experts, routing)) == 9
-    spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=2, k_dim=12, v_dim=8, conv_len=3)
-    mixed = kernels.convolve(qkv[:, : spec.channels], torch.zeros(3, spec.channels), 0, batch, spec)
-    kernels.delta_rule(mixed, qkv[:, :4], torch.zeros(2, 2), 0, batch, spec)
+    call_every_kernel(dtype)
     assert [len(function.signatures) for function in COMPILED] == before
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from loramux.kernels.quantized import QuantizedWeight
+from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 
 NF4 = np.array(
     [
@@ -20,6 +20,17 @@ MXFP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 """E2M1 (Open Compute Project, "OCP Microscaling Formats", 2023)."""
 
 FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+CODEBOOKS = {
+    "int8": (INT8, False),
+    "uint8-zeros": (UINT8, True),
+    "uint8": (UINT8, False),
+    "int4": (INT4, False),
+    "uint4-zeros": (UINT4, True),
+    "nf4": (NF4, False),
+    "mxfp4": (MXFP4, False),
+}
+"""The codebooks that a CPU multiplies by without dequantising, and whether their weights have zero points."""
 
 
 def random_weight(

@@ -44,3 +44,22 @@ void emulated_tdpbusd(uint8_t sum, uint8_t a, uint8_t b) {
         for (int i = 0; i < 4; i++)
             ((int32_t *)tiles[sum][m])[n] += tiles[a][m][4 * k + i] * (int8_t)tiles[b][k][4 * n + i];
 }
+
+static float widened(uint16_t bits) {
+    uint32_t word = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+void emulated_tdpbf16ps(uint8_t sum, uint8_t a, uint8_t b) {
+    for (int m = 0; m < heights[sum]; m++) {
+        float totals[16][2] = {0};
+        for (int k = 0; k < widths[a] / 4; k++)
+            for (int n = 0; n < widths[sum] / 4; n++)
+                for (int i = 0; i < 2; i++)
+                    totals[n][i] += widened(((uint16_t *)tiles[a][m])[2 * k + i]) *
+                                    widened(((uint16_t *)tiles[b][k])[2 * n + i]);
+        for (int n = 0; n < widths[sum] / 4; n++) ((float *)tiles[sum][m])[n] += totals[n][0] + totals[n][1];
+    }
+}

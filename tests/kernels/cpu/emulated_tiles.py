@@ -2,7 +2,8 @@
 
 The instructions are replaced by calls of `emulated_tiles.c`, compiled by gcc. The program runs with its own
 NUMBA_CACHE_DIR, because its code must not be cached as the code of the kernels. With the argument `compile`, it
-compiles the kernels with the real instructions, which LLVM can do on any x86 CPU.
+compiles the kernels with the real instructions, which LLVM can do on any x86 CPU. With `test`, it runs pytest with the
+remaining arguments in a process that imitates a CPU with AMX.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import typeof
@@ -24,7 +27,8 @@ from loramux.kernels.cpu.threads import set_num_threads
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8
 from tests.kernels.cpu.codebooks import MXFP4, NF4, random_weight
 
-INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd64", "tilestored64", "tdpbssd", "tdpbusd")
+FOR_INTEGERS = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd64", "tilestored64", "tdpbssd", "tdpbusd")
+FOR_BFLOAT16 = ("ldtilecfg", "tilerelease", "tileloadd64", "tilestored64", "tdpbf16ps")
 
 CASES = [
     (codebook, has_zeros, *shape)
@@ -45,7 +49,7 @@ def load_instructions(directory: Path) -> None:
     source = Path(__file__).with_suffix(".c")
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     loaded = ctypes.CDLL(str(library))
-    for name in INSTRUCTIONS:
+    for name in {*FOR_INTEGERS, *FOR_BFLOAT16}:
         address = ctypes.cast(getattr(loaded, f"emulated_{name}"), ctypes.c_void_p).value
         binding.add_symbol(f"emulated_{name}", address)
 
@@ -77,38 +81,52 @@ def compare() -> None:
 
 
 def compile_kernels() -> None:
-    """Compile the kernel for 8 and for 4 bits, and check that the instructions are used."""
-    kernel = quantized_amx.multiply_code_tiles
+    """Compile the kernels for 8 and 4 bits and for bfloat16, and check that the instructions are used."""
 
-    def compile_only(*arguments: Any) -> None:
-        kernel.compile(tuple(typeof(argument) for argument in arguments))
+    def compile_only(kernel: Any) -> Any:
+        return lambda *arguments: kernel.compile(tuple(typeof(argument) for argument in arguments))
 
+    kernels = quantized_amx.multiply_code_tiles, amx.multiply_tile_panels
     quantized_linear.has_integer_tiles = lambda: True
-    quantized_linear.multiply_code_tiles = compile_only
+    quantized_linear.multiply_code_tiles, amx.multiply_tile_panels = map(compile_only, kernels)
     for codebook in (INT8, INT4):
         linear = quantized_linear.make_quantized_linear(random_weight(codebook, False, 64, 128, 32), None)
         assert linear is not None
         linear(torch.zeros(40, 128))
-    code = list(kernel.inspect_asm().values())
-    assert len(code) == 2
-    assert all(name.removesuffix("64") in text for text in code for name in INSTRUCTIONS)
+    amx.AmxPanels(torch.zeros(64, 128, dtype=torch.bfloat16), None)(torch.zeros(40, 128))
+    for kernel, instructions, count in zip(kernels, (FOR_INTEGERS, FOR_BFLOAT16), (2, 1), strict=True):
+        code = list(kernel.inspect_asm().values())
+        assert len(code) == count
+        assert all(name.removesuffix("64") in text for text in code for name in instructions)
 
 
-def main(arguments: list[str]) -> None:
+def permit_tiles() -> None:
+    """Let the kernels believe that Linux permits this process to use tiles."""
+    real, amx.ctypes = amx.ctypes, SimpleNamespace(CDLL=lambda name: SimpleNamespace(syscall=lambda *arguments: 0))
+    # The answer is cached for the life of the process.
+    assert amx.has_amx(), "NUMBA_CPU_FEATURES must contain AMX"
+    amx.ctypes = real
+
+
+def main(arguments: list[str]) -> int:
     if "NUMBA_CACHE_DIR" not in os.environ:
         raise SystemExit("set NUMBA_CACHE_DIR to an empty directory")
     if arguments == ["compile"]:
         compile_kernels()
         print("compiled with AMX")
-        return
+        return 0
     with tempfile.TemporaryDirectory() as directory:
         load_instructions(Path(directory))
         quantized_amx.emit_call = amx.emit_call = emit_call
+        if arguments[:1] == ["test"]:
+            permit_tiles()
+            return int(pytest.main(arguments[1:]))
         set_num_threads(2)
         torch.manual_seed(0)
         compare()
     print("the products are the same with tiles")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numba.core.codegen import get_host_cpu_features
 from torch.nn import functional
 
 from loramux.kernels.cpu import quantized_linear
+from loramux.kernels.cpu.capability import byte_products, integer_products
 from loramux.kernels.cpu.integer_blocks import HAS_BYTE_TABLES, HAS_VNNI, IS_SUPPORTED, MAX_ROWS
 from loramux.kernels.cpu.quantized_layout import pack_codes
 from loramux.kernels.cpu.quantized_linear import QuantizedLinear, make_quantized_linear
@@ -23,19 +20,11 @@ from loramux.kernels.cpu.unpacked_codes import UNPACK_ROWS
 from loramux.kernels.cpu.vectors import WIDTH
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes, round_to_bytes
-from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, random_weight
+from tests.kernels.cpu.codebooks import CODEBOOKS, FP8, NF4, random_weight
+from tests.kernels.cpu.instruction_sets import INSTRUCTION_SETS, imitate, run_python, runs_here
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this CPU has no kernels for quantised weights")
 
-CODEBOOKS = {
-    "int8": (INT8, False),
-    "uint8-zeros": (UINT8, True),
-    "uint8": (UINT8, False),
-    "int4": (INT4, False),
-    "uint4-zeros": (UINT4, True),
-    "nf4": (NF4, False),
-    "mxfp4": (MXFP4, False),
-}
 PLAIN_CODEBOOKS = ["int4", "uint4-zeros"]
 """The codebooks of 4 bits with consecutive integers."""
 
@@ -246,8 +235,8 @@ def test_other_cpus_have_no_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_quantized_linear(weight, None) is None
 
 
-WITHOUT = {"vnni": (), "avx512": ("avx512vnni", "avxvnni"), "avx-vnni": ("avx512",), "avx2": ("avx512", "avxvnni")}
-"""Features that are switched off, so that another CPU's code is compiled."""
+CPUS = [name for name in INSTRUCTION_SETS if runs_here(name)]
+"""The CPUs that this CPU can imitate."""
 
 PRINT_DIGEST = """
 from tests.kernels.cpu.test_quantized_linear import digest_of_products
@@ -270,41 +259,28 @@ def digest_of_products(*bits: int, names: Sequence[str] = tuple(CODEBOOKS)) -> s
     return hashed.hexdigest()
 
 
-def other_cpus() -> Iterator[str]:
-    """The features of each CPU that this CPU can imitate."""
-    host = get_host_cpu_features().split(",")
-    for without in WITHOUT.values():
-        yield ",".join(f"-{name[1:]}" if name[1:].startswith(without) else name for name in host) if without else ""
-
-
-def run_python(*arguments: str, features: str = "", **environment: str) -> str:
-    """The output of a new Python process, which imitates a CPU with these features if any are given."""
-    if features:
-        environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
-    everything = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment}
-    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=everything, check=True)
-    return done.stdout
+def digests_on(names: Sequence[str], printing: str = PRINT_DIGEST) -> set[str]:
+    """What a program prints on this CPU and on the named CPUs."""
+    return {run_python("-c", printing, **environment) for environment in ({}, *map(imitate, names))}
 
 
 @needs_vnni
 @pytest.mark.campaign
-def test_both_kinds_of_vnni_compute_the_same_bits() -> None:
-    printing = PRINT_DIGEST.replace("()", "(16, 8)")
-    vnni = [features for features in other_cpus() if not features or "+avxvnni" in features]
-    assert len({run_python("-c", printing, features=features) for features in vnni}) == 1
+def test_every_kind_of_vnni_computes_the_same_bits() -> None:
+    with_vnni = [name for name in CPUS if byte_products(INSTRUCTION_SETS[name]) == "int8 and int4"]
+    assert len(digests_on(with_vnni, PRINT_DIGEST.replace("()", "(16, 8)"))) == 1
 
 
 @needs_bytes
 @pytest.mark.campaign
 def test_avx2_and_vnni_multiply_plain_codes_by_8_bits_with_the_same_bits() -> None:
     printing = PRINT_DIGEST.replace("()", f"(8, names={PLAIN_CODEBOOKS})")
-    cpus = [features for features in other_cpus() if not features or "+avx512f" not in features]
-    assert len({run_python("-c", printing, features=features) for features in cpus}) == 1
+    assert len(digests_on([name for name in CPUS if byte_products(INSTRUCTION_SETS[name])], printing)) == 1
 
 
 @pytest.mark.campaign
 def test_every_cpu_computes_the_same_bits() -> None:
-    assert len({run_python("-c", PRINT_DIGEST, features=features) for features in other_cpus()}) == 1
+    assert len(digests_on([name for name in CPUS if integer_products(INSTRUCTION_SETS[name])])) == 1
 
 
 EMULATION = ("-m", "tests.kernels.cpu.emulated_tiles")
@@ -320,9 +296,7 @@ def test_tiles_compute_the_same_bits(tmp_path: Path) -> None:
 @needs_avx512
 @pytest.mark.campaign
 def test_tiles_compile(tmp_path: Path) -> None:
-    host = [name for name in get_host_cpu_features().split(",") if "amx" not in name]
-    features = ",".join([*host, "+amx-tile", "+amx-int8", "+amx-bf16"])
-    said = run_python(*EMULATION, "compile", features=features, NUMBA_CACHE_DIR=str(tmp_path))
+    said = run_python(*EMULATION, "compile", **imitate("amx"), NUMBA_CACHE_DIR=str(tmp_path))
     assert said == "compiled with AMX\n"
 
 

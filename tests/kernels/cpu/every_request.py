@@ -1,0 +1,87 @@
+"""Calls of every CPU kernel, with everything that changes the types of its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from loramux.kernels.cpu.coded_experts import make_coded_experts
+from loramux.kernels.cpu.experts import PackedExperts
+from loramux.kernels.cpu.kernels import CpuKernels
+from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.quantized_linear import make_quantized_linear
+from loramux.kernels.delta_spec import DeltaSpec
+from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.routing_spec import RoutingSpec
+from loramux.kernels.segments import build_segments
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup
+from tests.kernels.cpu.codebooks import CODEBOOKS, random_weight
+from tests.kernels.pools import adapter_pool
+
+
+def call_every_kernel(dtype: torch.dtype) -> None:
+    """Call the kernels as a step does, with a pool and weights of `dtype` and with quantised weights."""
+    geometry = PageGeometry(2, 2, 16, dtype.itemsize, dtype.itemsize)
+    adapters = adapter_pool([LinearShape("m", 64, 64)] * 2, np.full((3, 2, 2), 3, np.int32), geometry, dtype)
+    kernels = CpuKernels(adapters.pool)
+    segments = build_segments(np.array([2, -1, 0], np.int32), kernels.segment_rows)
+    group = ModuleGroup((0, 1), 64, (64, 64), (0, 64))
+    planes, qkv = torch.zeros(3, 4, 8)[:, 1:3, :5], torch.zeros(3, 128)
+    x = torch.zeros(3, 70)[:, :64]
+    call = LoraCall(1, group, adapters.tables, segments)
+    kernels.lora_shrink(x, call, planes)
+    kernels.lora_expand(planes, call, qkv)
+    kernels.lora_add(x, call, qkv)
+    embedding = ModuleGroup((1,), 64, (64,), (0,), is_embedding=True)
+    tokens = torch.zeros(3, dtype=torch.int32)
+    kernels.lora_gather(tokens, LoraCall(1, embedding, adapters.tables, segments), planes)
+    flat = replace(adapters.tables, off=torch.zeros(3, 1, 2, 2).int(), rank=torch.ones(3, 1, 2).int())
+    kernels.outer.lora_gather(tokens, LoraCall(0, embedding, flat, segments), planes)
+    trained = LoraCall(0, embedding, replace(flat, rank=torch.zeros(3, 1, 2).int()), segments)
+    kernels.outer.replace_rows(tokens, trained, torch.zeros(3, 64, dtype=dtype))
+    kernels.outer.replace_columns(x, replace(trained, group=group), qkv)
+    q, k, v = (part.unflatten(1, (-1, 16)) for part in qkv.split([64, 32, 32], 1))
+    kernels.rotary(q, k, torch.zeros(3, 8), torch.zeros(3, 8))
+    batch = AttentionBatch(
+        cu_q=torch.tensor([0, 1, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([1, 2], dtype=torch.int32),
+        pages=torch.tensor([0, 1], dtype=torch.int32),
+        page_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_slots=torch.tensor([0, 16, 17]),
+        max_q=2,
+    )
+    kernels.kv_write(k, v, 1, batch)
+    for spec in (AttentionSpec(4, 2, 16, 1), AttentionSpec(4, 2, 16, 0.5, sliding_window=4, soft_cap=30)):
+        for sinks in (None, torch.zeros(4)):
+            kernels.paged_attention(q, 1, batch, spec, torch.zeros(3, 4, 16), sinks)
+    kernels.rms_norm(q, torch.ones(16), 1)
+    kernels.add_rms_norm(qkv[:, :64], torch.zeros(3, 70)[:, :64], torch.ones(64), 1)
+    kernels.silu_and_mul(qkv[:, :64])
+    kernels.gelu_and_mul(qkv[:, :64])
+    kernels.clamped_silu_and_mul(qkv[:, :64], 2, 7)
+    routing = kernels.route(qkv[:, :5], RoutingSpec(5, 3, False))
+    kernels.route(qkv[:, :4], RoutingSpec(4, 2, True, has_sigmoid=True, num_groups=2, scale=2), torch.zeros(4))
+    kernels.sum_experts(torch.zeros(9, 64), routing, None, None)
+    kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], None)
+    kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], qkv[:, 5:6])
+    pairs = kernels.adapter_pairs(routing, torch.tensor([2, -1, 0], dtype=torch.int32), segments)
+    for rows in (x, torch.zeros(9, 64)):
+        kernels.lora_add(rows, replace(call, segments=pairs), torch.zeros(9, 128))
+    weight = torch.zeros(70, 64, dtype=dtype)
+    for bias in (None, torch.zeros(70, dtype=dtype)):
+        for num_rows in (0, 3, 100):
+            PackedLinear(weight, bias)(torch.zeros(num_rows, 64))
+    for expert_bias in (None, torch.zeros(5, 70, dtype=dtype)):
+        kernels.multiply_experts(x, PackedExperts([weight] * 5, expert_bias), routing)
+    for codebook, has_zeros in CODEBOOKS.values():
+        coded = random_weight(codebook, has_zeros, 70, 64, 32)
+        for x_bits in (16, 8):
+            linear = make_quantized_linear(coded, None, x_bits)
+            assert linear is None or len(linear(x)) + len(linear(torch.zeros(40, 64))) == 43
+            experts = make_coded_experts(5, [coded] * 5, None, x_bits)
+            assert experts is None or len(kernels.multiply_experts(x, experts, routing)) == 9
+    spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=2, k_dim=12, v_dim=8, conv_len=3)
+    mixed = kernels.convolve(qkv[:, : spec.channels], torch.zeros(3, spec.channels), 0, batch, spec)
+    kernels.delta_rule(mixed, qkv[:, :4], torch.zeros(2, 2), 0, batch, spec)

@@ -1,0 +1,56 @@
+"""Prints the signatures of the CPU kernels that the warm-up compiles and the signatures that requests need, as JSON.
+
+Recorders replace the kernels, so nothing is compiled or computed. The result therefore does not depend on this CPU, but
+only on the features in NUMBA_CPU_FEATURES.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import torch
+
+from loramux.kernels.cpu import compiled
+
+SIGNATURES: set[str] = set()
+
+
+def record(function: Callable[..., None]) -> Callable[..., None]:
+    """A replacement of a kernel, which adds the signature of each call to SIGNATURES."""
+
+    def call(*arguments: Any) -> None:
+        kinds = ", ".join(str(numba.typeof(argument)) for argument in arguments)
+        SIGNATURES.add(f"{function.__module__.rpartition('.')[2]}.{function.__name__}({kinds})")
+
+    return call
+
+
+def signatures_of(call: Callable[[torch.dtype], None]) -> list[str]:
+    """The signatures of the kernels that a function calls with pools of both dtypes."""
+    SIGNATURES.clear()
+    for dtype in (torch.float32, torch.bfloat16):
+        call(dtype)
+    return sorted(SIGNATURES)
+
+
+def main() -> None:
+    # Nothing has imported the kernels yet, so they are all decorated with `record`.
+    assert "loramux.kernels.cpu.kernels" not in sys.modules
+    compiled.kernel = record
+    amx = importlib.import_module("loramux.kernels.cpu.amx")
+    # Linux would refuse permission to use tiles that this CPU lacks.
+    amx.has_amx = lambda: "amx-bf16" in compiled.cpu_features()
+    # No kernel writes outputs, and some callers read them.
+    torch.empty = torch.zeros
+    warm = importlib.import_module("loramux.kernels.cpu.warm")
+    requests = importlib.import_module("tests.kernels.cpu.every_request")
+    print(json.dumps([signatures_of(warm.warm), signatures_of(requests.call_every_kernel)]))
+
+
+if __name__ == "__main__":
+    main()

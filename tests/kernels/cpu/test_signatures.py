@@ -1,0 +1,36 @@
+"""What the warm-up compiles, compared with what requests need, for every instruction set, without compiling."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.kernels.cpu.instruction_sets import INSTRUCTION_SETS, imitate, run_python
+
+PRODUCTS = {
+    "no-avx2": (0, 0, "linear.multiply_panels"),
+    "avx2": (5, 0, "linear.multiply_panels"),
+    "avx-vnni": (7, 0, "linear.multiply_panels"),
+    "avx512": (2, 0, "linear.multiply_panels"),
+    "avx512-vnni": (4, 0, "linear.multiply_panels"),
+    "avx512-bf16": (4, 0, "avx512_bf16.multiply_pair_panels"),
+    "amx": (4, 2, "amx.multiply_tile_panels"),
+}
+"""For each instruction set: the number of signatures of products with codes, without and with tiles, and the kernel for
+bfloat16 weights.
+"""
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_warm_compiles_what_requests_need(name: str) -> None:
+    warm, requests = json.loads(run_python("-m", "tests.kernels.cpu.signatures", **imitate(name)))
+    assert warm == requests
+    num_codes, num_tiles, for_bfloat16 = PRODUCTS[name]
+    for kernel, count in (
+        ("quantized_linear.multiply_codes", num_codes),
+        ("coded_experts.multiply_expert_codes", num_codes),
+        ("quantized_amx.multiply_code_tiles", num_tiles),
+    ):
+        assert sum(signature.startswith(f"{kernel}(") for signature in warm) == count
+    assert [signature for signature in warm if signature.startswith(f"{for_bfloat16}(") and "uint16" in signature]
