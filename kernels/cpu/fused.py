@@ -10,20 +10,39 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from loramux.kernels.cpu.compiled import helper, kernel
-from loramux.kernels.cpu.vectors import exponential, floats_at
+from loramux.kernels.cpu.compiled import exact, helper, kernel
+from loramux.kernels.cpu.vectors import PANEL, exponential, floats_at, load, plus, splat, times, total
 
 SERIAL_WORK = 30_000
 """Number of elements below which waking other threads costs more than it saves."""
 
 
-@helper
+@exact
+def _sum_of_squares(x: Any, size: int) -> Any:
+    """The sum of `x[i]²` in a fixed order.
+
+    LLVM would choose one order in the serial loop and another in the parallel loop, so a row's result would depend on
+    the number of rows.
+    """
+    first = second = third = fourth = splat(np.float32(0))
+    unrolled, whole = size // (4 * PANEL) * (4 * PANEL), size // PANEL * PANEL
+    for i in range(0, unrolled, 4 * PANEL):
+        a, b, c, d = load(x, i), load(x, i + PANEL), load(x, i + 2 * PANEL), load(x, i + 3 * PANEL)
+        first, second = plus(first, times(a, a)), plus(second, times(b, b))
+        third, fourth = plus(third, times(c, c)), plus(fourth, times(d, d))
+    for i in range(unrolled, whole, PANEL):
+        a = load(x, i)
+        first = plus(first, times(a, a))
+    rest = np.float32(0)
+    for i in range(whole, size):
+        rest += x[i] * x[i]
+    return total(plus(plus(first, second), plus(third, fourth))) + rest
+
+
+@exact
 def _norm_row(x_address: int, out_address: int, weight_address: int, size: int, eps: Any) -> None:
     x, out, weight = floats_at(x_address), floats_at(out_address), floats_at(weight_address)
-    squares = np.float32(0)
-    for i in range(size):
-        squares += x[i] * x[i]
-    factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+    factor = np.float32(1) / np.sqrt(_sum_of_squares(x, size) / np.float32(size) + eps)
     for i in range(size):
         out[i] = x[i] * factor * weight[i]
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from loramux.kernels.cpu.fused import SERIAL_WORK
+from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 
@@ -43,6 +45,26 @@ def test_add_rms_norm_equals_add_then_norm_bitwise(kernels: Any, num_rows: int, 
     # On a GPU, alignment can change the order in which a row's squares are summed.
     tolerance = 0 if torch.get_default_device().type == "cpu" else 1e-6
     torch.testing.assert_close(out, kernels.rms_norm(expected, weight, 1e-5), rtol=tolerance, atol=tolerance)
+
+
+ROW_KERNELS: dict[str, Callable[[CpuKernels, torch.Tensor], torch.Tensor]] = {
+    "rms_norm": lambda kernels, x: kernels.rms_norm(x, torch.ones(x.shape[1]), 1e-5),
+    "add_rms_norm": lambda kernels, x: kernels.add_rms_norm(x, x.flip(1), torch.ones(x.shape[1]), 1e-5),
+    "silu_and_mul": lambda kernels, x: kernels.silu_and_mul(x),
+    "gelu_and_mul": lambda kernels, x: kernels.gelu_and_mul(x),
+    "clamped_silu_and_mul": lambda kernels, x: kernels.clamped_silu_and_mul(x, 1.7, 7.0),
+}
+
+
+@pytest.mark.parametrize("size", [30, 80, 126, 1000])
+@pytest.mark.parametrize("apply", ROW_KERNELS.values(), ids=ROW_KERNELS)
+def test_row_is_bitwise_independent_of_the_number_of_rows(
+    apply: Callable[[CpuKernels, torch.Tensor], torch.Tensor], size: int, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    """All threads share many rows, and one thread computes a single row."""
+    kernels = CpuKernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
+    x = torch.randn(2 * SERIAL_WORK // size + 1, size)
+    assert torch.equal(apply(kernels, x), torch.cat([apply(kernels, row) for row in x.split(1)]))
 
 
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES.values(), ids=SHAPES.keys())
