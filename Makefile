@@ -164,6 +164,9 @@ test-gpu: $(READY) ## Run everything that needs a GPU, 9 minutes (CONSTRAINTS=co
 campaign-kernels: $(WARM) ## Long kernel tests at the sizes of real models (ARGS='-k NAME' selects tests)
 	$(VENV)/bin/python -m pytest tests/kernels tests/gpu -m campaign --timeout 3600 $(ARGS)
 
+campaign-instruction-sets: $(READY) ## The CPU kernels' tests with each instruction set that this CPU has or can emulate, 30 minutes (ARGS='--only avx2')
+	$(VENV)/bin/python -m tests.kernels.cpu.instruction_sets $(ARGS)
+
 campaign-parity: $(WARM) ## Every architecture against transformers and peft, on both devices' code paths (ARGS='-k NAME' selects tests)
 	$(VENV)/bin/python -m pytest tests/conformance/test_parity.py tests/conformance/test_gpu_engine.py \
 		tests/conformance/test_all_forms.py tests/conformance/test_quantized_bases.py \
