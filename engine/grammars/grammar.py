@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 Mask = npt.NDArray[np.uint8]
 """Bit mask of the allowed tokens, `[4 * ceil(vocab_size / 32)]`: token `i` is bit `i % 8` of byte `i // 8`."""
@@ -101,11 +98,3 @@ class Grammar:
     def leave(self) -> None:
         """The sequence has ended."""
         self._followers.leave(self)
-
-
-def problem_of(matcher: LLMatcher) -> str:
-    """Describe in one line why a matcher failed."""
-    first, *rest = matcher.get_error().splitlines() or ["the grammar cannot be followed"]
-    # A regex's error comes last, after the pattern.
-    reason = next((line for line in reversed(rest) if line.startswith("error: ")), "")
-    return f"{first.rstrip(':')}: {reason}" if reason else first

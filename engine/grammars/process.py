@@ -21,9 +21,9 @@ import msgspec
 
 from loramux.adapter_store.sandbox.confinement import confine, limit_resources
 from loramux.adapter_store.sandbox.fork_server import lower_priority
-from loramux.engine.grammars.grammar import problem_of
 from loramux.engine.grammars.limits import COMPILE_CPU_S, STACK_BYTES, TOKEN_CPU_S, parser_limits
 from loramux.engine.grammars.messages import EXIT_UNUSABLE, LENGTH, Follow, Followed, Forget, frame
+from loramux.engine.grammars.problems import problem_of
 from loramux.engine.grammars.vocabulary import VocabularyNotUsable, load_vocabulary
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from loramux.engine.grammars.grammar import problem_of
 from loramux.engine.grammars.limits import parser_limits
+from loramux.engine.grammars.problems import plain_problem, problem_of
 from loramux.platform.grammars.endless import is_endless_lark, is_endless_schema
 from loramux.platform.tool_calls.grammar import AnswerRules, lark_of
 from loramux.platform.tool_calls.harmony_grammar import harmony_lark
@@ -76,11 +76,15 @@ def _tried_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
 
     try:
         grammar = _grammar(kind, text)
-    except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
-        raise GrammarRefused(str(error) or "it is malformed") from error
+    except RecursionError as error:
+        raise GrammarRefused("the grammar is too complex: it is nested too deeply") from error
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        raise GrammarRefused(plain_problem(str(error))) from error
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
     if matcher.is_error():
-        raise _refused(problem_of(matcher))
+        problem = problem_of(matcher)
+        # The library wraps a regular expression in a grammar, and reports the position in that grammar.
+        raise _refused(problem.removeprefix("line 1, column 8: ") if kind == "regex" else problem)
     _try_out(matcher, vocabulary.vocab_size)
     return grammar
 
