@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import Template
 
-from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
+from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment, RaisedByTemplate
 from loramux.platform.tool_calls import harmony
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -20,6 +21,9 @@ trailing space shows whether the template strips messages.
 """
 
 _MAX_REASON_CHARS = 500
+
+_REPRESENTATION = re.compile(r"<[A-Za-z_].*>", re.DOTALL)
+"""Matches objects' representations in the message of an error of Python or Jinja."""
 
 
 class TemplateRefused(Exception):
@@ -80,8 +84,11 @@ def render(
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's message, or its type if it has no message."""
-    return str(error)[:_MAX_REASON_CHARS].encode(errors="replace").decode() or type(error).__name__
+    """Return an error's message without objects' representations, or its type if it has no message."""
+    message = str(error)
+    if not isinstance(error, RaisedByTemplate):
+        message = _REPRESENTATION.sub("an object", message)
+    return message[:_MAX_REASON_CHARS].encode(errors="replace").decode() or type(error).__name__
 
 
 def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:

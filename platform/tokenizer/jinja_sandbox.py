@@ -1,7 +1,8 @@
 """The Jinja environment of chat templates. It offers the features that Hugging Face's templates use, and enforces
 limits.
 
-Templates read values and build text. They cannot change a message, reach Python's internals, or import anything.
+Templates read values and build text. They cannot change a message, reach Python's internals, print the representations
+of objects, or import anything.
 """
 
 from __future__ import annotations
@@ -9,16 +10,27 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from types import CodeType
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from markupsafe import Markup
+
+from loramux.platform.tokenizer.printed_values import (
+    PrintingCode,
+    PrintingEscapeFormatter,
+    PrintingFormatter,
+    check_printable,
+    text_filters,
+)
 
 MAX_PROMPT_CHARS = 16 << 20
 """Longest text that a template may render, in characters."""
@@ -30,14 +42,28 @@ _STEPS_PER_LOOK = 64
 """Number of attribute accesses, item accesses and calls after which the clock is read again."""
 
 
+class RaisedByTemplate(TemplateError):
+    """A template called `raise_exception`. The message is the template's own."""
+
+
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """Renders templates within limits on processor time and on the length of the text. Thread-safe."""
 
+    code_generator_class = PrintingCode
+    intercepted_binops = frozenset(["%"])
+
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
-        self.filters["tojson"] = _tojson
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationBlock, loopcontrols],
+            # At compile time, Jinja would turn constants into text, such as `''.join`, without a check.
+            optimized=False,
+            finalize=self._finalize,
+        )
+        self.filters |= text_filters(self.printed) | {"tojson": _tojson}
         self.globals |= {
-            "raise_exception": _raise_exception,
+            "raise_exception": self._raise_exception,
             "strftime_now": _strftime_now,
             "dict": _Dict(),
             "namespace": _Namespace,
@@ -64,6 +90,41 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         # A template can write unpaired surrogates, which no tokenizer encodes.
         text.encode()
         return text
+
+    def printed(self, value: Any) -> Any:
+        """Return a value that may be printed. Raises TemplateError if its text would be an object's representation."""
+        check_printable(value, self._clock.step)
+        return value
+
+    @pass_context
+    def _finalize(self, context: Context, value: Any) -> Any:
+        return self.printed(value)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, (str, bytes)):
+            self.printed(right)
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if super().wrap_str_format(value) is None:
+            return None
+        text: str = value.__self__
+        formatter = (
+            PrintingEscapeFormatter(self, self.printed, escape=text.escape)
+            if isinstance(text, Markup)
+            else PrintingFormatter(self, self.printed)
+        )
+
+        def format_(*args: Any, **kwargs: Any) -> str:
+            return type(text)(formatter.vformat(text, args, kwargs))
+
+        def format_map(values: Mapping[str, Any]) -> str:
+            return format_(**values)
+
+        return format_map if value.__name__ == "format_map" else format_
+
+    def _raise_exception(self, message: Any) -> NoReturn:
+        raise RaisedByTemplate(self.printed(message))
 
     # Every loop over a conversation calls one of these methods.
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -143,10 +204,6 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes HTML characters, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 def _strftime_now(form: str) -> str:
