@@ -6,19 +6,19 @@ results with this client's.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from loramux.adapter_store.errors import AdapterRejected, SourceUnavailable
+from loramux.adapter_store.ingest.hub_transport import HubTransport
 
 ENDPOINT = "https://huggingface.co"
 CONNECT_S, READ_S = 5.0, 20.0
@@ -68,12 +68,19 @@ class _Entry(msgspec.Struct):
 class HubClient:
     """Reads from the hub at `endpoint`, with `token` if there is one.
 
-    Raises AdapterRejected (`source_not_found`, `source_unauthorized`, `source_moved`), or SourceUnavailable if a later
-    attempt may succeed. The token is sent only to the endpoint, not to the stores that serve redirected downloads.
+    Raises AdapterRejected (`source_not_found`, `source_unauthorized`, `source_moved`, `source_not_allowed`), or
+    SourceUnavailable if a later attempt may succeed. The token is sent only to the endpoint, not to the stores that
+    serve redirected downloads. `connect` makes the transport of each request; tests replace it.
     """
 
-    def __init__(self, endpoint: str = ENDPOINT, token: str | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str = ENDPOINT,
+        token: str | None = None,
+        connect: Callable[[str], httpx.BaseTransport] = HubTransport,
+    ) -> None:
         self._endpoint = endpoint.rstrip("/")
+        self._connect = connect
         self._headers = {"user-agent": "loramux"} | ({"authorization": f"Bearer {token}"} if token else {})
 
     def resolve(self, repository: str, revision: str) -> str:
@@ -121,8 +128,7 @@ class HubClient:
         client = httpx.Client(
             timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
             max_redirects=MAX_REDIRECTS,
-            # A proxy from the environment cannot reach this machine's loopback interface.
-            trust_env=not _is_loopback(self._endpoint),
+            transport=self._connect(self._endpoint),
         )
         try:
             with client:
@@ -164,11 +170,3 @@ def _file(entry: _Entry) -> HubFile:
     if size < 0 or not (_COMMIT if entry.lfs is None else _SHA256).fullmatch(digest):
         raise SourceUnavailable("the hub's response contains a malformed size or hash")
     return HubFile(entry.path, size, digest, entry.lfs is not None)
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -36,7 +36,15 @@ class FakeProvider:
     num_asked: int = 0
     """Number of user information requests and failed token requests."""
 
+    moved: str = ""
+    """A path that redirects to `/elsewhere`."""
+    num_followed: int = 0
+    """Number of calls of `/elsewhere`."""
+
     def status(self, path: str, authorization: str) -> int:
+        self.num_followed += path == "/elsewhere"
+        if path == self.moved:
+            return 307
         if self.is_broken and path in ("/userinfo_endpoint", "/token_endpoint"):
             self.num_asked += 1
             return 502
@@ -104,8 +112,10 @@ def fake_provider() -> Iterator[FakeProvider]:
             status = made.status(self.path, self.headers.get("authorization", ""))
             self.send_response(status if answer is not None else 404)
             self.send_header("content-type", "application/json")
+            if status == 307:
+                self.send_header("location", f"{made.url}/elsewhere")
             self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
+            self.wfile.write(json.dumps({} if status == 307 else answer).encode())
 
         def do_POST(self) -> None:
             self.do_GET()

@@ -386,6 +386,21 @@ async def test_provider_with_wrong_metadata_is_not_used(
         assert (await browser.get("/console/oidc/login")).status_code == 503
 
 
+@pytest.mark.parametrize(
+    "path", ["/.well-known/openid-configuration", "/jwks_uri", "/token_endpoint", "/userinfo_endpoint"]
+)
+async def test_no_redirect_of_the_provider_is_followed(
+    console_side: AdminSide, console_app: ASGIApp, provider: FakeProvider, path: str
+) -> None:
+    provider.moved = path
+    async with client_of(console_of(console_side.services, settings_of(provider.url), console_app)) as browser:
+        response = await browser.get("/console/oidc/login")
+        if response.status_code == 303:
+            response = await sign_in(browser, provider)
+        assert response.status_code in (403, 503)
+    assert provider.num_followed == 0
+
+
 async def test_provider_outage_is_reported_and_keys_still_work(console_side: AdminSide, console_app: ASGIApp) -> None:
     settings = settings_of("http://127.0.0.1:9")
     async with client_of(console_of(console_side.services, settings, console_app)) as browser:

@@ -1,0 +1,135 @@
+"""Connections to the hub, and to the stores to which it redirects downloads."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Sequence
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+from loramux.adapter_store.errors import AdapterRejected
+
+Resolve = Callable[[str, int], Sequence[str]]
+"""Returns the addresses of a host. Raises OSError if it has none."""
+
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+"""Addresses in IPv6 networks that stand for the IPv4 address in their last 32 bits (RFC 6052)."""
+
+
+def resolve(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def is_public(address: str) -> bool:
+    """Return whether an IP address is reachable on the Internet: not loopback, private, link-local, multicast or
+    reserved, and not an IPv6 form of such an IPv4 address.
+    """
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF) if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour
+        if inner is not None:
+            return is_public(str(inner))
+        return ip in _GLOBAL_UNICAST and ip.is_global
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+class HubTransport(httpx.BaseTransport):
+    """Sends requests to the hub's host, and redirected ones only to public addresses.
+
+    Raises AdapterRejected for any other redirect. A redirect may use http only if the hub does. It connects to the
+    address that was checked, so a name that resolves differently a moment later changes nothing. If a proxy from the
+    environment serves the URL, the proxy resolves names, and only addresses in the URL itself are checked.
+    """
+
+    def __init__(
+        self, endpoint: str, resolve: Resolve = resolve, is_allowed: Callable[[str], bool] = is_public
+    ) -> None:
+        self._endpoint = httpx.URL(endpoint)
+        self._resolve = resolve
+        self._is_allowed = is_allowed
+        self._verify = httpx.create_ssl_context()
+        self._transports: dict[str | None, httpx.HTTPTransport] = {}
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        proxy = self._proxy_of(request.url)
+        transport = self._transports.get(proxy)
+        if transport is None:
+            transport = self._transports[proxy] = httpx.HTTPTransport(verify=self._verify, proxy=proxy)
+        self._check_form(request.url)
+        if request.url.host == self._endpoint.host:
+            return transport.handle_request(request)
+        if proxy is not None:
+            self._check_addresses(_addresses_in(request.url.host))
+            return transport.handle_request(request)
+        return self._send_pinned(transport, request)
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+    def _send_pinned(self, transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        """Check the host's addresses, and connect to the first one that accepts a connection."""
+        url = request.url
+        try:
+            addresses = self._resolve(url.host, url.port or (443 if url.scheme == "https" else 80))
+        except (OSError, UnicodeError) as error:
+            raise httpx.ConnectError(f"the host has no address: {error}") from error
+        self._check_addresses(addresses)
+        failure: httpx.TransportError = httpx.ConnectError("the host has no address")
+        for address in addresses:
+            pinned = httpx.Request(
+                request.method,
+                url.copy_with(host=address),
+                # The headers name the host, and the certificate must be the host's.
+                headers=request.headers,
+                stream=request.stream,
+                extensions={**request.extensions, "sni_hostname": url.host},
+            )
+            try:
+                return transport.handle_request(pinned)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                failure = error
+        raise failure
+
+    def _check_form(self, url: httpx.URL) -> None:
+        if url.scheme not in ("https", self._endpoint.scheme):
+            raise _refused("does not use https")
+        if url.userinfo not in (b"", self._endpoint.userinfo):
+            raise _refused("contains a password")
+
+    def _check_addresses(self, addresses: Sequence[str]) -> None:
+        if not all(map(self._is_allowed, addresses)):
+            raise _refused("is not public")
+
+    def _proxy_of(self, url: httpx.URL) -> str | None:
+        # A proxy cannot reach this machine's loopback interface.
+        if url.host == self._endpoint.host and any(map(_is_loopback, _addresses_in(url.host))):
+            return None
+        proxies = getproxies()
+        proxy = proxies.get(url.scheme) or proxies.get("all")
+        if not proxy or proxy_bypass(url.host):
+            return None
+        return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _addresses_in(host: str) -> list[str]:
+    """Return the address that a host spells, in any form that the system accepts, or nothing for a name."""
+    if host.rstrip(".").rpartition(".")[2] == "localhost":
+        return ["127.0.0.1"]
+    try:
+        found = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _refused(fault: str) -> AdapterRejected:
+    return AdapterRejected("source_not_allowed", f"the hub redirects a download to an address that {fault}", "source")
