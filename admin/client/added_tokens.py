@@ -11,6 +11,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.added_vocabulary import FLAGS, AddedVocabulary, parse_tokens
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.safetensors_header import header_length, parse_header
+from loramux.admin.client.given_files import is_given
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -26,7 +27,8 @@ _EMBEDDING_OR_HEAD = (
 
 
 def has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
+    """Raises OSError if a tokenizer's file is not a regular file."""
+    return any(is_given(directory / name) for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
 
 
 def added_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> AddedVocabulary | None:

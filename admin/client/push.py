@@ -16,6 +16,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.added_vocabulary import encode_added_vocabulary
 from loramux.admin.client.added_tokens import added_vocabulary, has_tokenizer
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
+from loramux.admin.client.given_files import is_given
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 TEMPLATE_NAME = "chat_template.jinja"
@@ -194,14 +195,17 @@ def num_bytes_of(directory: Path, without: Collection[str] = ()) -> int:
 
 
 def adapter_files(directory: Path, without: Collection[str] = ()) -> list[Path]:
-    """Return the files to upload, the two required files first. Raises PushRefused if a required file is missing."""
+    """Return the files to upload, the two required files first.
+
+    Raises PushRefused if a required file is missing, or OSError if a file is not a regular file.
+    """
     further = [directory / file_name for file_name in FURTHER_NAMES if file_name not in without]
-    return [_file_of(directory, file_name) for file_name in FILE_NAMES] + [path for path in further if path.is_file()]
+    return [_file_of(directory, file_name) for file_name in FILE_NAMES] + list(filter(is_given, further))
 
 
 def _file_of(directory: Path, file_name: str) -> Path:
     path = directory / file_name
-    if path.is_file():
+    if is_given(path):
         return path
     others = sorted(found.name for found in directory.iterdir() if found.suffix in (".bin", ".pt", ".pth", ".pkl"))
     if file_name.endswith(".safetensors") and others:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -32,6 +33,43 @@ def test_push_of_archived_or_quarantined_version_is_refused(
             push_adapter(client, directories[1], "acme", "support")
         assert refused.value.code == f"version_{state}"
     assert [version["number"] for version in client.items(f"adapters/{adapter_id}/versions")] == [2, 1]
+
+
+def to_nothing(path: Path) -> None:
+    path.symlink_to(path.with_name("missing"))
+
+
+def to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, to_nothing, to_itself, to_a_device])
+@pytest.mark.parametrize(
+    "name",
+    ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "parsers.json", "tokenizer.json"],
+)
+def test_only_regular_files_are_pushed(
+    client: AdminClient, make_adapter: Callable[..., Path], name: str, make: Callable[[Path], None]
+) -> None:
+    directory = make_adapter()
+    (directory / name).unlink(missing_ok=True)
+    make(directory / name)
+    with pytest.raises(OSError, match=f"{name} is not a regular file"):
+        push_adapter(client, directory, "acme", "support")
+    assert not list(client.items("adapters"))
+
+
+def test_linked_files_are_pushed(client: AdminClient, make_adapter: Callable[..., Path], tmp_path: Path) -> None:
+    linked = tmp_path / "snapshot"
+    linked.mkdir()
+    for number, path in enumerate(make_adapter().iterdir()):
+        (tmp_path / f"blob{number}").hardlink_to(path)
+        (linked / path.name).symlink_to(Path("..") / f"blob{number}")
+    assert push_adapter(client, linked, "acme", "support").version == 1
 
 
 class BusyServer(AdminClient):
