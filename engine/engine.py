@@ -190,12 +190,10 @@ class Engine:
             self._grants.extend(sequence, extend.max_tokens)
 
     def abort(self, owner: bytes, abort: Abort) -> None:
-        """End a sequence and report the billed tokens. Has no effect on a sequence that has already ended."""
+        """End a sequence and report its committed tokens. Has no effect on a sequence that has already ended."""
         sequence = self._live.find(owner, abort.sequence_id)
         if sequence is not None:
-            committed = sequence.num_completion
-            billed = committed if abort.keep is None else max(0, min(committed, abort.keep))
-            self._end(sequence, "abort", num_billed=billed)
+            self._end(sequence, "abort")
 
     def abort_all(self, owner: bytes | None = None) -> None:
         """End all sequences. With `owner`, a gateway that has disconnected, end only its sequences and drop its
@@ -364,7 +362,7 @@ class Engine:
                 self._end(sequence, "error", reason, "the model produced values that are not finite")
             elif reason == "no_token_allowed":
                 assert sequence.token_rules is not None
-                # The last token was chosen without a mask, so it is not emitted.
+                # The last token was chosen without a mask, so it is neither emitted nor counted.
                 message = sequence.token_rules.failure
                 self._end(sequence, "error", reason, message, sequence.num_completion - 1)
             else:
@@ -396,7 +394,7 @@ class Engine:
         reason: str,
         code: str | None = None,
         message: str | None = None,
-        num_billed: int | None = None,
+        num_completion: int | None = None,
     ) -> None:
         self._scheduler.finish(sequence, is_broken=code == "not_finite")
         self._live.remove(sequence)
@@ -412,7 +410,7 @@ class Engine:
             sequence_id=sequence.sequence_id,
             reason=reason,
             prompt_tokens=num_prompt,
-            completion_tokens=sequence.num_completion if num_billed is None else num_billed,
+            completion_tokens=sequence.num_completion if num_completion is None else num_completion,
             cached_tokens=min(sequence.num_cached, num_prompt),
             stop_token_id=sequence.stop_token_id,
             code=code,

@@ -13,7 +13,7 @@ import msgspec
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -126,10 +126,9 @@ class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stop a sequence. With `keep`, bill at most that many of its committed tokens, for example after a stop string."""
+    """Stop a sequence."""
 
     sequence_id: str
-    keep: int | None = None
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -223,13 +222,13 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The end of a sequence and its final token counts for billing. It follows the sequence's last SequenceOutput.
+    """The end of a sequence and its final token counts. It follows the sequence's last SequenceOutput.
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`. With `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
     `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable`, `request_excluded`,
-    `replica_draining` or `overloaded`. `completion_tokens` counts the new tokens to bill, including the end-of-sequence
-    token. `prompt_tokens` is 0 if the sequence was never part of a step.
+    `replica_draining` or `overloaded`. `completion_tokens` counts the committed new tokens, including the
+    end-of-sequence token; Stats counts the same tokens. `prompt_tokens` is 0 if the sequence was never part of a step.
     """
 
     sequence_id: str

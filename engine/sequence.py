@@ -165,7 +165,7 @@ class Sequence:
 
     @property
     def num_completion(self) -> int:
-        """Number of committed new tokens, which are billed."""
+        """Number of committed new tokens."""
         return len(self.tokens) - self.num_prompt
 
     @property

@@ -31,9 +31,9 @@ class ConnectedEngine:
         connection = self._connected()
         return refused_stream(add) if self._strikes.is_refused(add) else connection.submit(add)
 
-    def abort(self, sequence_id: str, keep: int | None = None) -> None:
+    def abort(self, sequence_id: str) -> None:
         if self._connection is not None:
-            self._connection.abort(sequence_id, keep)
+            self._connection.abort(sequence_id)
 
     def extend(self, sequence_id: str, max_tokens: int) -> None:
         if self._connection is not None:

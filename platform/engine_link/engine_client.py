@@ -45,7 +45,7 @@ class EngineClient(Protocol):
         Only RoutedEngine uses `order`. Every other client runs all sequences on one base model.
         """
 
-    def abort(self, sequence_id: str, keep: int | None = None) -> None: ...
+    def abort(self, sequence_id: str) -> None: ...
 
     def extend(self, sequence_id: str, max_tokens: int) -> None:
         """Raise a sequence's token limit. Ignored if the sequence has ended. Never blocks."""

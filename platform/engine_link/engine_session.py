@@ -89,9 +89,9 @@ class EngineSession(ABC):
         self._send(add)
         return stream
 
-    def abort(self, sequence_id: str, keep: int | None) -> None:
+    def abort(self, sequence_id: str) -> None:
         if sequence_id in self._streams:
-            self._send(Abort(sequence_id=sequence_id, keep=keep))
+            self._send(Abort(sequence_id=sequence_id))
 
     def extend(self, sequence_id: str, max_tokens: int) -> None:
         if sequence_id in self._streams:

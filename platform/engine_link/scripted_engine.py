@@ -73,6 +73,7 @@ class ScriptedEngine:
         self.adds: list[Add] = []
         self.extensions: list[Extend] = []
         self.aborts: list[Abort] = []
+        self._num_committed = 0
         self.resident: dict[str, int] = {}
         self.pinned: set[str] = set()
         self.unloadable: set[str] = set()
@@ -112,11 +113,10 @@ class ScriptedEngine:
         sequence = self._running[add.sequence_id] = _Sequence(add, self.script(add))
         return self._stream(sequence)
 
-    def abort(self, sequence_id: str, keep: int | None = None) -> None:
-        self.aborts.append(Abort(sequence_id=sequence_id, keep=keep))
+    def abort(self, sequence_id: str) -> None:
+        self.aborts.append(Abort(sequence_id=sequence_id))
         sequence = self._running.get(sequence_id)
         if sequence is not None and not sequence.script.ignores_abort:
-            sequence.keep = keep
             asyncio.get_running_loop().call_later(sequence.script.abort_delay_s, sequence.end, "abort")
 
     def die(self) -> None:
@@ -169,7 +169,7 @@ class ScriptedEngine:
             num_prefix_pages=0,
             cached_tokens=0,
             prompt_tokens=sum(len(add.prompt) for add in self.adds),
-            completion_tokens=0,
+            completion_tokens=self._num_committed,
             num_adapter_loads=len(self.resident),
             num_adapter_evictions=0,
             num_preemptions=0,
@@ -222,7 +222,9 @@ class ScriptedEngine:
                 )
             if script.stall_after is not None and sequence.num_committed >= script.stall_after:
                 await sequence.ends_within(None)
-            yield sequence.finished()
+            end = sequence.finished()
+            self._num_committed += end.completion_tokens
+            yield end
         finally:
             self._running.pop(add.sequence_id, None)
 
@@ -232,7 +234,6 @@ class _Sequence:
         self.add = add
         self.script = script
         self.num_committed = 0
-        self.keep: int | None = None
         self.ending: str | None = None
         self._max_tokens = add.max_tokens
         self._ended = asyncio.Event()
@@ -278,7 +279,7 @@ class _Sequence:
     def finished(self) -> Finished:
         reason, code, committed = "length", None, self.num_committed
         if self.ending == "abort":
-            reason, committed = "abort", committed if self.keep is None else min(committed, self.keep)
+            reason = "abort"
         elif self.ending is not None or self.script.error is not None:
             reason, code = "error", self.ending or self.script.error
         elif committed < self._max_tokens:

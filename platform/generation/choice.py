@@ -121,17 +121,21 @@ class Choice:
 
     @property
     def completion_tokens(self) -> int:
-        """Number of generated tokens to charge, at most `keep`: the engine's count, or the received tokens if the
-        engine reported no count.
-        """
-        finished = self.finished
-        if finished is None:
-            committed = self.num_received
-        elif finished.reason == "error":
-            committed = max(self.num_received, finished.completion_tokens)
-        else:
-            committed = finished.completion_tokens
-        return committed if self.keep is None else min(committed, self.keep)
+        """Number of generated tokens to charge: the committed tokens, but at most `keep`."""
+        return self._num_committed if self.keep is None else min(self._num_committed, self.keep)
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Number of committed tokens that are not charged."""
+        return self._num_committed - self.completion_tokens
+
+    @property
+    def _num_committed(self) -> int:
+        """The engine's count, or the received tokens if the engine reported no count."""
+        if self.finished is None:
+            return self.num_received
+        # A lost engine reports no token that it had not sent before.
+        return max(self.num_received, self.finished.completion_tokens)
 
     @property
     def cached_tokens(self) -> int:

@@ -53,7 +53,7 @@ class Generation:
 
     `deltas` yields the choices' output. It ends when `end` is called after the settlement. `usage` is then final.
     `observe_gap` is called with the time between consecutive tokens of a choice, in seconds, and the number of such
-    gaps.
+    gaps. `count_discarded` is called with numbers of tokens that the engine committed and that are not charged.
     """
 
     def __init__(
@@ -63,9 +63,11 @@ class Generation:
         extend: Extend,
         clock: Callable[[], int],
         observe_gap: Callable[[float, int], None] | None = None,
+        count_discarded: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.plan = plan
         self._observe_gap = observe_gap
+        self._count_discarded = count_discarded
         self._engine = engine
         self._extend = extend
         self._granted = plan.granted_tokens
@@ -81,6 +83,9 @@ class Generation:
         self._num_unread = len(self._choices)
         # Set once the request is stopping or every choice has been read to its end.
         self._has_ended = asyncio.Event()
+        self._is_settled = False
+        self.late: set[asyncio.Task[None]] = set()
+        """After the settlement, the tasks that still wait for the engine's final report of a choice."""
         self.is_abandoned = False
         self._watch: asyncio.Task[None] | None = None
         self._failure: ApiError | None = None
@@ -129,17 +134,17 @@ class Generation:
         """Read every choice to its end and return the request's settlement."""
         readers = [asyncio.create_task(self._read(choice)) for choice in self._choices]
         await self._has_ended.wait()
-        late: set[asyncio.Task[None]] = set()
         if self._num_unread:
             # After an abort, wait for the engine's final report, but only for a limited time.
-            _, late = await asyncio.wait(readers, timeout=ABANDONED_WAIT_S if self.is_abandoned else FINISHED_WAIT_S)
-        for reader in late:
-            reader.cancel()
+            timeout_s = ABANDONED_WAIT_S if self.is_abandoned else FINISHED_WAIT_S
+            _, self.late = await asyncio.wait(readers, timeout=timeout_s)
         if self.is_abandoned:
             for choice, reader in zip(self._choices, readers, strict=True):
-                if reader in late:
+                if reader in self.late:
                     choice.give_up()
         settlement = self._settlement()
+        self._is_settled = True
+        self._count_discarded(sum(choice.discarded_tokens for choice in self._choices))
         self.usage = Usage(
             settlement.prompt_tokens,
             settlement.completion_tokens,
@@ -177,6 +182,8 @@ class Generation:
             if isinstance(item, Finished):
                 self._finish(choice, item)
                 return
+            if self._is_settled:
+                continue
             if self.first_token_us is None and item.token_ids:
                 self.first_token_us = self._clock()
             if self._observe_gap is not None and item.token_ids:
@@ -192,7 +199,7 @@ class Generation:
             if choice.is_done:
                 # A stop string was found, or the request asks only for the prompt. Abort the sequence, and wait only
                 # for its final report.
-                self._engine.abort(choice.add.sequence_id, keep=choice.keep)
+                self._engine.abort(choice.add.sequence_id)
                 if all(other.is_done for other in self._choices):
                     self._end_early()
 
@@ -219,6 +226,9 @@ class Generation:
                 self._engine.extend(choice.add.sequence_id, wanted)
 
     def _finish(self, choice: Choice, finished: Finished) -> None:
+        if self._is_settled:
+            self._count_discarded(max(0, finished.completion_tokens - choice.num_received))
+            return
         delta = choice.finish(finished)
         if delta is not None:
             self._events.put(delta)
@@ -228,7 +238,7 @@ class Generation:
         self._fail(engine_failure(code, finished.message))
 
     def _fail(self, failure: ApiError) -> None:
-        if self._failure is None:
+        if self._failure is None and not self._is_settled:
             self._failure = failure
             self._stop()
 
@@ -240,7 +250,7 @@ class Generation:
         self._end_early()
         for choice in self._choices:
             if choice.finished is None:
-                self._engine.abort(choice.add.sequence_id, keep=choice.keep)
+                self._engine.abort(choice.add.sequence_id)
 
     def _settlement(self) -> Settlement:
         choices = self._choices

@@ -67,6 +67,7 @@ class RunningRequests:
         self._metrics = metrics
         self._clock = clock
         self._tasks: dict[asyncio.Task[None], Generation] = {}
+        self._late: set[asyncio.Task[None]] = set()
 
     @property
     def num_running(self) -> int:
@@ -137,7 +138,9 @@ class RunningRequests:
     def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
         """Start `life`, which must run and settle the reserved request, in a separate task."""
         gaps = self._metrics.token_gaps.of(plan.endpoint)
-        generation = Generation(plan, self._engine, self._extend, self._clock, gaps.observe)
+        generation = Generation(
+            plan, self._engine, self._extend, self._clock, gaps.observe, self._metrics.count_discarded
+        )
         task = asyncio.create_task(life(generation), name=plan.request_id)
         self._tasks[task] = generation
         self._metrics.running.inc()
@@ -178,7 +181,9 @@ class RunningRequests:
             return False
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
+        for late in self._tasks.pop(task).late:
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
         self._metrics.running.dec()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request's task failed", request_id=task.get_name(), exc_info=error)

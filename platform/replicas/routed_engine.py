@@ -118,11 +118,11 @@ class RoutedEngine:
         route = Route(add, order, self._clock())
         return self._follow(route, self._place(route))
 
-    def abort(self, sequence_id: str, keep: int | None = None) -> None:
+    def abort(self, sequence_id: str) -> None:
         route = self._routes.get(sequence_id)
         if route is not None and route.engine is not None:
             route.is_aborted = True
-            route.engine.abort(sequence_id, keep)
+            route.engine.abort(sequence_id)
 
     def extend(self, sequence_id: str, max_tokens: int) -> None:
         route = self._routes.get(sequence_id)

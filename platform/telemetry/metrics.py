@@ -147,7 +147,7 @@ class GatewayMetrics:
         # Create these series at startup, so that the first event counts as an increase.
         for family, values in (
             (self.settled, ("completed", "aborted", "failed")),
-            (self.tokens, ("prompt", "cached", "completion")),
+            (self.tokens, ("prompt", "cached", "completion", "discarded")),
             (self.validations, ("accepted", "rejected", "failed")),
             (self.base_versions, ("ready", "rejected", "pending")),
             (self.peers, PEER_STATES),
@@ -167,6 +167,10 @@ class GatewayMetrics:
         self.tokens.labels("prompt").inc(settlement.prompt_tokens)
         self.tokens.labels("cached").inc(settlement.cached_tokens)
         self.tokens.labels("completion").inc(settlement.completion_tokens)
+
+    def count_discarded(self, num_tokens: int) -> None:
+        """Count tokens that an engine committed and that no settlement charges."""
+        self.tokens.labels("discarded").inc(num_tokens)
 
     def count_refusal(self, policy: QuotaPolicy, mode: str = "hard") -> None:
         """Count a request that exceeds a policy's limit. With the mode `soft` or `shadow`, the request ran anyway."""

@@ -157,9 +157,12 @@ def check(stand: Stand) -> list[str]:
         held = connection.execute(select(func.sum(schema.quota_counters.c.reserved))).scalar_one() or 0
     metrics = stand.metrics()
     billed = stand.num_billed() - stand.billed_before
+    discarded = metrics["loramux_tokens_total", ("discarded",)]
     committed = metrics["loramux_engine_tokens_total", ("completion",)]
-    if billed != committed:
-        faults.append(f"{billed} tokens were billed, but the engine committed {committed:.0f}")
+    if billed + discarded != committed:
+        faults.append(
+            f"{billed} tokens were billed and {discarded:.0f} discarded, but the engine committed {committed:.0f}"
+        )
     if held:
         faults.append(f"{held} tokens are still reserved")
     leaked = metrics["loramux_engine_pages", ("kv",)] - metrics["loramux_engine_prefix_pages", ()]

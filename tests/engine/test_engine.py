@@ -100,21 +100,19 @@ def test_non_finite_row_ends_only_its_own_sequence(simulation: Simulation) -> No
         assert simulation.tokens[add.sequence_id] == simulation.expected(add)
 
 
-@pytest.mark.parametrize("keep", [None, 0, 2, 100], ids=["disconnect", "keep none", "keep two", "keep more"])
-def test_abort_bills_committed_or_kept_tokens(simulation: Simulation, keep: int | None) -> None:
+def test_an_abort_reports_the_committed_tokens(simulation: Simulation) -> None:
     simulation.add("s", max_tokens=50)
     for _ in range(5):
         simulation.step()
     committed = len(simulation.tokens["s"])
     assert committed >= 4
-    simulation.engine.abort(b"gateway", Abort(sequence_id="s", keep=keep))
+    simulation.engine.abort(b"gateway", Abort(sequence_id="s"))
     simulation.run()
     assert len(simulation.tokens["s"]) == committed
-    billed = committed if keep is None else min(keep, committed)
-    assert (simulation.finished["s"].reason, simulation.finished["s"].completion_tokens) == ("abort", billed)
+    assert (simulation.finished["s"].reason, simulation.finished["s"].completion_tokens) == ("abort", committed)
 
 
-def test_an_abort_while_waiting_bills_nothing(simulation: Simulation) -> None:
+def test_an_abort_while_waiting_reports_nothing(simulation: Simulation) -> None:
     simulation.hold_loads()
     simulation.add("s", digest="a")
     simulation.step()

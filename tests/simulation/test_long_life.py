@@ -79,7 +79,7 @@ class Life:
         if rng.random() < 0.45:
             self._ask(f"s{number}")
         if self.adds and rng.random() < 0.08:
-            engine.abort(b"gateway", Abort(sequence_id=rng.choice(list(self.adds)), keep=rng.choice([None, 0, 3])))
+            engine.abort(b"gateway", Abort(sequence_id=rng.choice(list(self.adds))))
         if rng.random() < 0.03:
             digest, deadline = rng.choice(list(self.names)), rng.choice([None, 5.0])
             engine.unload(b"gateway", Unload(call_id=f"u{number}", digest=digest, deadline_s=deadline))

@@ -61,7 +61,20 @@ async def test_disconnected_client_pays_for_committed_tokens(gateway: Any, gatew
     event = await settled(gateway)
     assert (event.status, event.completion_tokens) == ("aborted", 3)
     assert event.prompt_tokens == len(gateway.engine.adds[0].prompt)
-    assert gateway.engine.aborts[0].keep is None
+    assert discarded(gateway) == 0
+
+
+def discarded(gateway: Any) -> float:
+    value = gateway.services.metrics.registry.get_sample_value("loramux_tokens_total", {"kind": "discarded"})
+    assert value is not None
+    return float(value)
+
+
+async def engine_is_idle(gateway: Any) -> None:
+    """Wait until the engine's last report has been read, even if its request was settled before."""
+    async with asyncio.timeout(5):
+        while gateway.engine.num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def gateway_settles(gateway: Any) -> None:
@@ -95,6 +108,24 @@ async def test_unanswered_abort_does_not_delay_the_client(gateway: Any, monkeypa
         answer = (await gateway.http.post("/v1/completions", json=body)).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 1
+    gateway.engine.die()
+    await engine_is_idle(gateway)
+
+
+async def test_tokens_that_are_reported_after_the_settlement_are_counted(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.05)
+    gateway.engine.script = stalling(4, tokens_per_output=4, abort_delay_s=0.4)
+    stop = gateway.services.tokenizer.decode([300])
+    body = {"model": "base", "prompt": "a", "stop": stop, "max_tokens": 200}
+    answer = (await gateway.http.post("/v1/completions", json=body)).json()
+    assert answer["usage"]["completion_tokens"] == 1
+    assert await gateway.services.running.drain(5)
+    assert discarded(gateway) == 0
+    await engine_is_idle(gateway)
+    assert discarded(gateway) == 3
+    assert gateway.usage()[0].completion_tokens == 1
 
 
 @pytest.mark.parametrize("received", [0, 4], ids=["in its first step", "later"])
@@ -123,6 +154,8 @@ async def test_abandoned_request_on_a_hung_engine_pays_for_received_tokens(
     gateway.engine.script = lambda add: Script(token_ids=(300,))
     response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
     assert response.headers["x-ratelimit-remaining-requests"] == "3"
+    gateway.engine.die()
+    await engine_is_idle(gateway)
 
 
 async def abandoned(gateway: Any, received: int) -> Any:

@@ -246,9 +246,11 @@ async def test_stop_string_across_tokens_ends_the_answer_and_the_billing(gateway
     assert answer.choices[0].finish_reason == "stop"
     needed = next(n for n in range(len(ids)) if ". Sec" in tokenizer.decode(ids[:n]))
     assert answer.usage.completion_tokens == needed
-    [abort] = gateway.engine.aborts
-    assert abort.keep == needed
+    assert len(gateway.engine.aborts) == 1
     assert gateway.usage()[0].status == "completed"
+    committed = (await gateway.engine.stats(1.0)).completion_tokens
+    assert committed > needed
+    assert f'kind="discarded"}} {float(committed - needed)}' in gateway.services.metrics.render().decode()
 
 
 async def test_no_part_of_a_stop_string_is_streamed(gateway: Any, tokenizer: Any) -> None:

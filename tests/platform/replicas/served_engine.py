@@ -84,8 +84,8 @@ class ServedEngine:
             match message:
                 case Add():
                     self._start(self._run(owner, message))
-                case Abort(sequence_id=sequence_id, keep=keep):
-                    self.engine.abort(sequence_id, keep)
+                case Abort(sequence_id=sequence_id):
+                    self.engine.abort(sequence_id)
                 case Extend(sequence_id=sequence_id, max_tokens=max_tokens):
                     self.engine.extend(sequence_id, max_tokens)
                 case Load(call_id=call_id, digest=digest):

@@ -98,6 +98,13 @@ async def test_forwarded_requests_have_the_same_answers_and_bills(
         assert bills[0] == bills[1]
         assert len(bills[0]) == len(REQUESTS)
         assert len(pair.second.scripted.adds) == len(pair.first.scripted.adds) == 9
+        await until(lambda: pair.second.scripted.num_running == 0)
+        # All tokens of both engines are billed or counted as discarded by the one gateway.
+        engines = [await engine.stats(1.0) for engine in (pair.first.scripted, pair.second.scripted)]
+        billed = sum(bill[3] for bill in pair.bills() if isinstance(bill[3], int))
+        metrics = pair.gateway.services.metrics.registry
+        discarded = metrics.get_sample_value("loramux_tokens_total", {"kind": "discarded"})
+        assert billed + (discarded or 0) == sum(stats.completion_tokens for stats in engines)
 
 
 async def test_request_that_had_not_started_survives_the_death_of_its_server(

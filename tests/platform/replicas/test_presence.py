@@ -61,9 +61,9 @@ async def test_limits_reach_the_engine_that_runs_the_sequence(replicas: tuple[Re
     first.engine.extend("long", 15)
     # The engine stalls after ten tokens.
     assert await receive(stream, 5) == [5, 6, 7, 8, 9]
-    first.engine.abort("long", keep=3)
+    first.engine.abort("long")
     _, end = await collect(stream)
-    assert (end.reason, end.completion_tokens) == ("abort", 3)
+    assert (end.reason, end.completion_tokens) == ("abort", 10)
 
 
 async def receive(stream: AsyncIterator[SequenceOutput | Finished], num_tokens: int) -> list[int]:
