@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from loramux.engine.grammars.messages import EXIT_UNUSABLE
 
 NOT_RUNNING = "the process that follows grammars has stopped"
+UNUSABLE = "the model's vocabulary cannot be used with grammars"
 
 END_S = 5.0
 """Longest time to wait for the process to exit, in seconds."""
@@ -66,5 +68,7 @@ class ProcessLink:
             self._process.wait()
         with self._errors as errors:
             said = os.pread(errors.fileno(), 1 << 16, 0).decode(errors="replace").strip()
-        is_unusable = self._process.returncode == EXIT_UNUSABLE and said
-        return said.rsplit("\n", 1)[-1] if is_unusable else NOT_RUNNING
+        if said:
+            # Tenants do not see this text, because it contains paths.
+            print(f"{NOT_RUNNING}: {said.rsplit(chr(10), 1)[-1]}", file=sys.stderr)
+        return UNUSABLE if self._process.returncode == EXIT_UNUSABLE else NOT_RUNNING

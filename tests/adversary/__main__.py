@@ -13,6 +13,7 @@ import asyncio
 import os
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +37,9 @@ from loramux.migrations import schema
 from tests.adversary.attacks import COUNTED, FELT
 from tests.adversary.polite_tenant import Asked, PoliteSettings
 from tests.adversary.stand import ADAPTER, DATABASES, NUM_SOCKETS, Stand, open_stand
+from tests.adversary.tenant_floods import TENANT_FLOODS, flood
 
+ATTACKS = [*COUNTED, *FELT, *TENANT_FLOODS]
 LIMIT = 1.25
 """Highest allowed ratio of the polite tenant's p99 under attack to its p99 in quiet periods."""
 SETTLING_S = 2.0
@@ -49,13 +53,22 @@ class Finding:
     outcomes: dict[str, int]
     quiet_p99_ms: float | None = None
     attacked_p99_ms: float | None = None
+    quiet_gap_p99_ms: float | None = None
+    attacked_gap_p99_ms: float | None = None
+    gap_ratio: float | None = None
+    rounds: list[dict[str, float]] = field(default_factory=list)
     num_polite: int = 0
     """Number of requests that the polite tenant sent during the attack."""
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
+    first_token_ratio: float | None = None
+    """Set by tenant floods, whose ratio is the median over the rounds."""
+
     @property
     def ratio(self) -> float | None:
+        if self.first_token_ratio is not None:
+            return self.first_token_ratio
         if self.quiet_p99_ms is None or self.attacked_p99_ms is None:
             return None
         return self.attacked_p99_ms / self.quiet_p99_ms
@@ -66,14 +79,22 @@ Note = Callable[[Finding], None]
 
 @asynccontextmanager
 async def polite_tenant(
-    stand: Stand, seed: int, dice: random.Random, bystanders: ThreadPoolExecutor, asked: list[Asked]
+    stand: Stand,
+    seed: int,
+    dice: random.Random,
+    bystanders: ThreadPoolExecutor,
+    asked: list[Asked],
+    **fields: Any,
 ) -> AsyncIterator[None]:
     settings = PoliteSettings(
-        port=stand.deployment.port,
-        key=stand.polite.key,
-        model=ADAPTER,
-        seed=seed,
-        prompt_seed=dice.randrange(10**9),
+        **{
+            "port": stand.deployment.port,
+            "key": stand.polite.key,
+            "model": ADAPTER,
+            "seed": seed,
+            "prompt_seed": dice.randrange(10**9),
+        }
+        | fields
     )
 
     def start() -> subprocess.Popen[str]:
@@ -148,6 +169,70 @@ async def feel(
         note(finding)
 
 
+async def compare(
+    stand: Stand,
+    only: Sequence[str],
+    seed: int,
+    rounds: int,
+    stretch_s: float,
+    kind: str,
+    note: Note,
+    bystanders: ThreadPoolExecutor,
+) -> None:
+    """Alternate every tenant flood with a flood of as many plain requests, and compare the polite tenant's p99s."""
+    for name, one in TENANT_FLOODS.items():
+        if name not in only:
+            continue
+        dice = random.Random(f"{seed} {name}")
+        outcomes: Counter[str] = Counter()
+        failed: Counter[str] = Counter()
+        found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        num_polite = 0
+        for number in range(rounds):
+            for is_costly in (False, True) if number % 2 else (True, False):
+                asked: list[Asked] = []
+                fields = {"max_tokens": 24, "requests_per_s": 10.0} | one.polite
+                async with polite_tenant(stand, seed + number, dice, bystanders, asked, **fields):
+                    counts = await flood(stand, one, is_costly, dice, stretch_s)
+                await asyncio.to_thread(stand.wait_idle)
+                if is_costly:
+                    outcomes += counts
+                    num_polite += len(asked)
+                failed.update(str(item.status) for item in asked if item.status != 200 or not item.is_complete)
+                gaps = [gap_s for item in asked for gap_s in item.gaps_s]
+                found[is_costly].append((_p99_ms(asked) or 0.0, float(np.percentile(gaps or [0.0], 99)) * 1e3))
+        pairs = list(zip(found[False], found[True], strict=True))
+        finding = Finding(
+            kind,
+            name,
+            dict(outcomes.most_common()),
+            quiet_p99_ms=round(statistics.median(first for first, _ in found[False]), 1),
+            attacked_p99_ms=round(statistics.median(first for first, _ in found[True]), 1),
+            quiet_gap_p99_ms=round(statistics.median(gap for _, gap in found[False]), 1),
+            attacked_gap_p99_ms=round(statistics.median(gap for _, gap in found[True]), 1),
+            first_token_ratio=round(statistics.median(costly[0] / plain[0] for plain, costly in pairs), 2),
+            gap_ratio=round(statistics.median(costly[1] / plain[1] for plain, costly in pairs), 2),
+            rounds=[
+                {
+                    "plain_first_ms": plain[0],
+                    "costly_first_ms": costly[0],
+                    "plain_gap_ms": round(plain[1], 1),
+                    "costly_gap_ms": round(costly[1], 1),
+                }
+                for plain, costly in pairs
+            ],
+            num_polite=num_polite,
+            faults=await asyncio.to_thread(check, stand),
+        )
+        if failed:
+            finding.faults.append(f"the polite tenant got errors: {dict(failed)}")
+        finding.faults += [f"the attackers got {outcome}" for outcome in outcomes if outcome.startswith("5")]
+        for what, ratio in (("first token", finding.first_token_ratio), ("gaps", finding.gap_ratio)):
+            if ratio is None or ratio > LIMIT:
+                finding.faults.append(f"the polite tenant's p99 of {what} rose by a factor of {ratio or 0:.2f}")
+        note(finding)
+
+
 def check(stand: Stand) -> list[str]:
     """Block until the server is idle, then return any faults."""
     stand.wait_idle()
@@ -188,9 +273,11 @@ async def attack_all(
     # Warm up with a small round, because descriptors that the server keeps open must not count as leaks.
     await count(stand, only, seed + 1, 40, kind, _forget)
     await feel(stand, only, seed + 1, 1, 3.0, kind, _forget, bystanders)
+    await compare(stand, only, seed + 1, 1, 2.0, kind, _forget, bystanders)
     before = stand.num_descriptors()
     await count(stand, only, seed, arguments.calls, kind, note)
     await feel(stand, only, seed, arguments.rounds, arguments.stretch_s, kind, note, bystanders)
+    await compare(stand, only, seed, arguments.comparisons, arguments.comparison_s, kind, note, bystanders)
     after = stand.num_descriptors()
     leaks = {name: after[name] - number for name, number in before.items() if after.get(name, 0) > number}
     faults = [f"more open descriptors than before: {leaks}"] if leaks else []
@@ -238,6 +325,8 @@ def _write(arguments: argparse.Namespace, findings: Sequence[Finding]) -> None:
         "calls": arguments.calls,
         "rounds": arguments.rounds,
         "stretch_s": arguments.stretch_s,
+        "comparisons": arguments.comparisons,
+        "comparison_s": arguments.comparison_s,
         "findings": [asdict(finding) | {"ratio": finding.ratio} for finding in findings],
     }
     arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
@@ -246,10 +335,12 @@ def _write(arguments: argparse.Namespace, findings: Sequence[Finding]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--databases", nargs="+", choices=DATABASES, default=DATABASES)
-    parser.add_argument("--only", nargs="+", choices=[*COUNTED, *FELT], default=[*COUNTED, *FELT], metavar="ATTACK")
+    parser.add_argument("--only", nargs="+", choices=ATTACKS, default=ATTACKS, metavar="ATTACK")
     parser.add_argument("--calls", type=int, default=600, help="number of calls per counted attack")
     parser.add_argument("--rounds", type=int, default=2, help="number of attacked and quiet periods per timed attack")
     parser.add_argument("--stretch-s", type=float, default=20.0, help="length of an attacked period, in seconds")
+    parser.add_argument("--comparisons", type=int, default=7, help="number of rounds per tenant flood")
+    parser.add_argument("--comparison-s", type=float, default=5.0, help="length of each half of a round, in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)
@@ -258,8 +349,18 @@ def _arguments() -> argparse.Namespace:
 
 def _print(findings: Sequence[Finding]) -> None:
     table = Table(title="effects of the attacks", show_lines=True)
-    for column in ("database", "attack", "answers", "quiet p99 ms", "attacked p99 ms", "ratio", "faults and notes"):
-        table.add_column(column, justify="right" if "p99" in column or column == "ratio" else "left")
+    columns = (
+        "database",
+        "attack",
+        "answers",
+        "quiet p99 ms",
+        "attacked p99 ms",
+        "ratio",
+        "gap ratio",
+        "faults and notes",
+    )
+    for column in columns:
+        table.add_column(column, justify="right" if "p99" in column or "ratio" in column else "left")
     for finding in findings:
         answers = ", ".join(f"{outcome}: {number}" for outcome, number in finding.outcomes.items())
         times = [finding.quiet_p99_ms, finding.attacked_p99_ms]
@@ -269,6 +370,7 @@ def _print(findings: Sequence[Finding]) -> None:
             answers,
             *("" if time_ms is None else str(time_ms) for time_ms in times),
             "" if finding.ratio is None else f"{finding.ratio:.2f}",
+            "" if finding.gap_ratio is None else f"{finding.gap_ratio:.2f}",
             "\n".join([*finding.faults, *finding.notes]) or "none",
         )
     open_console().print(table)

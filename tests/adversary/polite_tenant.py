@@ -13,6 +13,8 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,9 @@ class PoliteSettings:
     prompt_seed: int
     requests_per_s: float = 20.0
     max_tokens: int = 8
+    path: str = "/v1/completions"
+    kind: str = "completion"
+    """`completion`, `chat`, or `new schema`: a completion that follows a small schema, different in each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class Asked:
     """Seconds from opening the connection to receiving the first text."""
     is_complete: bool
     """True if the stream ended with `[DONE]`."""
+    gaps_s: list[float]
+    """Seconds between the arrivals of later parts of the answer."""
 
 
 async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:
@@ -56,24 +63,18 @@ async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) ->
 
 
 async def ask(settings: PoliteSettings, dice: random.Random) -> Asked:
-    """Stream one completion on a new connection. The random prompt prevents cache hits."""
-    prompt = [dice.randrange(3, 500) for _ in range(48)]
+    """Stream one answer on a new connection. The random prompt prevents cache hits."""
     body = json.dumps(
-        {
-            "model": settings.model,
-            "prompt": prompt,
-            "max_tokens": settings.max_tokens,
-            "ignore_eos": True,
-            "stream": True,
-        }
+        {"model": settings.model, "max_tokens": settings.max_tokens, "stream": True, **_question(settings.kind, dice)}
     ).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        f"POST {settings.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
         f"authorization: Bearer {settings.key}\r\ncontent-length: {len(body)}\r\n\r\n"
     ).encode()
     started = time.monotonic()
     first_token_s = None
     received = b""
+    arrivals_s: list[float] = []
     try:
         async with asyncio.timeout(60):
             reader, writer = await asyncio.open_connection("127.0.0.1", settings.port)
@@ -83,12 +84,28 @@ async def ask(settings: PoliteSettings, dice: random.Random) -> Asked:
                     received += data
                     if first_token_s is None and b"data: " in received:
                         first_token_s = time.monotonic() - started
+                    if first_token_s is not None:
+                        arrivals_s.append(time.monotonic())
             finally:
                 writer.transport.abort()
     except OSError:
         pass
     status = int(received[9:12]) if len(received) >= 12 else 0
-    return Asked(status, first_token_s, b"data: [DONE]" in received)
+    gaps_s = [later - earlier for earlier, later in pairwise(arrivals_s)]
+    return Asked(status, first_token_s, b"data: [DONE]" in received, gaps_s)
+
+
+def _question(kind: str, dice: random.Random) -> dict[str, Any]:
+    prompt = [dice.randrange(3, 500) for _ in range(48)]
+    match kind:
+        case "chat":
+            return {"messages": [{"role": "user", "content": f"What is {prompt}?"}]}
+        case "new schema":
+            properties = {f"field_{dice.randrange(10**9)}": {"type": "integer"} for _ in range(4)}
+            schema = {"type": "object", "properties": properties, "required": list(properties)}
+            return {"prompt": prompt, "guided_json": schema}
+        case _:
+            return {"prompt": prompt, "ignore_eos": True}
 
 
 async def main() -> None:

@@ -18,6 +18,7 @@ import httpx
 from botocore.exceptions import BotoCoreError, ClientError
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import func, select, text
+from tokenizers import Tokenizer
 
 from benchmarks.accounts.databases import open_database_at
 from loramux.migrations import schema
@@ -27,7 +28,19 @@ from tests.conformance.demo_adapters import DEMO, changed_adapter
 from tests.conformance.served import Deployment, deployment
 from tests.ports import free_port
 
-BASE, ADAPTER = "demo-base", "support"
+BASE, ADAPTER, CHATTER = "demo-base", "support", "chatter"
+"""CHATTER is an adapter with a chat template of its own."""
+COSTLY_WORD, HUGE_WORD = "costly", "huge"
+"""The templates of the crowd's adapters take much time or memory if a message contains one of these words."""
+POLITE_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+COSTLY_TEMPLATE = (
+    "{% for message in messages %}"
+    f"{{% if '{COSTLY_WORD}' in message['content'] %}}"
+    "{% for x in range(99999) %}{% for y in range(99999) %}{% set z = x * y %}{% endfor %}{% endfor %}"
+    "{% endif %}"
+    f"{{% if '{HUGE_WORD}' in message['content'] %}}{{{{ ('a' * 9999999) ~ ('b' * 99999999) }}}}{{% endif %}}"
+    "{{ message['content'] }}{% endfor %}"
+)
 DATABASES = ("sqlite", "postgresql")
 NUM_SOCKETS = 1000
 """Number of connections per socket attack."""
@@ -55,6 +68,10 @@ class Stand:
     database: Database
     polite: Account
     attacker: Account
+    crowd: list[Account]
+    """Further attackers."""
+    bang: int
+    """The token for an exclamation mark."""
     directory: Path
     """Directory for files that the attacks create."""
     billed_before: int
@@ -151,15 +168,19 @@ def open_stand(kind: str) -> Iterator[Stand]:
             url = f"sqlite:///{directory / 'data' / 'loramux.db'}"
         made = deployment(DEMO / "base", directory / "data", arguments, environment)
         with made.running(directory / "first.log"):
-            accounts = [_account(made, slug) for slug in ("polite", "mallory")]
+            accounts = [_account(made, slug) for slug in ("polite", "mallory", *(f"crowd-{n}" for n in range(6)))]
             for number, account in enumerate(accounts):
                 files = changed_adapter(directory / account.slug, 1 + number / 50)
                 made.json("adapters", "push", str(files), "--tenant", account.slug, "--name", ADAPTER)
+                template = POLITE_TEMPLATE if number == 0 else COSTLY_TEMPLATE
+                (files / "chat_template.jinja").write_text(template)
+                made.json("adapters", "push", str(files), "--tenant", account.slug, "--name", CHATTER)
         database = Database(url)
         stack.callback(database.close)
         add_end_users(database, accounts[1].tenant_id, NUM_END_USERS)
         server = stack.enter_context(made.running(directory / "server.log"))
-        stand = Stand(made, server, database, accounts[0], accounts[1], directory, billed_before=0)
+        bang = Tokenizer.from_file(str(DEMO / "base" / "tokenizer.json")).token_to_id("!")
+        stand = Stand(made, server, database, accounts[0], accounts[1], accounts[2:], bang, directory, billed_before=0)
         yield dataclasses.replace(stand, billed_before=stand.num_billed())
 
 

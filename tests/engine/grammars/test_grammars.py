@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 
 from loramux.engine.grammars import grammars as grammars_module
 from loramux.engine.grammars.grammars import TOO_COSTLY
-from loramux.engine.grammars.process_link import NOT_RUNNING
+from loramux.engine.grammars.process_link import NOT_RUNNING, UNUSABLE
 from loramux.engine.grammars.wait_budget import BURST_S, REFILL, WaitBudgets
 from loramux.engine.messages import Abort, Extend, SamplingParams
 from tests.engine.byte_vocabulary import EOS, text
@@ -153,12 +153,15 @@ def test_a_process_that_cannot_start_ends_only_sequences_with_grammars(
     assert ends["beside"].reason == "length"
 
 
-def test_the_reason_why_a_vocabulary_is_not_usable_is_reported(simulate: Simulate, tmp_path: Path) -> None:
+def test_the_reason_why_a_vocabulary_is_not_usable_is_for_the_operator(
+    simulate: Simulate, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     command = (sys.executable, "-P", "-m", "loramux.engine.grammars.process", str(tmp_path), "10", "1")
     made = simulate(eos=(EOS,), grammar_process=command, grammar_clock=time.monotonic)
     made.engine.add(b"", add("constrained", FIFTY))
     _, ends = run(made)
-    assert re.search(r"tokenizer\.json cannot be used", ends["constrained"].message or "")
+    assert ends["constrained"].message == UNUSABLE
+    assert "tokenizer.json cannot be used" in capfd.readouterr().err
 
 
 def test_tenants_beyond_the_limit_wait_for_a_fork(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
