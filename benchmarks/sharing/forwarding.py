@@ -81,7 +81,7 @@ async def connected(path: Path, server: subprocess.Popen[str]) -> AsyncIterator[
     server.stdin.write(json.dumps({"certificates": own.pem}) + "\n")
     server.stdin.flush()
     server.stdout.readline()
-    certificates = read_certificates(told["certificates"])
+    certificates = read_certificates("server", told["certificates"])
     local = await EngineConnection.open(path, lambda *_: None)
     peer = await PeerConnection.open("127.0.0.1", told["port"], own.in_use, certificates, lambda *_: None, 10.0)
     yield {"own engine": local, "another server": peer}

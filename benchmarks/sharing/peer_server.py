@@ -27,7 +27,7 @@ async def serve() -> None:
         listener = PeerListener(bound, RunningEngine(Path(sys.argv[1])), print)
         print(json.dumps({"port": bound.getsockname()[1], "certificates": own.pem}), flush=True)
         friend = json.loads(sys.stdin.readline())["certificates"]
-        listener.accept_from(own.in_use, {"client": read_certificates(friend)})
+        listener.accept_from(own.in_use, {"client": read_certificates("client", friend)})
         listener.start()
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.read)

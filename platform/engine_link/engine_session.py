@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -43,6 +44,12 @@ Answer = TypeVar("Answer", AdapterState, Stats)
 NoteEnd = Callable[[Add, Finished], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenCall:
+    kind: type[AdapterState | Stats]
+    answer: asyncio.Future[AdapterState | Stats]
+
+
 class EngineSession(ABC):
     """Sends messages to an engine and dispatches the messages that the engine sends. Subclasses add the transport.
 
@@ -55,7 +62,7 @@ class EngineSession(ABC):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._streams: dict[str, SequenceStream] = {}
-        self._calls: dict[str, asyncio.Future[AdapterState | Stats]] = {}
+        self._calls: dict[str, _OpenCall] = {}
         self._call_ids = itertools.count()
         self._num_handled = 0
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
@@ -94,7 +101,9 @@ class EngineSession(ABC):
             self._send(Abort(sequence_id=sequence_id))
 
     def extend(self, sequence_id: str, max_tokens: int) -> None:
-        if sequence_id in self._streams:
+        stream = self._streams.get(sequence_id)
+        if stream is not None:
+            stream.max_tokens = max(stream.max_tokens, max_tokens)
             self._send(Extend(sequence_id=sequence_id, max_tokens=max_tokens))
 
     async def load(self, digest: str, timeout_s: float) -> AdapterState:
@@ -120,18 +129,17 @@ class EngineSession(ABC):
         ended = [stream.add for sequence_id, stream in self._streams.items() if sequence_id in running]
         self._streams.clear()
         for call in self._calls.values():
-            if not call.done():
-                call.set_exception(EngineUnavailable("the engine stopped"))
+            if not call.answer.done():
+                call.answer.set_exception(EngineUnavailable("the engine stopped"))
         self._calls.clear()
         return ended
 
     async def _call(self, kind: type[Answer], message: ToEngine, call_id: str, timeout_s: float) -> Answer:
-        call: asyncio.Future[AdapterState | Stats] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = call
+        call = self._calls[call_id] = _OpenCall(kind, asyncio.get_running_loop().create_future())
         self._send(message)
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await call
+                answer = await call.answer
         finally:
             self._calls.pop(call_id, None)
         assert isinstance(answer, kind)
@@ -157,8 +165,8 @@ class EngineSession(ABC):
                     stream.put(message)
             case AdapterState(call_id=call_id) | Stats(call_id=call_id):
                 call = self._calls.get(call_id)
-                if call is not None and not call.done():
-                    call.set_result(message)
+                if call is not None and isinstance(message, call.kind) and not call.answer.done():
+                    call.answer.set_result(message)
             case Rejected():
                 # This is a bug in the gateway. Clients' mistakes are reported in Finished messages.
                 log.error("the engine rejected a message", sequence_id=message.sequence_id, reason=message.message)

@@ -17,30 +17,35 @@ class SequenceStream:
 
     def __init__(self, add: Add) -> None:
         self.add = add
+        self.max_tokens = add.max_tokens
+        """The limit of the Add message, or of the last Extend message."""
+        self.num_received = 0
+        self.num_scored = 0
+        """Number of prompt tokens whose log-probabilities have arrived."""
         self._outputs: list[SequenceOutput] = []
         self._finished: Finished | None = None
         self._reader: asyncio.Future[None] | None = None
-        self._num_received = 0
         self._is_ended = False
 
     def put(self, item: SequenceOutput | Finished) -> None:
         if isinstance(item, Finished):
             self._finished = item
         else:
-            self._num_received += len(item.token_ids)
+            self.num_received += len(item.token_ids)
+            self.num_scored += len(item.prompt_logprobs)
             self._outputs.append(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     def fail(self, was_running: bool) -> None:
         """End a stream whose engine is gone. Received tokens are billed. A sequence that never ran costs nothing."""
-        has_run = was_running or self._num_received > 0
+        has_run = was_running or self.num_received > 0
         self.put(
             Finished(
                 sequence_id=self.add.sequence_id,
                 reason="error",
                 prompt_tokens=len(self.add.prompt) if has_run else 0,
-                completion_tokens=self._num_received,
+                completion_tokens=self.num_received,
                 code="engine_unavailable",
                 message=f"the engine stopped while this request was {'running' if has_run else 'waiting'}",
             )

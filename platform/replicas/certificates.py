@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import ssl
 import time
@@ -104,20 +105,30 @@ class OwnCertificates:
         )
 
 
-def read_certificates(pem: str) -> tuple[PublishedCertificate, ...]:
-    """Return another server's certificates, expired or not. Raises CertificateRefused if they cannot be read."""
+def read_certificates(name: str, pem: str) -> tuple[PublishedCertificate, ...]:
+    """Return the certificates of the server `name`, expired or not. Raises CertificateRefused if they cannot be used.
+
+    OpenSSL looks up accepted certificates by subject. A certificate with another server's subject, or one that OpenSSL
+    cannot load, would prevent the other servers from connecting to one another.
+    """
     try:
-        found = x509.load_pem_x509_certificates(pem.encode())
-    except ValueError:
-        raise CertificateRefused("its certificate cannot be read, or has expired") from None
-    return tuple(
-        PublishedCertificate(
-            pem=one.public_bytes(serialization.Encoding.PEM).decode(),
-            der=one.public_bytes(serialization.Encoding.DER),
-            expires=one.not_valid_after_utc,
+        found = x509.load_pem_x509_certificates(pem.encode())[:MAX_CERTIFICATES]
+        published = tuple(
+            PublishedCertificate(
+                pem=one.public_bytes(serialization.Encoding.PEM).decode(),
+                der=one.public_bytes(serialization.Encoding.DER),
+                expires=one.not_valid_after_utc,
+            )
+            for one in found
         )
-        for one in found[:MAX_CERTIFICATES]
-    )
+        subjects = [one.subject.rfc4514_string() for one in found]
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata="".join(one.pem for one in published))
+    except Exception:
+        # The parsers raise errors of many types for malformed certificates.
+        raise CertificateRefused("its certificate cannot be read") from None
+    if not all(re.fullmatch(f"CN={re.escape(name)} [0-9a-f]{{16}}", subject) for subject in subjects):
+        raise CertificateRefused("its certificate names another server")
+    return published
 
 
 def tls_context(purpose: int, own: OwnCertificate, accepted: Iterable[PublishedCertificate]) -> ssl.SSLContext:

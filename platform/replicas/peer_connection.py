@@ -12,6 +12,7 @@ from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_session import INITIAL_CREDIT, EngineSession, NoteEnd
 from loramux.platform.replicas.certificates import OwnCertificate, PublishedCertificate, tls_context
 from loramux.platform.replicas.frame_link import FrameLink, FrameRefused
+from loramux.platform.replicas.peer_answers import check_answer
 
 HANDSHAKE_TIMEOUT_S = 5.0
 
@@ -73,4 +74,5 @@ class PeerConnection(EngineSession):
             message = self._decoder.decode(frame)
         except msgspec.MsgspecError:
             raise FrameRefused("the other server sent an unreadable message") from None
+        check_answer(message, self._streams)
         self._dispatch(message)

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from loramux.engine.messages import Abort, Add, Credit, Extend, Finished, Load, StatsRequest
+from loramux.engine.messages import Abort, Add, Credit, Extend, Finished, Load, StatsRequest, StepOutput
 from loramux.platform.engine_link.engine_session import INITIAL_CREDIT
 from loramux.platform.replicas.frame_link import FrameLink, FrameRefused
 
@@ -62,6 +62,7 @@ class PeerRelay:
         self._envelopes = msgspec.msgpack.Decoder(_Envelope)
         self._encoder = msgspec.msgpack.Encoder()
         self._prompt_tokens: dict[str, int] = {}
+        self._credit = 0
         self._socket: zmq.asyncio.Socket | None = None
         self._early_frames: list[bytes] = []
         self._refuses_new = False
@@ -135,8 +136,11 @@ class PeerRelay:
                 if sequence_id in self._prompt_tokens or len(self._prompt_tokens) >= MAX_SEQUENCES:
                     raise FrameRefused("it sent too many sequences, or sent one twice")
                 self._prompt_tokens[sequence_id] = len(prompt)
-            case Credit(count=count) if not 0 < count <= INITIAL_CREDIT:
-                raise FrameRefused("it granted more credit than any gateway does")
+            case Credit(count=count):
+                self._credit += count
+                # Beyond this limit, output for a server that does not read would fill this server's memory.
+                if count <= 0 or self._credit > INITIAL_CREDIT:
+                    raise FrameRefused("it granted more credit than any gateway does")
             case _:
                 pass
         self._socket.send(frame)
@@ -149,7 +153,9 @@ class PeerRelay:
 
     def _pass_one_on(self, data: bytes) -> None:
         envelope = self._envelopes.decode(data)
-        if envelope.type == Finished.__name__ and envelope.sequence_id is not None:
+        if envelope.type == StepOutput.__name__:
+            self._credit -= 1
+        elif envelope.type == Finished.__name__ and envelope.sequence_id is not None:
             self._prompt_tokens.pop(envelope.sequence_id, None)
         self.link.send(data)
 

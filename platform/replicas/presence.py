@@ -199,7 +199,10 @@ class Presence:
     async def _check_claims_forever(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            await self.check_claims()
+            try:
+                await self.check_claims()
+            except Exception:
+                log.exception("a check of a replica's claims failed")
 
     async def _stats(self) -> Stats | None:
         try:

@@ -59,6 +59,8 @@ class _Sighting:
     refusal: str | None = None
     certificates_pem: str = ""
     certificates: tuple[PublishedCertificate, ...] = field(default=())
+    certificates_refusal: str = ""
+    """Why a server without a valid certificate is refused."""
 
 
 class ReplicaBook:
@@ -154,11 +156,15 @@ class ReplicaBook:
         # Parsing is slow, and certificates rarely change.
         if row.certificates != sighting.certificates_pem:
             sighting.certificates_pem, sighting.certificates = row.certificates, ()
-            sighting.certificates = read_certificates(row.certificates)
+            try:
+                sighting.certificates = read_certificates(row.id, row.certificates)
+                sighting.certificates_refusal = "its certificate has expired"
+            except CertificateRefused as error:
+                sighting.certificates_refusal = str(error)
         now = self._now()
         valid = tuple(one for one in sighting.certificates if one.expires > now)
         if not valid:
-            raise CertificateRefused("its certificate cannot be read, or has expired")
+            raise CertificateRefused(sighting.certificates_refusal)
         return valid
 
     def _note_summary(self, sighting: _Sighting, name: str, summary: Summary | None) -> None:

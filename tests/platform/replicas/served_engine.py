@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -27,12 +28,16 @@ from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 
 
 class ServedEngine:
-    """Serves `engine` at `socket_path`. `die` breaks every connection, as the death of an engine process does."""
+    """Serves `engine` at `socket_path`. `die` breaks every connection, as the death of an engine process does.
+
+    `rewrite` replaces each message to a gateway by the messages that it returns.
+    """
 
     def __init__(self, engine: ScriptedEngine, socket_path: Path) -> None:
         self.engine = engine
         self.socket_path = socket_path
         self.ran_at_death: frozenset[str] = frozenset()
+        self.rewrite: Callable[[FromEngine], Iterable[FromEngine]] = lambda message: (message,)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.asyncio.Context()
@@ -104,5 +109,6 @@ class ServedEngine:
             self._send(owner, item if isinstance(item, Finished) else StepOutput(outputs=(item,)))
 
     def _send(self, owner: bytes, message: FromEngine) -> None:
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([owner, self._encoder.encode(message)])
+        for sent in self.rewrite(message):
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send_multipart([owner, self._encoder.encode(sent)])

@@ -55,7 +55,7 @@ class Side:
 
     @property
     def certificates(self) -> tuple[PublishedCertificate, ...]:
-        return read_certificates(self.own.pem)
+        return read_certificates("rep_a", self.own.pem)
 
     async def connect(self, presented: OwnCertificate | None = None) -> PeerConnection:
         own = self.friend.in_use if presented is None else presented
@@ -82,7 +82,7 @@ async def listening(directory: Path, friend: OwnCertificates | None = None) -> A
         friend=friend or OwnCertificates("rep_b"),
         refusals=refusals,
     )
-    listener.accept_from(side.own.in_use, {"rep_b": read_certificates(side.friend.pem)})
+    listener.accept_from(side.own.in_use, {"rep_b": read_certificates("rep_b", side.friend.pem)})
     listener.start()
     try:
         yield side
@@ -143,7 +143,7 @@ async def test_only_a_valid_certificate_in_the_table_is_accepted(who: str, tmp_p
 
 async def test_server_that_cannot_prove_its_certificate_is_not_used(tmp_path: Path) -> None:
     async with listening(tmp_path) as side:
-        other = read_certificates(OwnCertificates("rep_a").pem)
+        other = read_certificates("rep_a", OwnCertificates("rep_a").pem)
         with pytest.raises(EngineUnavailable):
             await PeerConnection.open("127.0.0.1", side.port, side.friend.in_use, other, lambda *_: None, 5.0)
 
@@ -266,7 +266,7 @@ async def test_renewed_certificate_is_used_once_it_is_known(tmp_path: Path) -> N
     assert not friend.renew_if_due()
     clock_s = LIFETIME_S / 2
     assert friend.renew_if_due()
-    assert len(read_certificates(friend.pem)) == 2
+    assert len(read_certificates("rep_b", friend.pem)) == 2
     assert friend.in_use == first
     clock_s += SETTLE_S
     assert friend.in_use != first
@@ -277,7 +277,7 @@ async def test_renewed_certificate_is_used_once_it_is_known(tmp_path: Path) -> N
             await until(lambda: not side.listener._relays)
     clock_s = LIFETIME_S
     assert friend.renew_if_due()
-    assert len(read_certificates(friend.pem)) == 2
+    assert len(read_certificates("rep_b", friend.pem)) == 2
 
 
 def test_messages_of_a_full_request_fit_a_frame() -> None:

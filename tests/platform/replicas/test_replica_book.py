@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ssl
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -7,6 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from loramux.adapter_store.registry.base_shares import BaseShare
 from loramux.platform.base_draw import BaseDraw
@@ -26,7 +29,18 @@ from tests.platform.replicas.lab import PROMPTS, own_row
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 PEM = OwnCertificates("rep_b", lambda: NOON).pem
+NAMES_A = OwnCertificates("rep_a", lambda: NOON).pem
 OWN, OTHER = "a" * 64, "b" * 64
+
+
+def changed(part: bytes, replacement: bytes) -> str:
+    """The certificate with another part in its DER form."""
+    der = x509.load_pem_x509_certificate(PEM.encode()).public_bytes(serialization.Encoding.DER)
+    return ssl.DER_cert_to_PEM_cert(der.replace(part, replacement, 1))
+
+
+NO_VERSION = changed(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x7e")
+NOT_UTF8 = changed(b"rep_b", b"rep\xff_")
 
 
 class Observed:
@@ -95,6 +109,9 @@ def test_row_of_a_dead_server_is_forgotten(observed: Observed) -> None:
         pytest.param({"version": "9"}, "version", "it runs loramux 9", id="another version"),
         pytest.param({"protocol": 1}, "protocol", "it speaks protocol 1", id="another protocol"),
         pytest.param({"certificates": "nonsense"}, "certificate", "cannot be read", id="no certificate"),
+        pytest.param({"certificates": NAMES_A}, "certificate", "names another server", id="another's certificate"),
+        pytest.param({"certificates": NO_VERSION}, "certificate", "cannot be read", id="no version"),
+        pytest.param({"certificates": NOT_UTF8}, "certificate", "cannot be read", id="unreadable for OpenSSL"),
         pytest.param({"address": "nowhere"}, "malformed", "values that no server writes", id="no port"),
         pytest.param({"capacity": 0}, "malformed", "values that no server writes", id="no capacity"),
         pytest.param({"num_pages": "many"}, "malformed", "values that no server writes", id="a text as a number"),

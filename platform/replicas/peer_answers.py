@@ -1,0 +1,63 @@
+"""Checks what another server reports about this server's sequences, because tenants pay for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from loramux.engine.messages import Finished, FromEngine, SequenceOutput, Stats, StepOutput
+from loramux.platform.engine_link.sequence_stream import SequenceStream
+from loramux.platform.replicas.frame_link import FrameRefused
+
+MAX_TOKEN_ID = (1 << 31) - 1
+
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def check_answer(message: FromEngine, streams: Mapping[str, SequenceStream]) -> None:
+    """Raise FrameRefused if no engine sends this message about the unfinished sequences in `streams`.
+
+    Nothing that a tenant can choose makes an engine's message fail, because a failure ends the connection.
+    """
+    match message:
+        case StepOutput(outputs=outputs):
+            if len({output.sequence_id for output in outputs}) < len(outputs):
+                raise FrameRefused("it sent two outputs of a sequence in one message")
+            for output in outputs:
+                _check_output(output, _stream(output.sequence_id, streams))
+        case Finished():
+            _check_end(message, _stream(message.sequence_id, streams))
+        case Stats(adapters=adapters):
+            if not all(_DIGEST.fullmatch(one.digest) for one in adapters):
+                raise FrameRefused("it sent statistics with a malformed digest")
+        case _:
+            pass
+
+
+def _stream(sequence_id: str, streams: Mapping[str, SequenceStream]) -> SequenceStream:
+    stream = streams.get(sequence_id)
+    if stream is None:
+        raise FrameRefused("it sent output of a sequence that it does not run for this server")
+    return stream
+
+
+def _check_output(output: SequenceOutput, stream: SequenceStream) -> None:
+    num_tokens = len(output.token_ids)
+    if stream.num_received + num_tokens > stream.max_tokens:
+        raise FrameRefused("it sent more tokens than the sequence may have")
+    if num_tokens and not 0 <= min(output.token_ids) <= max(output.token_ids) <= MAX_TOKEN_ID:
+        raise FrameRefused("it sent a number that is no token")
+    if output.logprobs and len(output.logprobs) != num_tokens:
+        raise FrameRefused("it sent log-probabilities of other tokens")
+    if stream.num_scored + len(output.prompt_logprobs) > len(stream.add.prompt):
+        raise FrameRefused("it sent log-probabilities of more tokens than the prompt has")
+
+
+def _check_end(end: Finished, stream: SequenceStream) -> None:
+    # All committed tokens are sent before the end, except for a token that ends the sequence.
+    if not 0 <= end.completion_tokens <= min(stream.num_received + 1, stream.max_tokens):
+        raise FrameRefused("it counted more tokens than it sent")
+    if end.prompt_tokens not in (0, len(stream.add.prompt)) or not 0 <= end.cached_tokens <= end.prompt_tokens:
+        raise FrameRefused("it counted other tokens than the prompt has")
+    if end.stop_token_id is not None and not 0 <= end.stop_token_id <= MAX_TOKEN_ID:
+        raise FrameRefused("it sent a number that is no token")
