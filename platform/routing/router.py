@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
+from statistics import median_low
 
 from loramux.platform.routing.demand import AdapterDemand
 from loramux.platform.routing.known_replica import KnownReplica
@@ -38,6 +40,12 @@ PREFIX_TOKENS = 4096
 
 FULL_FLEET = 0.95
 """If at least this fraction of sequence slots is used, shares over their weighted part stay on existing copies."""
+
+MAX_CAPACITY_RATIO = 8
+"""Largest capacity that is believed, relative to the median capacity of all replicas."""
+
+MAX_LOAD_RATIO = 4.0
+"""Largest load that counts towards the mean load, relative to the median load. Loads up to 1 always count."""
 
 MAX_PREFETCHES = 8
 """Maximum number of adapters per replica that one call of `prefetches` returns."""
@@ -101,7 +109,11 @@ class Router:
         """Replace all views. Forget replicas without a view."""
         known = self._replicas
         self._replicas = {}
+        # One false report must not draw every request, or change how the other replicas are used.
+        max_capacity = MAX_CAPACITY_RATIO * median_low([view.capacity for view in views] or [1])
         for view in views:
+            if view.capacity > max_capacity:
+                view = replace(view, capacity=max_capacity)
             replica = known.get(view.id)
             if replica is None:
                 replica = KnownReplica(view)
@@ -112,7 +124,8 @@ class Router:
         self._local = next((replica for replica in serving if replica.view.is_local), None)
         self._order.set_replicas(replica.id for replica in serving)
         capacity = sum(replica.view.capacity for replica in serving)
-        self._num_sequences = sum(replica.load * replica.view.capacity for replica in serving)
+        max_load = max(1.0, MAX_LOAD_RATIO * median_low([replica.load for replica in serving] or [0.0]))
+        self._num_sequences = sum(min(max_load, replica.load) * replica.view.capacity for replica in serving)
         self._copy_sequences = COPY_PART * capacity / max(1, len(serving))
         self._num_held = max(1.0, sum(replica.num_held for replica in serving) / max(1, len(serving)))
         self._bound = max(LEAST_BOUND, LOAD_BOUND * self._num_sequences / max(1, capacity))

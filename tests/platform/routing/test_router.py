@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -85,6 +86,23 @@ def test_home_that_begins_to_drain_loads_nothing() -> None:
 def test_no_replica_is_known() -> None:
     with pytest.raises(NoReplica):
         router([]).choose(ask("x"))
+
+
+@pytest.mark.parametrize("capacity", [1, 100, 1 << 31], ids=["tiny", "usual", "huge"])
+@pytest.mark.parametrize("num_sequences", [0, 1 << 31], ids=["idle", "overloaded"])
+def test_false_report_does_not_change_how_other_replicas_are_used(capacity: int, num_sequences: int) -> None:
+    """A liar that reports any load and every adapter must not stop others from spilling or make them copy adapters."""
+    names = [f"adapter{number}" for number in range(40)]
+    honest = [view(one, load=2.0 if one == IDS[0] else 0.3, holds=names) for one in IDS[:5]]
+    liar = replace(view("liar", holds=names), capacity=capacity, num_running=num_sequences, num_waiting=num_sequences)
+    made = router([*honest, liar])
+    chosen = Counter[str]()
+    for name in names * 5:
+        chosen[made.choose(ask(name))] += 1
+    assert not chosen[IDS[0]], "the overloaded replica's requests spill"
+    assert all(chosen[one] for one in IDS[1:5])
+    assert chosen["liar"] == 0 if num_sequences else chosen["liar"] < 150
+    assert made.prefetches() == []
 
 
 def test_only_the_adapters_of_a_leaving_replica_move() -> None:
