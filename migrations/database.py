@@ -83,6 +83,11 @@ class Moment:
     epoch: int
 
 
+def _since_boot_us() -> int:
+    """Time since the host started, including the time for which it was suspended."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
+
+
 class ReadTooLong(Exception):
     """A read exceeded its time limit and was cancelled."""
 
@@ -100,6 +105,7 @@ class Database:
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
+        self._ahead_us: int | None = None
         # The lock is reentrant, so that a nested writer waits only once: for SQLite's lock, until SQLite rejects it.
         self._writing = threading.RLock()
         try:
@@ -182,20 +188,26 @@ class Database:
     def now_us(self, connection: Connection | None = None) -> int:
         """Return microseconds since 1970.
 
-        The source is the injected clock if there is one, otherwise PostgreSQL if `connection` uses it, otherwise the
-        host.
+        The source is the injected clock if there is one, otherwise the host's clock on SQLite and the server's clock on
+        PostgreSQL, because the clocks of hosts that share a database may differ. Without `connection`, PostgreSQL's
+        time is computed from its last answer and the host's monotonic clock.
         """
         if self._clock is not None:
             return self._clock()
-        if connection is not None and not self.is_sqlite:
-            return connection.execute(select(_NOW_US)).scalar_one()
-        return time.time_ns() // 1000
+        if self.is_sqlite:
+            return time.time_ns() // 1000
+        if connection is not None:
+            return self._heard(connection.execute(select(_NOW_US)).scalar_one())
+        if self._ahead_us is None:
+            with self.read() as reading:
+                return self.now_us(reading)
+        return _since_boot_us() + self._ahead_us
 
     def moment(self, connection: Connection) -> Moment:
         """Return the time, from the same source as `now_us`, and the epoch of the gateways' caches."""
         if self._clock is None and not self.is_sqlite:
             now_us, epoch = connection.execute(_MOMENT).one()
-            return Moment(now_us, epoch or 0)
+            return Moment(self._heard(now_us), epoch or 0)
         return Moment(self.now_us(connection), connection.execute(_EPOCH).scalar() or 0)
 
     @cached_property
@@ -204,7 +216,11 @@ class Database:
         return str(_MOMENT.compile(dialect=self._engine.dialect, compile_kwargs={"literal_binds": True}))
 
     def moment_of(self, row: Sequence[Any]) -> Moment:
-        return Moment(row[0] if self._clock is None else self._clock(), row[1] or 0)
+        return Moment(self._heard(row[0]) if self._clock is None else self._clock(), row[1] or 0)
+
+    def _heard(self, now_us: int) -> int:
+        self._ahead_us = now_us - _since_boot_us()
+        return now_us
 
     def upgrade(self, revision: str = "head") -> None:
         """Upgrade the schema to the newest version, or to `revision`. Does nothing if the schema is current.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
@@ -23,18 +24,24 @@ class Site:
     rights: SessionRights
     sessions: ConsoleSessions
     throttle: LoginThrottle
+    templates: Templates
+    now_s: Callable[[], float]
+    """Returns the database's time, in seconds since 1970."""
     provider: OidcProvider | None = None
     confirmation: OidcConfirmation | None = None
     """Confirms roles from single sign-on, or None if it is not configured."""
-    templates: Templates = field(default_factory=Templates)
     recent: Recent = field(default_factory=Recent)
     """A cache of expensive figures, which may be a few seconds old."""
 
     @classmethod
     def over(cls, services: AdminServices, rest: ASGIApp) -> Site:
-        oidc = services.oidc
+        oidc, database = services.oidc, services.database
+
+        def now_s() -> float:
+            return database.now_us() / 1e6
+
         rights = SessionRights(services.api_keys, services.tenants, () if oidc is None else oidc.rules)
-        sessions = ConsoleSessions(services.database, rights)
+        sessions = ConsoleSessions(database, rights)
         provider = None if oidc is None else OidcProvider(oidc)
         confirmation = None
         if oidc is not None and provider is not None:
@@ -44,7 +51,9 @@ class Site:
             rest=rest,
             rights=rights,
             sessions=sessions,
-            throttle=LoginThrottle(services.database),
+            throttle=LoginThrottle(database),
+            templates=Templates(now_s),
+            now_s=now_s,
             provider=provider,
             confirmation=confirmation,
         )

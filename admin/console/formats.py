@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -64,10 +63,10 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
-def ago(at: float | None, now: float | None = None) -> str:
+def ago(at: float | None, now: float) -> str:
     if at is None:
         return "never"
-    passed = (time.time() if now is None else now) - at
+    passed = now - at
     if abs(passed) < 2:
         return "now"
     shown = f"{abs(passed):.0f} s" if abs(passed) < 60 else duration(abs(passed))
@@ -102,7 +101,6 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "money": money,
     "size": size,
     "duration": duration,
-    "ago": ago,
     "moment": moment,
     "percent": percent,
     "short": short,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def visible(value: Any) -> Any:
 
 
 class Templates:
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float]) -> None:
         # With StrictUndefined, an undefined name raises an error instead of rendering as an empty string.
         self._environment = Environment(
             loader=FileSystemLoader(FOLDER / "templates"),
@@ -40,6 +41,8 @@ class Templates:
             lstrip_blocks=True,
         )
         self._environment.filters.update(formats.FILTERS)
+        self._environment.filters["ago"] = lambda at: formats.ago(at, now_s())
+        self._environment.globals["now"] = now_s
         self._environment.globals["static_version"] = _static_version()
 
     def render(self, template: str, /, **values: Any) -> str:

@@ -5,7 +5,7 @@ A page can do exactly what its user could do with a key: the same roles, checks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -32,12 +32,23 @@ class RestError(Exception):
 
 
 class RestCalls:
-    """Calls routes as one principal. The client address comes from `outer`, the scope of the browser's request."""
+    """Calls routes as one principal. The client address comes from `outer`, the scope of the browser's request.
 
-    def __init__(self, app: ASGIApp, principal: Principal, outer: Mapping[str, Any]) -> None:
+    `now_s` returns the database's time.
+    """
+
+    def __init__(
+        self, app: ASGIApp, principal: Principal, outer: Mapping[str, Any], now_s: Callable[[], float]
+    ) -> None:
         self._app = app
         self._principal = principal
         self._outer = outer
+        self._now_s = now_s
+
+    @property
+    def now(self) -> int:
+        """The database's time, in seconds since 1970."""
+        return int(self._now_s())
 
     async def get(self, path: str, **params: Any) -> Document:
         """Return the document at a path under `/admin/v1`. Parameters that are None are omitted. Raises RestError."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class Visit:
 
     @property
     def rest(self) -> RestCalls:
-        return RestCalls(self.site.rest, self.session.principal, self.request.scope)
+        return RestCalls(self.site.rest, self.session.principal, self.request.scope, self.site.now_s)
 
     @property
     def is_platform(self) -> bool:
@@ -146,7 +145,6 @@ def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
         "visit": visit,
         "path": request.scope["path"].removeprefix(request.scope["root_path"]),
         "theme": theme if theme in ("light", "dark") else "auto",
-        "now": time.time(),
         # Only full pages call this, because a live part of a page must not consume the notices.
         "take_notices": visit.session.take_notices if visit is not None else list,
     }

@@ -55,7 +55,8 @@ def _check_output(output: SequenceOutput, stream: SequenceStream) -> None:
 
 def _check_end(end: Finished, stream: SequenceStream) -> None:
     # All committed tokens are sent before the end, except for a token that ends the sequence.
-    if not 0 <= end.completion_tokens <= min(stream.num_received + 1, stream.max_tokens):
+    num_tokens = stream.num_received + (end.reason != "length")
+    if not 0 <= end.completion_tokens <= min(num_tokens, stream.max_tokens):
         raise FrameRefused("it counted more tokens than it sent")
     if end.prompt_tokens not in (0, len(stream.add.prompt)) or not 0 <= end.cached_tokens <= end.prompt_tokens:
         raise FrameRefused("it counted other tokens than the prompt has")

@@ -22,6 +22,8 @@ class PeerConnection(EngineSession):
 
     def __init__(self, note_end: NoteEnd) -> None:
         super().__init__(note_end)
+        self.has_lied = False
+        """True if the connection ended because of a message that no engine sends."""
         self._link = FrameLink(self._receive)
 
     @staticmethod
@@ -59,6 +61,11 @@ class PeerConnection(EngineSession):
             raise
         return connection
 
+    @property
+    def reason(self) -> str:
+        """Why the connection ended."""
+        return self._link.lost.result()
+
     async def wait_lost(self) -> None:
         await asyncio.wait((self._link.lost,))
 
@@ -72,7 +79,11 @@ class PeerConnection(EngineSession):
     def _receive(self, frame: bytes) -> None:
         try:
             message = self._decoder.decode(frame)
+            check_answer(message, self._streams)
         except msgspec.MsgspecError:
-            raise FrameRefused("the other server sent an unreadable message") from None
-        check_answer(message, self._streams)
+            self.has_lied = True
+            raise FrameRefused("it sent an unreadable message") from None
+        except FrameRefused:
+            self.has_lied = True
+            raise
         self._dispatch(message)

@@ -15,6 +15,9 @@ from loramux.platform.replicas.peer_connection import PeerConnection
 from loramux.platform.replicas.records import base_fingerprint
 from loramux.platform.replicas.replica_book import Peer
 
+DISTRUST_S = 60.0
+"""How long a server that has sent a message that no engine sends is not used, in seconds."""
+
 log = structlog.get_logger()
 
 
@@ -28,6 +31,7 @@ class PeerEngine(FollowedEngine):
         self,
         peer: Peer,
         own: Callable[[], OwnCertificate],
+        count_refusal: Callable[[str], None] = lambda reason: None,
         joining: Joining | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -35,8 +39,13 @@ class PeerEngine(FollowedEngine):
         super().__init__(place, joining if joining is not None else Joining(), clock)
         self.peer = peer
         self._own = own
+        self._clock = clock
+        self._count_refusal = count_refusal
+        self._distrusted_until_s = 0.0
 
     async def _join(self) -> EngineSession:
+        if self._clock() < self._distrusted_until_s:
+            raise JoinRefused(f"it sent messages that no engine sends ({self._place})")
         row = self.peer.row
         host, port = row.host_and_port
         try:
@@ -52,5 +61,11 @@ class PeerEngine(FollowedEngine):
         return connection
 
     def _log_loss(self) -> None:
+        connection = self._connection
+        if isinstance(connection, PeerConnection) and connection.has_lied:
+            self._distrusted_until_s = self._clock() + DISTRUST_S
+            log.warning("a replica is not used for a while", replica=self.peer.row.id, reason=connection.reason)
+            self._count_refusal("answers")
+            return
         # This is not an error. Operators restart servers at any time, and requests then run elsewhere.
         log.info("a replica is gone", replica=self.peer.row.id, address=self.peer.row.address)

@@ -254,7 +254,7 @@ class Presence:
             if name in self._peers:
                 self._peers[name].peer = peer
             else:
-                engine = PeerEngine(peer, lambda: self._certificates.in_use, clock=self._clock)
+                engine = PeerEngine(peer, lambda: self._certificates.in_use, self._count_refusal, clock=self._clock)
                 self._peers[name] = engine
                 engine.follow()
         for name in self._peers.keys() - self._book.peers.keys():

@@ -36,6 +36,7 @@ NETWORK_REFUSALS = (
 )
 PEER_STATES = ("connected", "draining", "unreachable", "refused")
 REPLICA_REFUSALS = (
+    "answers",
     "base",
     "certificate",
     "claims",

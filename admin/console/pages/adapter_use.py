@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from loramux.admin.console.latency import Latency, latency_of
@@ -16,7 +15,7 @@ async def use_by_version(rest: RestCalls, adapter: Document, others: Sequence[st
     """Return the requests, failures and tokens of the last day by version ID, summed over the owner and the grantees
     `others`.
     """
-    now = int(time.time())
+    now = rest.now
     pages = await asyncio.gather(
         *(
             rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="version,status", tenant=tenant)
@@ -43,7 +42,7 @@ async def speed_by_version(rest: RestCalls, adapter: Document) -> dict[str, Late
 
 async def requests_of_adapter(rest: RestCalls, adapter: Document) -> str:
     """Describe the adapter's recent requests for a confirmation page."""
-    now = int(time.time())
+    now = rest.now
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="adapter", tenant=adapter["tenant"])
     rows = [row for bucket in page["data"] for row in bucket["results"] if row["adapter"] == adapter["id"]]
     return f"{sum(row['requests'] for row in rows):,} in the last 24 hours by {adapter['tenant']} itself"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from starlette.responses import Response
@@ -115,7 +114,7 @@ async def _facts(visit: Visit) -> tuple[Document, str, str]:
     if key["tenant_id"] is None:
         return key, "the platform", ""
     owner = await visit.rest.get(f"/tenants/{key['tenant_id']}")
-    now = int(time.time())
+    now = visit.rest.now
     page = await visit.rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="key", tenant=owner["slug"])
     rows = [row for bucket in page["data"] for row in bucket["results"] if row["key"] == key["id"]]
     return key, owner["slug"], f"{sum(row['requests'] for row in rows):,} in the last 24 hours"

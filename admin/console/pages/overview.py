@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,7 +73,7 @@ class Overview:
 
 async def _minutes(rest: RestCalls) -> dict[str, Any]:
     """Return the requests and tokens of each minute of the last hour, including minutes without requests."""
-    now = int(time.time())
+    now = rest.now
     first = now // 60 * 60 - (NUM_MINUTES - 1) * 60
     page = await rest.get("/usage", bucket="1m", start=first, end=now + 1, group_by="")
     x = [first + 60 * minute for minute in range(NUM_MINUTES)]
@@ -98,7 +97,7 @@ async def _top(rest: RestCalls, is_platform: bool) -> Sequence[Document]:
 
     For a tenant's users, return the models that the tenant used most.
     """
-    now = int(time.time())
+    now = rest.now
     group_by = "tenant" if is_platform else "model"
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by=group_by, top=NUM_TOP)
     return [row for bucket in page["data"] for row in bucket["results"]]

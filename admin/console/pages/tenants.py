@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from starlette.responses import Response
@@ -86,7 +85,7 @@ async def confirm_state(visit: Visit) -> Response:
         visit.rest.get("/requests", tenant=slug, limit=100),
         _use(visit.rest, slug),
     )
-    now = int(time.time())
+    now = visit.rest.now
     keys["data"] = [key for key in keys["data"] if not key["revoked_at"] and (key["expires_at"] or now + 1) > now]
     active, suspended = (
         f"{slug} is active, with {_some(keys, 'usable key')}",
@@ -139,6 +138,6 @@ def _some(page: Document, one: str) -> str:
 
 
 async def _use(rest: RestCalls, tenant: str | None = None) -> dict[str, Any]:
-    now = int(time.time())
+    now = rest.now
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="tenant", tenant=tenant)
     return {row["tenant"]: row for bucket in page["data"] for row in bucket["results"]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from starlette.responses import Response
@@ -84,7 +83,7 @@ def _params(visit: Visit) -> dict[str, Any]:
     days = visit.query("days") or "1"
     group_by = visit.query("group_by") or ("tenant" if visit.is_platform else "model")
     days = days if days in RANGES else "1"
-    now = int(time.time())
+    now = visit.rest.now
     return {
         "days": days,
         "group_by": group_by if group_by in GROUPS else "model",

@@ -115,6 +115,7 @@ async def open_replica(
     directory: Path,
     clock: Callable[[], float] = time.monotonic,
     base_id: str = "",
+    version: str = "1",
 ) -> AsyncIterator[Replica]:
     scripted, metrics, router = ScriptedEngine(base_sha256=base_id), GatewayMetrics(), ChosenRouter()
     draw = BaseDraw(base_id, PROMPTS)
@@ -131,7 +132,7 @@ async def open_replica(
         base_id=base_id,
     )
     presence = Presence(
-        own=own_row(name, scripted, address=f"{host}:{port}"),
+        own=own_row(name, scripted, address=f"{host}:{port}", version=version),
         table=ReplicaTable(database),
         certificates=OwnCertificates(name),
         local=scripted,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,82 +17,27 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from loramux.engine.messages import (
     AdapterState,
-    Finished,
     FromEngine,
-    PromptLogprob,
     ResidentAdapter,
-    SequenceOutput,
     Stats,
-    StepOutput,
-    TokenLogprobs,
 )
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.replicas import presence
+from loramux.platform.replicas import peer_engine, presence
 from loramux.platform.replicas.records import ReplicaRow
 from loramux.platform.replicas.replica_table import ReplicaTable, Summary
 from loramux.platform.replicas.residency import summarise
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.ready_adapters import digest_of
 from tests.platform.replicas.lab import add, beat, collect, open_replica, until
+from tests.platform.replicas.lies import LIES, Lie
 from tests.platform.replicas.pair import Pair, open_pair
 
 pytestmark = pytest.mark.anyio
 
 NUM_PROMPT = 4
 """Number of tokens of the prompt that a pair completes."""
-
-Lie = Callable[[FromEngine], Iterable[FromEngine]]
-
-
-def ending(**changes: Any) -> Lie:
-    """Change the end of each sequence."""
-
-    def lie(message: FromEngine) -> Iterable[FromEngine]:
-        return (msgspec.structs.replace(message, **changes) if isinstance(message, Finished) else message,)
-
-    return lie
-
-
-def output(**changes: Any) -> Lie:
-    """Change each output of each sequence."""
-
-    def lie(message: FromEngine) -> Iterable[FromEngine]:
-        if not isinstance(message, StepOutput):
-            return (message,)
-        return (StepOutput(outputs=tuple(msgspec.structs.replace(one, **changes) for one in message.outputs)),)
-
-    return lie
-
-
-def repeated(message: FromEngine) -> Iterable[FromEngine]:
-    return (message,) if not isinstance(message, StepOutput) else (message,) * 20
-
-
-def doubled(message: FromEngine) -> Iterable[FromEngine]:
-    return (message,) if not isinstance(message, StepOutput) else (StepOutput(outputs=message.outputs * 2),)
-
-
-LIES: Mapping[str, Lie] = {
-    "a billion tokens": ending(completion_tokens=10**9),
-    "more than a database holds": ending(completion_tokens=2**63 - 1),
-    "negative tokens": ending(completion_tokens=-5),
-    "one token too many": ending(completion_tokens=10),
-    "a longer prompt": ending(prompt_tokens=10**9),
-    "a negative prompt": ending(prompt_tokens=-1),
-    "more cached tokens than the prompt has": ending(cached_tokens=10**6),
-    "negative cached tokens": ending(cached_tokens=-4),
-    "no such stop token": ending(reason="stop", stop_token_id=1 << 40),
-    "no such token": output(token_ids=(1 << 40,)),
-    "a negative token": output(token_ids=(-7,)),
-    "more tokens than granted": output(token_ids=(5,) * 9),
-    "each output twenty times": repeated,
-    "each output twice in one message": doubled,
-    "an unknown sequence": output(sequence_id="req_of_another-0"),
-    "log-probabilities without tokens": output(logprobs=(TokenLogprobs(5, -0.5),) * 7),
-    "log-probabilities of a longer prompt": output(prompt_logprobs=(PromptLogprob(5, -0.5, 1),) * 100),
-}
 
 
 @pytest.fixture
@@ -111,7 +55,11 @@ async def pair(
 
 def num_reserved(pair: Pair) -> int:
     with pair.gateway.database.read() as connection:
-        return sum(connection.execute(schema.quota_counters.select().with_only_columns(schema.quota_counters.c.reserved)).scalars())
+        return sum(
+            connection.execute(
+                schema.quota_counters.select().with_only_columns(schema.quota_counters.c.reserved)
+            ).scalars()
+        )
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
@@ -127,8 +75,10 @@ async def test_lies_about_a_sequence_end_the_connection_and_are_not_billed(pair:
     assert num_reserved(pair) == 0
     if answer["status"] == 200:
         assert num_completion == answer["usage"]["completion_tokens"] == 8
-    # The next request runs on the first server, or on the second once it tells the truth.
+    # The next request runs on the first server, because the liar is not used for a while.
     assert (await pair.complete())["status"] == 200
+    assert len(pair.second.scripted.adds) == 1
+    assert pair.first.metric("loramux_replica_refusals_total", reason="answers") == 1
 
 
 async def test_honest_ends_are_not_taken_for_lies(pair: Pair) -> None:
@@ -167,6 +117,7 @@ async def test_false_statistics_do_not_stop_the_checks_of_claims(
 ) -> None:
     monkeypatch.setattr(presence, "BEAT_S", 0.01)
     monkeypatch.setattr(presence, "STATS_WAIT_S", 0.05)
+    monkeypatch.setattr(peer_engine, "DISTRUST_S", 0.05)
     pair.second.served.rewrite = lie
     pair.first.presence.start(asyncio.Event())
     await asyncio.sleep(0.2)
@@ -225,7 +176,9 @@ async def test_rows_in_the_name_of_other_servers_do_not_separate_honest_servers(
             if not str(values["id"]).startswith("rep_liar"):
                 honest = msgspec.convert(values, ReplicaRow)
                 subject = x509.load_pem_x509_certificate(honest.certificates.encode()).subject
-                broken = x509.load_pem_x509_certificate(honest.certificates.encode()).public_bytes(serialization.Encoding.DER)
+                broken = x509.load_pem_x509_certificate(honest.certificates.encode()).public_bytes(
+                    serialization.Encoding.DER
+                )
                 for certificates in (
                     honest.certificates,
                     certificate_for(subject),
@@ -245,7 +198,11 @@ async def test_rows_in_the_name_of_other_servers_do_not_separate_honest_servers(
         assert lies == 8
         for _ in range(100):
             await beat(first, second)
-            if first.metric("loramux_peers", state="connected") == second.metric("loramux_peers", state="connected") == 1:
+            if (
+                first.metric("loramux_peers", state="connected")
+                == second.metric("loramux_peers", state="connected")
+                == 1
+            ):
                 break
             await asyncio.sleep(0.05)
         assert [view.id for view in first.router.views] == ["rep_a", "rep_b"]

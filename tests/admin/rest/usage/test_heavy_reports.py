@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from contextlib import AsyncExitStack
 
 import anyio
@@ -140,7 +141,7 @@ async def test_console_gets_a_long_report_in_one_piece(http: httpx.AsyncClient, 
     principal = services.api_keys.authenticate(secret)
     assert principal is not None
     app = http._transport.app  # type: ignore[attr-defined]
-    page = await RestCalls(app, principal, {}).get("/usage", group_by="end_user")
+    page = await RestCalls(app, principal, {}, time.time).get("/usage", group_by="end_user")
     assert len(page["data"][0]["results"]) == 600
     assert services.export_slots.num_taken == 0
 
