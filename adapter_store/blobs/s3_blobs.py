@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from loramux.adapter_store.blobs.circuit_breaker import BreakerState, CircuitBreaker
 from loramux.adapter_store.blobs.interface import (
     MAX_READ_BYTES,
@@ -30,11 +32,15 @@ from loramux.adapter_store.blobs.s3_reading import SHA256_METADATA, FileSink, Me
 from loramux.adapter_store.blobs.s3_writing import S3Writer
 from loramux.adapter_store.errors import BlobNotFound
 
+_COPIES = "the store obeys unsigned x-amz-copy-source headers"
 _CRASHED_AFTER_S = 86_400
 """Age at which a multipart upload or a probe blob counts as abandoned, in seconds."""
 # Matches the checksum of a whole object. A multipart object may instead have a checksum of checksums, with the number
 # of parts as a suffix.
 _SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
+
+
+log = structlog.get_logger()
 
 
 class S3BlobStore(BlobStore):
@@ -47,7 +53,9 @@ class S3BlobStore(BlobStore):
     - `Content-MD5` on PUT: damage in transit is detected only at the next read;
     - metadata, for each blob's SHA-256: a read compares the ETag if it is an MD5, otherwise only the size;
     - `x-amz-checksum-sha256` on presigned PUTs: ingestion hashes the bytes anyway;
-    - `If-Match` on range requests: only the ETags in the responses are compared.
+    - `If-Match` on range requests: only the ETags in the responses are compared;
+    - refusal of unsigned `x-amz-copy-source` headers: clients then send their files to a server instead of the bucket.
+      `is_presigning` overrides this test.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class S3BlobStore(BlobStore):
         breaker: CircuitBreaker | None = None,
         budget: RetryBudget | None = None,
         now_s: Callable[[], float] = time.time,
+        is_presigning: bool | None = None,
     ) -> None:
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._breaker = breaker or CircuitBreaker()
@@ -70,6 +79,7 @@ class S3BlobStore(BlobStore):
         self._now_s = now_s
         self._lock = threading.Lock()
         self._is_conditional: bool | None = None
+        self._is_presigning = is_presigning
 
     @property
     def breaker_state(self) -> BreakerState:
@@ -148,10 +158,10 @@ class S3BlobStore(BlobStore):
                 self.delete(item["Key"].removeprefix(self._prefix))
 
     def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
-        return self._presigner.put(self._key(key), size, sha256, expires_s)
+        return self._presigner.put(self._key(key), size, sha256, expires_s) if self._presigns() else None
 
     def presign_parts(self, key: str, size: int, expires_s: int) -> PresignedParts | None:
-        return self._presigner.parts(self._key(key), size, expires_s)
+        return self._presigner.parts(self._key(key), size, expires_s) if self._presigns() else None
 
     def complete_parts(self, key: str, upload_id: str, size: int) -> bool:
         return self._presigner.complete(self._key(key), upload_id, size, self._completes_conditionally())
@@ -161,6 +171,14 @@ class S3BlobStore(BlobStore):
 
     def _key(self, key: str) -> str:
         return self._prefix + check_key(key)
+
+    def _presigns(self) -> bool:
+        with self._lock:
+            if self._is_presigning is None:
+                self._is_presigning = self._probe.keeps_presigned_puts_from_copying()
+                if not self._is_presigning:
+                    log.warning("presigned_uploads_off", bucket=self._calls.bucket, reason=_COPIES)
+            return self._is_presigning
 
     def _completes_conditionally(self) -> bool:
         with self._lock:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import uuid
 from contextlib import suppress
+from urllib.parse import quote
+
+from botocore.awsrequest import AWSRequest
 
 from loramux.adapter_store.blobs.s3_calls import AttemptFailed, PreconditionFailed, S3Calls
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 
 PROBES = "probes/"
 """Key prefix of the one-byte blobs that the probe stores and then deletes."""
+
+_PROBE_S = 60
+"""Lifetime of a presigned request that the probe sends, in seconds."""
 
 _REMEDY = "use a store with conditional writes (Amazon S3, Ceph 16+, MinIO 2024+), or a file:// blob URL"
 
@@ -72,6 +78,38 @@ class S3Probe:
                     )
         finally:
             self._delete(key)
+
+    def keeps_presigned_puts_from_copying(self) -> bool:
+        """Return whether a presigned PUT with the unsigned header `x-amz-copy-source` copies nothing.
+
+        If it copied, its holder could put any blob of the bucket into an upload. Raises BlobStoreUnavailable.
+        """
+        calls, what = self._calls, "test presigned requests"
+        source, target = self._new_key(), self._new_key()
+        try:
+            with suppress(PreconditionFailed):
+                self._put(source)
+            url = calls.client.generate_presigned_url(
+                "put_object", Params={"Bucket": calls.bucket, "Key": target, "ContentLength": 1}, ExpiresIn=_PROBE_S
+            )
+            copying = {"content-length": "1", "x-amz-copy-source": quote(f"/{calls.bucket}/{source}")}
+            calls.run(what, lambda: self._put_presigned(url, copying))
+            found = calls.send(what, lambda: calls.client.get_object(Bucket=calls.bucket, Key=target)["Body"].read(2))
+            return bool(found != b"1")
+        except BlobNotFound:
+            # The store has refused the request.
+            return True
+        finally:
+            self._delete(source)
+            self._delete(target)
+
+    def _put_presigned(self, url: str, headers: dict[str, str]) -> None:
+        # The client's own session has its certificates and proxies.
+        session = self._calls.client._endpoint.http_session
+        request = AWSRequest("PUT", url, headers, b"2").prepare()
+        status = self._calls.ask(lambda: session.send(request).status_code)
+        if status in (408, 429) or (status >= 500 and status != 501):
+            raise AttemptFailed(str(status))
 
     def _is_completion_refused(self, key: str, upload_id: str, etag: str) -> bool:
         try:

@@ -117,7 +117,10 @@ class Choice:
     def prompt_tokens(self) -> int:
         if not self.has_run:
             return 0
-        return len(self.add.prompt) if self.finished is None else self.finished.prompt_tokens
+        # A server whose engine died does not know whether a sequence had begun, but its tokens prove that it had.
+        if self.finished is None or self.num_received:
+            return len(self.add.prompt)
+        return self.finished.prompt_tokens
 
     @property
     def completion_tokens(self) -> int:

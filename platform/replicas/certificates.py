@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 LIFETIME_S = 24 * 3600.0
-CLOCK_SKEW_S = 3600.0
+CLOCK_SKEW_S = 24 * 3600.0
 """A certificate is valid from this many seconds before its creation, because hosts' clocks differ."""
 SETTLE_S = 60.0
 """Delay, in seconds, before a renewed certificate is used, so that every server can read it first."""

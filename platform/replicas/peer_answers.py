@@ -54,10 +54,12 @@ def _check_output(output: SequenceOutput, stream: SequenceStream) -> None:
 
 
 def _check_end(end: Finished, stream: SequenceStream) -> None:
-    # All committed tokens are sent before the end, except for a token that ends the sequence.
-    num_tokens = stream.num_received + (end.reason != "length")
-    if not 0 <= end.completion_tokens <= min(num_tokens, stream.max_tokens):
-        raise FrameRefused("it counted more tokens than it sent")
+    # All committed tokens are sent before the end, except for a token that ends the sequence. An aborted or failed
+    # sequence can be billed for fewer tokens.
+    least = stream.num_received if end.reason in ("stop", "length") else 0
+    most = stream.num_received + (end.reason != "length")
+    if not least <= end.completion_tokens <= min(most, stream.max_tokens):
+        raise FrameRefused("it counted other tokens than it sent")
     if end.prompt_tokens not in (0, len(stream.add.prompt)) or not 0 <= end.cached_tokens <= end.prompt_tokens:
         raise FrameRefused("it counted other tokens than the prompt has")
     if end.stop_token_id is not None and not 0 <= end.stop_token_id <= MAX_TOKEN_ID:

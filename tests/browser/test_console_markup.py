@@ -27,7 +27,7 @@ ANSWERS = {
     "event stream": "\n\ndata: [DONE]\n\ndata: {}\n\nevent: message",
     "directions": "\u202eright to left\u2066\u2067\u200b\u2028\u2029",
     "control characters": "\x00\x07\x1b[2J\x7f\r\n",
-    "a long line": "<i>" + "x" * 2000,
+    "a long line": "<i>" + "x" * 600,
 }
 """Texts that a schema forces the model to answer."""
 
@@ -44,9 +44,9 @@ def test_answers_with_markup_are_shown_as_text(tab: Tab, name: str) -> None:
     page = tab.open("/playground?tenant=harbour")
     page.evaluate("for (const hidden of document.querySelectorAll('details')) hidden.open = true")
     page.fill("[name=json_schema]", json.dumps({"const": ANSWERS[name]}))
-    page.fill("[name=max_tokens]", "2048")
+    page.fill("[name=max_tokens]", "900")
     page.click("[data-run]")
-    page.wait_for_selector(".lane [data-figures]:has-text('tokens')", timeout=300_000)
+    page.wait_for_selector(".lane [data-figures]:has-text('first token')", timeout=300_000)
     shown = page.locator(".lane output").first
     assert json.loads(shown.evaluate("element => element.textContent")) == ANSWERS[name]
     assert shown.evaluate("element => [...element.querySelectorAll('*')].every(one => one.localName === 'span')")
@@ -61,7 +61,7 @@ def test_arguments_of_calls_with_markup_are_shown_as_text(tab: Tab) -> None:
     page.fill("[name=json_schema]", json.dumps({**answer, "additionalProperties": False}))
     page.fill("[name=max_tokens]", "512")
     page.click("[data-run]")
-    page.wait_for_selector(".lane [data-figures]:has-text('tokens')", timeout=120_000)
+    page.wait_for_selector(".lane [data-figures]:has-text('first token')", timeout=120_000)
     assert IMAGE in page.locator(".lane output").first.evaluate("element => element.textContent")
     check_nothing_ran(page)
 
@@ -82,8 +82,8 @@ def test_free_texts_with_markup_are_shown_as_text(tab: Tab, demo: Demo) -> None:
     assert demo.ask("harbour", "pirate", max_tokens=2, user=IMAGE).status_code == 200
     headers = {"authorization": f"Bearer {demo.server.admin_key}", "user-agent": IMAGE}
     with httpx.Client(trust_env=False, timeout=60, headers=headers, base_url=demo.server.admin_url) as http:
-        made = http.post("/admin/v1/tenants", json={"slug": "marked", "name": IMAGE})
-        assert made.status_code in (201, 422), made.text
+        made = http.post("/admin/v1/tenants", json={"slug": "marked", "display_name": IMAGE})
+        assert made.status_code == 201, made.text
         refused = http.post("/admin/v1/adapters", json={"tenant": "harbour", "name": IMAGE})
         assert refused.status_code in (400, 422), refused.text
         config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": [IMAGE, "q_proj"], "bias": IMAGE}

@@ -69,6 +69,12 @@ class FleetLab(GatewayLab):
                 os.kill(pid, signal.SIGKILL)
         until(lambda: not any(map(is_running, processes)))
 
+    def kill_engine(self, gateway: LabGateway) -> None:
+        """Kill a server's engine. The server starts another."""
+        [engine] = [pid for pid in children_of(gateway.pid) if _is_engine(pid)]
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: not is_running(engine))
+
     def metric(self, gateway: LabGateway, sample: str) -> float:
         url = f"http://127.0.0.1:{gateway.settings['admin_port']}/metrics"
         found = re.search(rf"^{re.escape(sample)} (\S+)$", httpx.get(url, trust_env=False).text, re.MULTILINE)
@@ -107,3 +113,7 @@ class FleetLab(GatewayLab):
                 found[sequence_id] = (num_prompt, num_completion)
             for sequence_id, (num_prompt, num_completion) in found.items():
                 yield sequence_id, num_prompt, num_completion
+
+
+def _is_engine(pid: int) -> bool:
+    return b"tests.conformance.paced_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()

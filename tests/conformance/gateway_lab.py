@@ -105,13 +105,21 @@ class GatewayLab:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**environment, **self._maker_environment()},
         )
         self.gateways = [LabGateway(self._settings(number)) for number in range(num_gateways)]
-        for gateway in self.gateways:
-            self.start(gateway)
-        for gateway in self.gateways:
-            self.wait_ready(gateway)
+        try:
+            for gateway in self.gateways:
+                self.start(gateway)
+            for gateway in self.gateways:
+                self.wait_ready(gateway)
+        except BaseException:
+            self.close()
+            raise
+
+    def _maker_environment(self) -> dict[str, str]:
+        """Further environment variables of the gateways."""
+        return {}
 
     def _start_engine(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
         """Start the engine that all gateways share."""

@@ -26,10 +26,12 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         settings = json.loads(line)
-        log, ends = settings.pop("log"), settings.pop("ends", None)
+        log, ends, faketime = settings.pop("log"), settings.pop("ends", None), settings.pop("faketime", None)
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if faketime is not None:
+                os.environ["FAKETIME"] = faketime
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)

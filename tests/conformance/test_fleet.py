@@ -19,10 +19,11 @@ from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.drawn_requests import DrawnRequest
 from tests.conformance.fleet_lab import FleetLab, Replacement
 from tests.conformance.fleet_streams import Stream, is_billed_as_received, numbered_stream, send_stream
-from tests.conformance.gateway_lab import LabGateway, make_lab_base
+from tests.conformance.gateway_lab import LabGateway, make_lab_base, until
 from tests.postgres import create_database
 
 NUM_KILLS = int(os.environ.get("LORAMUX_FLEET_KILLS", "100"))
+NUM_ENGINE_KILLS = int(os.environ.get("LORAMUX_FLEET_ENGINE_KILLS", "20"))
 NUM_UPGRADES = int(os.environ.get("LORAMUX_FLEET_UPGRADES", "6"))
 SEED = int(os.environ.get("LORAMUX_FLEET_SEED", "1"))
 NUM_STREAMS = 32
@@ -118,6 +119,59 @@ def test_replicas_killed_under_load_lose_no_unstarted_request_and_bill_what_was_
     assert unfit == [], "a request of a killed server is billed for less than its checkpoint, or for more than was run"
     assert set(checkpoints) == set(events), "each request is settled once"
     assert late == []
+
+
+def test_engines_killed_in_mid_stream_end_what_ran_and_bill_what_was_received(lab: FleetLab) -> None:
+    tenant, key = lab.account("engines")
+    QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 10**9)
+    dice = random.Random(SEED)
+    streams: list[Stream] = []
+    later: list[Stream] = []
+    num_hit = 0
+
+    async def kill_in_mid_stream(victim: LabGateway) -> list[Stream]:
+        since_byte = lab.outputs_of(victim).stat().st_size
+        load = [asyncio.create_task(sent(lab.gateways[i % 3], key, dice)) for i in range(NUM_STREAMS)]
+        await asyncio.to_thread(until, lambda: lab.arrivals(victim, since_byte))
+        await asyncio.sleep(dice.uniform(0.1, 0.6))
+        await asyncio.to_thread(lab.kill_engine, victim)
+        return await asyncio.gather(*load)
+
+    for _ in range(NUM_ENGINE_KILLS):
+        victim = dice.choice(lab.gateways)
+        found = asyncio.run(kill_in_mid_stream(victim))
+        num_hit += any(one.is_ended_by_error for one in found)
+        streams += found
+        for gateway in lab.gateways:
+            lab.wait_ready(gateway)
+        later.append(asyncio.run(sent(victim, key, dice)))
+
+    lab.wait_settled()
+    total = lab.check_bills(tenant.id, [(one.status, one.answer) for one in (*streams, *later)])
+    events = lab.events_of(tenant.id)
+    unkept = [one for one in streams if not one.is_complete and not (one.is_ended_by_error and one.num_received)]
+    wrong = [one for one in (*streams, *later) if not is_billed_as_received(one, events)]
+    print(
+        f"\nseed {SEED}: {NUM_ENGINE_KILLS} kills of engines, {num_hit} in mid-stream; {len(streams)} streams, "
+        f"{sum(one.is_ended_by_error for one in streams)} ended by an error, {len(unkept)} not as promised; "
+        f"{total} tokens, {len(wrong)} wrong bills"
+    )
+    print(
+        [
+            (
+                one.num_prompt,
+                one.num_received,
+                events[one.request_id].prompt_tokens,
+                events[one.request_id].completion_tokens,
+                one.status,
+            )
+            for one in wrong
+        ][:12]
+    )
+    assert num_hit > NUM_ENGINE_KILLS // 2
+    assert unkept == [], "an unstarted request did not complete, or a started one did not end with an error"
+    assert wrong == []
+    assert all(one.is_complete for one in later)
 
 
 def spread(seconds: list[float]) -> str:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gzip
 import hashlib
 import random
 import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,13 @@ DAY_S = 86_400
 only_moto = pytest.mark.skipif(IS_RADOSGW, reason="needs a store without signature checks, or with more conditions")
 
 
+only_radosgw = pytest.mark.skipif(not IS_RADOSGW, reason="moto checks no signatures")
+
+
 @pytest.fixture
 def s3_blobs(s3_bucket: str) -> S3BlobStore:
-    return S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
+    # moto and radosgw obey unsigned headers. These tests show what else a signature covers.
+    return S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS, is_presigning=True)
 
 
 def sha256(data: bytes) -> str:
@@ -136,7 +142,7 @@ def test_presigned_put_works_with_any_client(s3_blobs: S3BlobStore) -> None:
     assert send(put, b"hello") == 412, "an existing blob is kept"
 
 
-@pytest.mark.skipif(not IS_RADOSGW, reason="moto checks no signatures")
+@only_radosgw
 @pytest.mark.parametrize(
     ("data", "headers"),
     [
@@ -154,6 +160,121 @@ def test_presigned_put_accepts_only_the_signed_bytes(
     assert put is not None
     assert send(put, data, **headers) in (400, 403)
     assert not s3_blobs.exists("uploads/u/file")
+
+
+def outcome(url: str, method: str, data: bytes = b"", **headers: str) -> int:
+    with httpx.Client(trust_env=False) as client:
+        return client.request(method, url, content=data, headers=headers).status_code
+
+
+@only_radosgw
+def test_presigned_put_is_good_for_nothing_else(s3_blobs: S3BlobStore, raw_bucket: Any) -> None:
+    s3_blobs.put("packed/secret", b"of another tenant")
+    put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 60)
+    assert put is not None
+    before, after = put.url.split("?")
+    object_url, bucket_url = before, before.removesuffix(f"/{PREFIX}/uploads/u/file")
+    others = {
+        "reads it": ("GET", put.url),
+        "deletes it": ("DELETE", put.url),
+        "lists the bucket": ("GET", f"{bucket_url}?list-type=2&{after}"),
+        "lists its parts": ("GET", f"{object_url}?uploads&{after}"),
+        "begins a multipart upload": ("POST", f"{object_url}?uploads&{after}"),
+        "sets its rights": ("PUT", f"{object_url}?acl&{after}"),
+        "another key": ("PUT", f"{object_url}2?{after}"),
+        "a key above it": ("PUT", f"{before.removesuffix('/u/file')}/../../packed/secret?{after}"),
+        "an encoded key above it": ("PUT", f"{before.removesuffix('file')}%2e%2e%2f%2e%2e%2fpacked%2fsecret?{after}"),
+        "a longer life": ("PUT", put.url.replace("X-Amz-Expires=60", "X-Amz-Expires=600000")),
+        "no signature": ("PUT", before),
+    }
+    for what, (method, url) in others.items():
+        assert outcome(url, method, b"hello", **put.headers) in (400, 403, 404, 405), what
+    assert [one.key for one in raw_bucket.objects.all()] == [f"{PREFIX}/packed/secret"]
+    assert s3_blobs.read_bytes("packed/secret") == b"of another tenant"
+
+
+def test_nothing_is_presigned_on_a_store_that_obeys_unsigned_headers(s3_bucket: str, raw_bucket: Any) -> None:
+    """On moto and radosgw, the holder of a presigned PUT could copy any blob of the bucket into an upload."""
+    trusting = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS, is_presigning=True)
+    trusting.put("packed/secret", b"other")
+    put = trusting.presign_put("uploads/u/file", 5, sha256(b"other"), 60)
+    assert put is not None
+    assert send(put, b"hello", **{"x-amz-copy-source": f"/{s3_bucket}/{PREFIX}/packed/secret"}) == 200
+    assert trusting.read_bytes("uploads/u/file") == b"other"
+
+    blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
+    assert blobs.presign_put("uploads/u/other", 5, sha256(b"other"), 60) is None
+    assert blobs.presign_parts("uploads/u/other", MIN_PART_BYTES + 1, 60) is None
+    assert list(raw_bucket.multipart_uploads.all()) == []
+    assert not list(blobs.list_keys("probes/"))
+
+
+@pytest.mark.parametrize("fault", [Fault.EXPIRED, None], ids=["refused", "ignored"])
+def test_uploads_are_presigned_if_the_store_copies_nothing(
+    fault_proxy: FaultProxy, s3_bucket: str, fault: Fault | None
+) -> None:
+    def plan(method: str, path: str) -> Fault | None:
+        return fault if method == "PUT" and "X-Amz-Signature" in path else None
+
+    fault_proxy.plan = plan
+    fault_proxy.dropped.add("x-amz-copy-source")
+    blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
+    assert blobs.presign_put("uploads/u/file", 5, sha256(b"other"), 60) is not None
+    assert not list(blobs.list_keys("probes/"))
+
+
+@only_radosgw
+def test_expired_presigned_put_is_refused(s3_blobs: S3BlobStore) -> None:
+    put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 1)
+    assert put is not None
+    time.sleep(2.5)
+    assert send(put, b"hello") == 403
+    assert not s3_blobs.exists("uploads/u/file")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-encoding": "gzip"},
+        {"content-encoding": "aws-chunked"},
+        {"content-type": "text/html"},
+        {"x-amz-meta-sha256": "0" * 64},
+        {"cache-control": "max-age=31536000"},
+    ],
+    ids=lambda headers: "-".join(headers.values())[:20],
+)
+def test_headers_that_a_signature_leaves_open_change_no_bytes(
+    s3_blobs: S3BlobStore, headers: dict[str, str], tmp_path: Path
+) -> None:
+    """Whatever the object's metadata say, the blob is the bytes that were sent, or is refused."""
+    data = gzip.compress(b"hello" * 100, mtime=0)
+    put = s3_blobs.presign_put("uploads/u/file", len(data), sha256(data), 60)
+    assert put is not None
+    if send(put, data, **headers) != 200:
+        assert not s3_blobs.exists("uploads/u/file")
+        return
+    try:
+        assert s3_blobs.read_bytes("uploads/u/file") == data
+        s3_blobs.get("uploads/u/file", tmp_path / "copy", max_bytes=len(data))
+        assert (tmp_path / "copy").read_bytes() == data
+    except (BlobDamaged, BlobStoreUnavailable):
+        pass
+
+
+@pytest.mark.parametrize("replaced_part", [0, 1])
+def test_part_that_is_sent_again_after_completion_changes_nothing(
+    s3_blobs: S3BlobStore, tmp_path: Path, replaced_part: int
+) -> None:
+    data = random.Random(5).randbytes(MIN_PART_BYTES + 1)
+    upload = s3_blobs.presign_parts("uploads/u/file", len(data), 60)
+    assert upload is not None
+    chunks = [data[: upload.part_bytes], data[upload.part_bytes :]]
+    for part, chunk in zip(upload.parts, chunks, strict=True):
+        assert send(part, chunk) == 200
+    assert s3_blobs.complete_parts("uploads/u/file", upload.upload_id, len(data))
+    assert send(upload.parts[replaced_part], bytes(len(chunks[replaced_part]))) >= 400
+    s3_blobs.get("uploads/u/file", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
 
 
 @pytest.mark.parametrize(
@@ -217,7 +338,7 @@ def test_nothing_is_presigned_without_credentials(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    blobs = S3BlobStore(s3_bucket, PREFIX)
+    blobs = S3BlobStore(s3_bucket, PREFIX, is_presigning=True)
     with pytest.raises(BlobStoreUnavailable, match="cannot sign"):
         blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 60)
     with pytest.raises(BlobStoreUnavailable, match="no credentials found"):

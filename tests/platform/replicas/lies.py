@@ -50,6 +50,7 @@ LIES: Mapping[str, Lie] = {
     "a billion tokens": ending(completion_tokens=10**9),
     "more than a database holds": ending(completion_tokens=2**63 - 1),
     "negative tokens": ending(completion_tokens=-5),
+    "fewer tokens than it sent": ending(completion_tokens=1),
     "many tokens too many": ending(completion_tokens=10),
     "one token too many": one_more,
     "a longer prompt": ending(prompt_tokens=10**9),

@@ -56,7 +56,9 @@ def bucket() -> Iterator[str]:
 
 @pytest.fixture
 def admin_blobs(bucket: str, request: pytest.FixtureRequest) -> BlobStore:
-    return S3BlobStore(bucket, request.node.name.partition("[")[0], S3Limits(part_bytes=MIN_PART_BYTES))
+    return S3BlobStore(
+        bucket, request.node.name.partition("[")[0], S3Limits(part_bytes=MIN_PART_BYTES), is_presigning=True
+    )
 
 
 @pytest.fixture
