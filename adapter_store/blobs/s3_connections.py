@@ -4,9 +4,9 @@ boto3's timeouts apply to single socket operations. A server that sends one byte
 so each attempt also has a timer that shuts its connections down.
 
 botocore gives no public access to its connections: its events expose only the request before it is sent and the
-response after its headers have arrived. `connect` therefore uses two private names, which no other code uses:
+response after its headers have arrived. This module therefore uses two private names, which no other code uses:
 
-- `BaseClient._endpoint`, through which `connect` reaches a client's HTTP session;
+- `BaseClient._endpoint`, through which it reaches a client's HTTP session;
 - `URLLib3Session._pool_classes_by_scheme`, from which the session creates its connections, including proxied ones.
 
 `test_s3_connections.py` fails if botocore changes either name or its meaning.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from types import TracebackType
@@ -32,6 +33,7 @@ from botocore.awsrequest import (
     AWSHTTPConnectionPool,
     AWSHTTPSConnection,
     AWSHTTPSConnectionPool,
+    AWSRequest,
 )
 from botocore.config import Config
 
@@ -65,6 +67,12 @@ def connect(limits: S3Limits) -> S3Client:
     private: Any = client
     private._endpoint.http_session._pool_classes_by_scheme.update(http=_HttpPool, https=_HttpsPool)
     return client
+
+
+def put_presigned(client: S3Client, url: str, headers: Mapping[str, str], data: bytes) -> int:
+    """Send a presigned PUT over the client's connections, with its certificates and proxies. Return the status."""
+    private: Any = client
+    return int(private._endpoint.http_session.send(AWSRequest("PUT", url, headers, data).prepare()).status_code)
 
 
 class AttemptTimer:

@@ -6,9 +6,8 @@ import uuid
 from contextlib import suppress
 from urllib.parse import quote
 
-from botocore.awsrequest import AWSRequest
-
 from loramux.adapter_store.blobs.s3_calls import AttemptFailed, PreconditionFailed, S3Calls
+from loramux.adapter_store.blobs.s3_connections import put_presigned
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 
 PROBES = "probes/"
@@ -104,10 +103,7 @@ class S3Probe:
             self._delete(target)
 
     def _put_presigned(self, url: str, headers: dict[str, str]) -> None:
-        # The client's own session has its certificates and proxies.
-        session = self._calls.client._endpoint.http_session
-        request = AWSRequest("PUT", url, headers, b"2").prepare()
-        status = self._calls.ask(lambda: session.send(request).status_code)
+        status = self._calls.ask(lambda: put_presigned(self._calls.client, url, headers, b"2"))
         if status in (408, 429) or (status >= 500 and status != 501):
             raise AttemptFailed(str(status))
 

