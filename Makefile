@@ -217,10 +217,11 @@ campaign-gateways: $(WARM) ## Gateways that race, lose streams, are stopped and 
 		tests/platform/generation/test_database_trouble.py tests/platform/generation/test_database_refusals.py \
 		-m 'campaign and not fleet' -s --timeout 3600 $(ARGS)
 
-campaign-fleet: $(WARM) ## Servers that share requests: kills, upgrades, a new base and the tests of campaign-gateways (LORAMUX_FLEET_KILLS=100 _UPGRADES=6 _SEED=1 ARGS='-k killed')
+campaign-fleet: $(WARM) ## Servers that share requests: kills, upgrades, lies, wrong clocks and campaign-gateways (LORAMUX_FLEET_KILLS=100 _ENGINE_KILLS=20 _UPGRADES=6 _SEED=1)
 	LORAMUX_GATEWAY_CUTS=$${LORAMUX_GATEWAY_CUTS:-3000} LORAMUX_GATEWAY_STOPS=$${LORAMUX_GATEWAY_STOPS:-100} \
 	LORAMUX_GATEWAY_KILLS=$${LORAMUX_GATEWAY_KILLS:-40} \
 	$(VENV)/bin/python -m pytest tests/conformance/test_fleet.py tests/conformance/test_fleet_bases.py \
+		tests/conformance/test_hostile_peer.py tests/conformance/test_clocks.py tests/conformance/test_withdrawals.py \
 		tests/conformance/test_gateways.py -m 'campaign and fleet' -s --timeout 3600 $(ARGS)
 
 campaign-full-disk: $(WARM) ## A disk that is filled and freed during streams; needs root to mount the disk (LORAMUX_DISK_RUNS=100 _SEED=1)
