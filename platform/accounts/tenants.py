@@ -17,13 +17,15 @@ from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.platform.errors import Conflict, InvalidRequest
+from loramux.platform.errors import Conflict, InvalidRequest, Unauthenticated
 from loramux.platform.periods import is_timezone
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_DISPLAY_NAME = 200
 MAX_WEIGHT = 10_000
 MAX_FLOOR_BYTES = 1 << 50
+DELETED = "Incorrect API key provided: its tenant has been deleted"
+"""The message to a caller whose key is still cached."""
 MAX_SHARES = 10_000
 MAX_STALE_US = 5_000_000
 
@@ -198,13 +200,18 @@ class Tenants:
         return Page(tuple(_tenant(row) for row in rows), has_more)
 
     def share(self, tenant_id: str) -> Share:
-        """Read the tenant's share. Its isolation key is derived from a secret that the engine never receives."""
+        """Read the tenant's share. Its isolation key is derived from a secret that the engine never receives.
+
+        Raises Unauthenticated if the tenant has been deleted.
+        """
         table = schema.tenants
         query = select(table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes).where(
             table.c.id == tenant_id
         )
         with self._database.read() as connection:
-            row = connection.execute(query).one()
+            row = connection.execute(query).one_or_none()
+        if row is None:
+            raise Unauthenticated(DELETED)
         isolation_key = hmac.digest(row.isolation_secret, b"loramux prefix cache", "sha256")
         share = Share(tenant_id, row.weight, isolation_key, row.host_floor_bytes)
         if len(self._shares) >= MAX_SHARES:

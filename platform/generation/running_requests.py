@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
+from loramux.platform.accounts.tenants import DELETED
 from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.admission.records import Extension, Reservation, ReservationRequest
 from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.errors import Unauthenticated
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan
@@ -22,6 +24,9 @@ from loramux.platform.telemetry.metrics import GatewayMetrics
 
 RESERVE_WAIT_S = 5.0
 """Timeout for a request's reservation, in seconds."""
+
+_FOREIGN_KEY = "23503"
+"""PostgreSQL's SQLSTATE for a row that refers to a missing row."""
 
 log = structlog.get_logger()
 
@@ -76,7 +81,8 @@ class RunningRequests:
     async def reserve(self, plan: Plan) -> Reservation:
         """Reserve the maximum cost.
 
-        Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble, or an exception in TROUBLE.
+        Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble, Unauthenticated if the tenant has been deleted, or an
+        exception in TROUBLE.
         """
         self._check()
         adapter, order = plan.adapter_to_load, plan.target.model.order
@@ -123,6 +129,10 @@ class RunningRequests:
             # Shielded, because a reservation that commits while its client disconnects must still be settled.
             async with asyncio.timeout(RESERVE_WAIT_S):
                 reservation: Reservation = await asyncio.shield(reserving)
+        except IntegrityError as error:
+            if not _lacks_row(error):
+                raise
+            raise Unauthenticated(DELETED) from error
         except asyncio.CancelledError:
             reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
             raise
@@ -187,3 +197,8 @@ class RunningRequests:
         self._metrics.running.dec()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request's task failed", request_id=task.get_name(), exc_info=error)
+
+
+def _lacks_row(error: IntegrityError) -> bool:
+    """True if a row refers to one that does not exist."""
+    return getattr(error.orig, "sqlstate", None) == _FOREIGN_KEY or "FOREIGN KEY" in str(error.orig)

@@ -79,6 +79,11 @@ def account(lab: FleetLab, slug: str) -> Account:
 Act = Callable[[httpx.Client, Account], httpx.Response]
 
 
+def suspend(admin: httpx.Client, one: Account) -> httpx.Response:
+    tag = admin.get(f"tenants/{one.slug}").headers["etag"]
+    return admin.patch(f"tenants/{one.slug}", json={"state": "suspended"}, headers={"if-match": tag})
+
+
 def archive_both(admin: httpx.Client, one: Account) -> httpx.Response:
     base = f"adapters/{one.adapter_id}"
     assert admin.post(f"{base}/versions/2/archive").status_code == 409, "an alias points at it"
@@ -98,7 +103,7 @@ def delete_in_use(admin: httpx.Client, one: Account) -> httpx.Response:
 
 ACTS: dict[str, tuple[Act, set[int]]] = {
     "suspend the tenant": (
-        lambda admin, one: admin.patch(f"tenants/{one.slug}", json={"state": "suspended"}),
+        suspend,
         {401, 403},
     ),
     "revoke the key": (lambda admin, one: admin.delete(f"api_keys/{one.key_id}"), {401}),
