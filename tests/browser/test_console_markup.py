@@ -96,7 +96,7 @@ def test_free_texts_with_markup_are_shown_as_text(tab: Tab, demo: Demo) -> None:
         "/usage?group_by=end_user&tenant=harbour": "",
         "/audit": "tenant.create",
         "/tenants": "harbour",
-        "/jobs": "marked",
+        "/jobs?state=failed": "marked",
         f"/adapters/{adapter['id']}/versions/{number}": "Version",
         f"/keys?tenant={IMAGE}": "",
         f"/usage?group_by={IMAGE}": "",
