@@ -35,7 +35,7 @@ class Grammars:
     does not reveal which grammars another tenant uses. If a fork runs out of time or memory, the grammar that it works
     on fails, and a new fork takes over the tenant's other grammars.
 
-    Only `wait` and `close` block. The descriptor `fileno` becomes readable when `poll` has something to do.
+    Only `wait` and `close` block. The descriptor `fileno` becomes readable when `receive` has something to do.
     """
 
     def __init__(
@@ -73,9 +73,7 @@ class Grammars:
 
         Raises OSError if it cannot be started.
         """
-        if self._process is None:
-            self._num_starts += 1
-            self._process = ProcessLink(self._command, self._environment)
+        self._running()
 
     def request(self, isolation_key: bytes, text: str, share_key: str = "", vocab_size: int | None = None) -> Grammar:
         """Return a grammar for a new sequence. A later `poll` returns it once it is ready.
@@ -103,7 +101,9 @@ class Grammars:
         try:
             fork.send(message)
         except OSError:
+            # The fork ended before this message, so the grammar is not the cause.
             self._lose(fork)
+            self.follow(grammar)
         else:
             self._watch(fork)
 
@@ -125,11 +125,7 @@ class Grammars:
 
     def poll(self) -> list[Grammar]:
         """Return the grammars that have become ready, or have failed, since the last call."""
-        if self._forks:
-            self._receive()
-            self._end_idle()
-        if self._queue:
-            self._serve_queue()
+        self.receive()
         settled, self._settled = self._settled, []
         return settled
 
@@ -148,7 +144,7 @@ class Grammars:
                 break
             unsent = [end for end, fork in forks.items() if fork.has_unsent]
             select.select(list(forks), unsent, [], left_s)
-            self._receive()
+            self.receive()
             late = [one for one in pending if not one.is_ready]
             self._charge({one.share_key for one in pending} - {one.share_key for one in late}, started_s, free_s)
             pending = late
@@ -184,7 +180,8 @@ class Grammars:
         for share_key in share_keys if charged_s > 0 else ():
             self._budgets.charge(share_key, charged_s)
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Read the answers that have arrived, for the next `poll`, and end idle forks."""
         for descriptor, event in self._epoll.poll(0):
             fork = self._by_descriptor.get(descriptor)
             if fork is None:
@@ -198,6 +195,9 @@ class Grammars:
                 self._lose(fork)
             else:
                 self._watch(fork)
+        self._end_idle()
+        if self._queue:
+            self._serve_queue()
 
     def _settle(self, fork: TenantFork, answer: Followed) -> None:
         self._num_starts = 0
@@ -236,18 +236,17 @@ class Grammars:
                 self._queue[grammar] = None
                 return None
             self._remove(idle)
-        while True:
+        end = None
+        while end is None:
+            if self._process is None and self._num_starts >= MAX_STARTS:
+                self._fail([grammar], NOT_RUNNING)
+                return None
             try:
-                self.preload()
-                assert self._process is not None
-                end = self._process.fork()
-                break
+                process = self._running()
+                end = process.fork()
             except OSError:
-                reason = self._stop()
-                if self._num_starts >= MAX_STARTS:
-                    self._fail(grammar, reason)
-                    return None
-        fork = self._forks[grammar.isolation_key] = TenantFork(grammar.isolation_key, end, self._process)
+                self._stop()
+        fork = self._forks[grammar.isolation_key] = TenantFork(grammar.isolation_key, end, process)
         fork.idle_since_s = self._clock()
         self._by_descriptor[end.fileno()] = fork
         self._epoll.register(end, fork.events)
@@ -265,15 +264,18 @@ class Grammars:
             # The process has ended, which ends its forks, or has never started.
             reason = self._stop() if fork.process is self._process else NOT_RUNNING
             failed = unanswered if self._num_starts >= MAX_STARTS else []
-        for grammar in failed:
-            self._fail(grammar, reason)
+        self._fail(failed, reason)
         for grammar in dict.fromkeys(unanswered):
             if grammar not in failed:
                 self.follow(grammar)
 
-    def _fail(self, grammar: Grammar, reason: str) -> None:
-        grammar.failure = reason
-        self._settled.append(grammar)
+    def _fail(self, grammars: Sequence[Grammar], reason: str) -> None:
+        for grammar in grammars:
+            grammar.failure = reason
+            self._settled.append(grammar)
+        if grammars:
+            # Later grammars may have the process started again.
+            self._num_starts = 0
 
     def _remove(self, fork: TenantFork) -> None:
         del self._forks[fork.isolation_key]
@@ -294,6 +296,12 @@ class Grammars:
             for grammar in [one for one in self._queue if one.isolation_key == isolation_key]:
                 del self._queue[grammar]
                 self.follow(grammar)
+
+    def _running(self) -> ProcessLink:
+        if self._process is None:
+            self._num_starts += 1
+            self._process = ProcessLink(self._command, self._environment)
+        return self._process
 
     def _stop(self) -> str:
         """Stop the process, and return why it could not be used."""

@@ -43,10 +43,10 @@ class TenantFork:
         return bool(self._unsent)
 
     def send(self, message: Follow | Forget) -> None:
-        if isinstance(message, Follow):
-            self.unanswered.append(message.number)
         self._unsent += frame(self._encoder.encode(message))
         self.flush()
+        if isinstance(message, Follow):
+            self.unanswered.append(message.number)
 
     def flush(self) -> None:
         """Send as much as the socket takes."""

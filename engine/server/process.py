@@ -79,6 +79,7 @@ class EngineServer:
 
         self._engine = assembled.engine
         self._stager = assembled.stager
+        self._grammars = assembled.grammars
         self._stager_fd = -1
         self._num_looks = 0
         self._ready = assembled.ready
@@ -94,7 +95,7 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(wake_fd, zmq.POLLIN)
-        self._poller.register(assembled.grammars.fileno(), zmq.POLLIN)
+        self._poller.register(self._grammars.fileno(), zmq.POLLIN)
 
     def serve(self) -> None:
         ran = False
@@ -133,6 +134,7 @@ class EngineServer:
             os.read(self._wake_fd, 4096)
         if self._stager_fd in ready:
             self._stager.attend()
+        self._grammars.receive()
         while True:
             try:
                 owner, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)

@@ -118,7 +118,12 @@ class Loop:
             ready=READY,
             stager=stager,
             adapters=SimpleNamespace(close=lambda: None),
-            grammars=SimpleNamespace(preload=lambda: None, close=lambda: None, fileno=self.simulation.grammars.fileno),
+            grammars=SimpleNamespace(
+                preload=lambda: None,
+                close=lambda: None,
+                receive=lambda: None,
+                fileno=self.simulation.grammars.fileno,
+            ),
         )
         try:
             process._serve(cast(Any, assembled), self._directory / "engine", wake_read, record, threading.Event())

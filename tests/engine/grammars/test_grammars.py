@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -162,6 +163,27 @@ def test_the_reason_why_a_vocabulary_is_not_usable_is_for_the_operator(
     _, ends = run(made)
     assert ends["constrained"].message == UNUSABLE
     assert "tokenizer.json cannot be used" in capfd.readouterr().err
+
+
+def test_an_idle_fork_that_dies_is_replaced(simulation: Simulation) -> None:
+    simulation.engine.add(b"", add("before", FIFTY, max_tokens=60))
+    until(simulation, lambda: "before" in simulation.finished)
+    os.kill(fork_of(simulation), signal.SIGKILL)
+    assert select.select([simulation.grammars.fileno()], [], [], 60)[0]
+    simulation.engine.add(b"", add("after", FIFTY, max_tokens=60))
+    until(simulation, lambda: "after" in simulation.finished)
+    assert simulation.finished["after"].reason == "stop"
+
+
+def test_answers_for_ended_sequences_are_read_without_a_step(simulation: Simulation) -> None:
+    """Otherwise the descriptor would stay readable, and the engine's loop would spin."""
+    simulation.engine.add(b"", add("gone", FIFTY, max_tokens=60))
+    until(simulation, lambda: len(simulation.tokens["gone"]) > 5)
+    simulation.engine.abort(b"", Abort(sequence_id="gone"))
+    os.kill(fork_of(simulation), signal.SIGKILL)
+    assert select.select([simulation.grammars.fileno()], [], [], 60)[0]
+    until(simulation, lambda: simulation.grammars.receive() or not simulation.grammars.counts().num_processes)
+    assert not select.select([simulation.grammars.fileno()], [], [], 0)[0]
 
 
 def test_tenants_beyond_the_limit_wait_for_a_fork(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
