@@ -19,7 +19,7 @@ from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.executor import Executor, Forward, SubmittedStep
-from loramux.engine.grammars.grammar import Mask, Masks
+from loramux.engine.grammars.grammar import Grammar, Mask, Masks
 from loramux.engine.grammars.grammars import Grammars
 from loramux.engine.live_sequences import LiveSequences
 from loramux.engine.messages import (
@@ -122,6 +122,7 @@ class Engine:
         self._in_flight: SubmittedStep | None = None
         self._last_step_s = 0.0
         self._live = LiveSequences()
+        self._constrained: dict[Grammar, Sequence] = {}
         self._timers = Timers(clock, self._live)
         self._grants = TokenGrants(limits.max_model_len, scheduler, adapters, self._timers, self._end_at_limit)
         self._num_arrivals = 0
@@ -179,6 +180,7 @@ class Engine:
         if add.grammar:
             grammar = self._grammars.request(add.isolation_key, add.grammar, add.share_key, add.vocab_size)
             sequence.grammar = grammar
+            self._constrained[grammar] = sequence
         self._scheduler.add(sequence)
         self._set_timers(sequence)
         self._shed()
@@ -399,6 +401,7 @@ class Engine:
         self._scheduler.finish(sequence, is_broken=code == "not_finite")
         self._live.remove(sequence)
         if sequence.grammar is not None:
+            del self._constrained[sequence.grammar]
             sequence.grammar.leave()
         if self._traces is not None:
             self._traces.ended(sequence, reason, code)
@@ -513,10 +516,9 @@ class Engine:
 
     def _settle_grammars(self) -> None:
         """Trace finished compilations, and end the sequences whose grammars have ended."""
-        settled = set(self._grammars.poll())
-        for sequence in self._live if settled else ():
-            grammar = sequence.grammar
-            if grammar is None or grammar not in settled:
+        for grammar in self._grammars.poll():
+            sequence = self._constrained.get(grammar)
+            if sequence is None:
                 continue
             if self._traces is not None and not grammar.tokens and (grammar.compile_s is not None or grammar.failure):
                 self._traces.compiled(sequence, grammar.failure)
