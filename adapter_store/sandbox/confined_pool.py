@@ -59,6 +59,7 @@ class ConfinedPool:
         quick: ForkLimits,
         full: ForkLimits,
         max_waiting_per_tenant: int,
+        full_pause: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._event = event
@@ -68,7 +69,9 @@ class ConfinedPool:
         self._servers = [ForkServer(command, worker_environment()) for _ in range(num_processes)]
         # Guards the fields below. Notified when a request may run or the pool is closed.
         self._changed = threading.Condition()
-        self._lanes: Lanes[_Request] = Lanes(quick.cpu_s, num_processes, max_full, max_waiting_per_tenant, clock)
+        self._lanes: Lanes[_Request] = Lanes(
+            quick.cpu_s, num_processes, max_full, max_waiting_per_tenant, clock, full_pause
+        )
         # Last in, first out, so that few concurrent requests start few processes.
         self._idle = list(self._servers)
         self._threads: list[threading.Thread] = []
@@ -120,7 +123,7 @@ class ConfinedPool:
             with self._changed:
                 turn = None
                 while not self._is_closed and (turn := self._lanes.next_turn()) is None:
-                    self._changed.wait()
+                    self._changed.wait(self._lanes.pause_s())
                 if turn is None:
                     return
                 server = self._idle.pop()

@@ -12,7 +12,7 @@ from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.grammars.messages import Follow, Followed, Forget
 from loramux.engine.grammars.process_link import NOT_RUNNING, ProcessLink
 from loramux.engine.grammars.tenant_fork import TenantFork
-from loramux.engine.grammars.wait_budget import WaitBudgets
+from loramux.engine.grammars.time_budgets import TimeBudgets
 from loramux.engine.messages import GrammarCounts
 
 TOO_COSTLY = "the grammar takes too much time or memory"
@@ -22,6 +22,19 @@ MAX_FORKS = 64
 
 IDLE_S = 60.0
 """A fork exits after this time without grammars, in seconds, and forgets its compiled grammars."""
+
+WAIT_BURST_S, WAIT_PART = 5e-3, 0.1
+"""Time that steps wait for the masks of one tenant at once, in seconds, and of all tenants as a part of the time."""
+
+WORK_BURST_S, WORK_PART = 0.05, 0.05
+"""Processor time that one tenant's grammars use at once, in seconds, and all tenants' continuously as a part of the
+time, while other tenants have requests too. FREE_TOKEN_S and FREE_COMPILE_S do not count.
+"""
+
+FREE_TOKEN_S, FREE_COMPILE_S = 0.5e-3, 0.05
+"""Processor time that is free for each token and each compilation, in seconds. An ordinary schema needs 5 to 150
+microseconds for a token.
+"""
 
 MAX_STARTS = 2
 """Number of attempts to start the process, after which the grammars that need it fail."""
@@ -49,7 +62,10 @@ class Grammars:
         self._environment = dict(environment)
         self._vocab_size = vocab_size
         self._clock = clock
-        self._budgets = WaitBudgets(clock)
+        self._patience = TimeBudgets(clock, WAIT_BURST_S, WAIT_PART)
+        self._work = TimeBudgets(clock, WORK_BURST_S, WORK_PART)
+        self.is_shared = False
+        """True if the engine has sequences of several shares, so that the budgets for processor time count."""
         self._epoll = select.epoll()
         self._process: ProcessLink | None = None
         self._num_starts = 0
@@ -60,6 +76,8 @@ class Grammars:
         self._numbers: dict[Grammar, int] = {}
         # Grammars of tenants that wait for a fork.
         self._queue: OrderedDict[Grammar, None] = OrderedDict()
+        # Grammars of tenants whose budget for processor time is exhausted, by isolation key.
+        self._held: dict[bytes, OrderedDict[Grammar, None]] = {}
         self._settled: list[Grammar] = []
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._num_compiled = self._num_reused = self._num_masks = 0
@@ -87,7 +105,13 @@ class Grammars:
         return grammar
 
     def follow(self, grammar: Grammar) -> None:
-        """Request the mask after the grammar's last token."""
+        """Request the mask after the grammar's last token, now or once its tenant may use the processor again."""
+        if self._must_wait(grammar):
+            self._held.setdefault(grammar.isolation_key, OrderedDict())[grammar] = None
+        else:
+            self._send(grammar)
+
+    def _send(self, grammar: Grammar) -> None:
         fork = self._forks.get(grammar.isolation_key) or self._begin_fork(grammar)
         if fork is None:
             return
@@ -103,7 +127,7 @@ class Grammars:
         except OSError:
             # The fork ended before this message, so the grammar is not the cause.
             self._lose(fork)
-            self.follow(grammar)
+            self._send(grammar)
         else:
             self._watch(fork)
 
@@ -111,6 +135,8 @@ class Grammars:
         """Forget a grammar, because its sequence has ended."""
         number = self._numbers.pop(grammar)
         self._queue.pop(grammar, None)
+        held = self._held.get(grammar.isolation_key, OrderedDict())
+        held.pop(grammar, None)
         fork = self._forks.get(grammar.isolation_key)
         if fork is None or fork.grammars.pop(number, None) is None:
             return
@@ -121,7 +147,7 @@ class Grammars:
             self._lose(fork)
 
     def is_awaited(self, grammar: Grammar) -> bool:
-        return self._budgets.left(grammar.share_key) > 0
+        return self._patience.left(grammar.share_key) > 0 and not self._work.has_debt(grammar.share_key)
 
     def poll(self) -> list[Grammar]:
         """Return the grammars that have become ready, or have failed, since the last call."""
@@ -138,7 +164,7 @@ class Grammars:
         started_s = self._clock()
         while pending:
             waited_s = self._clock() - started_s
-            left_s = free_s - waited_s + max(self._budgets.left(one.share_key) for one in pending)
+            left_s = free_s - waited_s + max(self._patience.left(one.share_key) for one in pending)
             forks = {fork.end: fork for one in pending if (fork := self._forks.get(one.isolation_key)) is not None}
             if left_s <= 0 or not forks:
                 break
@@ -177,8 +203,8 @@ class Grammars:
 
     def _charge(self, share_keys: Collection[str], started_s: float, free_s: float) -> None:
         charged_s = self._clock() - started_s - free_s
-        for share_key in share_keys if charged_s > 0 else ():
-            self._budgets.charge(share_key, charged_s)
+        for share_key in share_keys:
+            self._patience.charge(share_key, charged_s)
 
     def receive(self) -> None:
         """Read the answers that have arrived, for the next `poll`, and end idle forks."""
@@ -195,9 +221,28 @@ class Grammars:
                 self._lose(fork)
             else:
                 self._watch(fork)
+        self._release()
         self._end_idle()
         if self._queue:
             self._serve_queue()
+
+    def _must_wait(self, grammar: Grammar) -> bool:
+        """Return whether the grammar's tenant has used too much processor time to begin more work now.
+
+        A tenant with a debt has one mask computed at a time.
+        """
+        if not self.is_shared or not self._work.has_debt(grammar.share_key):
+            return False
+        fork = self._forks.get(grammar.isolation_key)
+        is_working = fork is not None and bool(fork.unanswered)
+        return is_working or self._work.left(grammar.share_key) <= 0
+
+    def _release(self) -> None:
+        for isolation_key, held in list(self._held.items()):
+            while held and not self._must_wait(next(iter(held))):
+                self._send(held.popitem(last=False)[0])
+            if not held:
+                del self._held[isolation_key]
 
     def _settle(self, fork: TenantFork, answer: Followed) -> None:
         self._num_starts = 0
@@ -206,6 +251,8 @@ class Grammars:
             # The fork reports that it has begun, or the sequence has ended meanwhile.
             return
         self._spent[grammar.share_key] += answer.cpu_s
+        free_s = FREE_TOKEN_S if answer.compile_s is None else FREE_COMPILE_S
+        self._work.charge(grammar.share_key, answer.cpu_s - free_s)
         if grammar.tokens:
             self._num_masks += 1
             self._mask_s += answer.cpu_s
@@ -267,7 +314,7 @@ class Grammars:
         self._fail(failed, reason)
         for grammar in dict.fromkeys(unanswered):
             if grammar not in failed:
-                self.follow(grammar)
+                self._send(grammar)
 
     def _fail(self, grammars: Sequence[Grammar], reason: str) -> None:
         for grammar in grammars:
@@ -295,7 +342,7 @@ class Grammars:
             isolation_key = next(iter(self._queue)).isolation_key
             for grammar in [one for one in self._queue if one.isolation_key == isolation_key]:
                 del self._queue[grammar]
-                self.follow(grammar)
+                self._send(grammar)
 
     def _running(self) -> ProcessLink:
         if self._process is None:

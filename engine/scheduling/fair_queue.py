@@ -143,6 +143,11 @@ class FairQueue:
             self._changed[share] = None
         self._rest(share)
 
+    @property
+    def num_active(self) -> int:
+        """Number of shares with waiting or running sequences."""
+        return len(self._active)
+
     def served(self, sequence: Sequence) -> float:
         """The counter of a running or waiting sequence's share."""
         return self._active[sequence.add.share_key].served

@@ -25,6 +25,8 @@ AMBIGUOUS = 'start: e "!"\ne: e e e | e e | /[ab]/'
 BLOW_UP = "([ab]*a[ab]{14}x)+"
 """A regex whose automaton has many states, each computed when an answer first reaches it."""
 MAX_TOKENS = 300
+CALL_S = 1.0
+"""Shortest time between two requests of a place in a flood, in seconds, so that costly ones that fail are no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class TenantFlood:
 
 
 async def flood(stand: Stand, one: TenantFlood, is_costly: bool, dice: random.Random, seconds: float) -> Counter[str]:
-    """Keep the flood's requests in flight for about `seconds`. Count responses by status and error code."""
+    """Send the flood's requests for about `seconds`. Count responses by status and error code."""
     counts: Counter[str] = Counter()
     until_s = time.monotonic() + seconds
     make = one.costly if is_costly else one.plain
@@ -50,12 +52,12 @@ async def flood(stand: Stand, one: TenantFlood, is_costly: bool, dice: random.Ra
         async def repeat(account: Account) -> None:
             headers = {"authorization": f"Bearer {account.key}"}
             while time.monotonic() < until_s:
+                next_s = time.monotonic() + CALL_S
                 try:
                     async with asyncio.timeout(max(0.1, until_s - time.monotonic())):
                         answer = await http.post(one.path, headers=headers, json=make(stand, dice))
                     counts[_name(answer)] += 1
-                    if not answer.is_success:
-                        await asyncio.sleep(0.05)
+                    await asyncio.sleep(next_s - time.monotonic())
                 except TimeoutError:
                     counts["left at the end"] += 1
 
@@ -93,7 +95,7 @@ def _wide(dice: random.Random, num_properties: int, is_new: bool) -> Body:
     name = f"p{dice.randrange(10**9)}" if is_new else "property"
     properties = {f"{name}_{number}": {"type": "string"} for number in range(num_properties)}
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    return _completion(dice, guided_json=schema)
+    return _completion(dice, guided_json=schema, min_tokens=MAX_TOKENS)
 
 
 def _chat(dice: random.Random, model: str, words: str, **fields: Any) -> Body:
@@ -116,7 +118,7 @@ def _costly_template(stand: Stand, dice: random.Random) -> Body:
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-NEW_SCHEMA = {"path": COMPLETIONS, "kind": "new schema"}
+NEW_SCHEMA = {"path": COMPLETIONS, "kind": "new schema", "requests_per_s": 3.0}
 OWN_TEMPLATE = {"path": CHAT, "kind": "chat", "model": CHATTER}
 
 TENANT_FLOODS: dict[str, TenantFlood] = {

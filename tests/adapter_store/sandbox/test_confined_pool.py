@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from loramux.adapter_store.sandbox import lanes
 from loramux.adapter_store.sandbox.confined_pool import ConfinedPool, Ended, ForkLimits, ForkServerFailed
 from loramux.adapter_store.sandbox.lanes import TooManyWaiting
 from tests.adapter_store.sandbox.processes import is_running
@@ -115,7 +116,8 @@ def test_a_request_that_exceeds_its_full_turn_is_not_repeated(open_pool: Open) -
     assert asked.num_forks == 2
 
 
-def test_a_killed_request_counts(open_pool: Open) -> None:
+def test_a_killed_request_counts(open_pool: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MAX_LIGHT_USE_S", 0.5)
     pool = open_pool()
     Asked(pool, "a", TOO_LONG).result()
     for tenant_id, num_forks in (("a", 1), ("b", 2)):

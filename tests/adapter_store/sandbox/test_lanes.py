@@ -6,7 +6,7 @@ import pytest
 
 from loramux.adapter_store.sandbox.lanes import HALF_LIFE_S, MAX_LIGHT_USE_S, Lane, Lanes, TooManyWaiting, Turn
 
-QUICK_S, FULL_S = 0.1, 1.0
+QUICK_S, FULL_S = 0.1, 4.0
 
 
 class Clock:
@@ -236,3 +236,16 @@ def test_tenants_are_forgotten_once_their_use_has_decayed(lanes: Lanes[str], clo
     lanes.append_request("new", "one")
     lanes.end_turn(begin(lanes), 0.01, True)
     assert list(lanes._uses) == ["new"]
+
+
+def test_full_turns_pause_in_proportion_to_their_time(clock: Clock) -> None:
+    lanes: Lanes[str] = Lanes(QUICK_S, 3, 1, 1000, clock, full_pause=1.0)
+    overrun(lanes, "a")
+    lanes.append_request("a", "next")
+    lanes.append_request("b", "short")
+    assert lanes.pause_s() == pytest.approx(FULL_S)
+    assert begin(lanes).tenant_id == "b"
+    assert lanes.next_turn() is None
+    clock.now_s += FULL_S
+    assert lanes.pause_s() is None
+    assert begin(lanes).lane is Lane.FULL

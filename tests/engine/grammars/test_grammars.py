@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from loramux.engine.grammars import grammars as grammars_module
 from loramux.engine.grammars.grammars import TOO_COSTLY
 from loramux.engine.grammars.process_link import NOT_RUNNING, UNUSABLE
-from loramux.engine.grammars.wait_budget import BURST_S, REFILL, WaitBudgets
+from loramux.engine.grammars.time_budgets import TimeBudgets
 from loramux.engine.messages import Abort, Extend, SamplingParams
 from tests.engine.byte_vocabulary import EOS, text
 from tests.engine.grammars.test_constrained_sequences import PERSON_GRAMMAR, add, run
@@ -206,25 +206,53 @@ def test_an_aborted_sequence_is_forgotten(simulation: Simulation, monkeypatch: p
     until(simulation, lambda: simulation.grammars.poll() == [] and simulation.grammars.counts().num_processes == 0)
 
 
-def test_a_shares_patience_is_bounded_and_refilled() -> None:
+def test_a_tenant_that_has_used_much_time_waits_while_others_run(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "FREE_TOKEN_S", -1.0)
+    simulation.engine.add(b"", add("costly", FIFTY, max_tokens=60, share_key="costly"))
+    until(simulation, lambda: simulation.tokens["costly"])
+    simulation.engine.add(b"", add("beside", max_tokens=400, sampling=GREEDY, share_key="other"))
+    until(simulation, lambda: "beside" in simulation.finished)
+    assert len(simulation.tokens["costly"]) < 10, "each token costs a second, of which a twentieth is refilled"
+    # Alone, the tenant no longer waits.
+    until(simulation, lambda: "costly" in simulation.finished)
+    assert (simulation.finished["costly"].reason, len(simulation.tokens["costly"])) == ("stop", 50)
+
+
+def test_a_held_sequence_can_be_aborted(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "FREE_TOKEN_S", -1.0)
+    simulation.engine.add(b"", add("costly", FIFTY, max_tokens=60, share_key="costly"))
+    until(simulation, lambda: simulation.tokens["costly"])
+    simulation.engine.add(b"", add("beside", max_tokens=400, sampling=GREEDY, share_key="other"))
+    until(simulation, lambda: any(simulation.grammars._held.values()))
+    simulation.engine.abort(b"", Abort(sequence_id="costly"))
+    until(simulation, lambda: "beside" in simulation.finished)
+    assert simulation.finished["costly"].reason == "abort"
+    simulation.engine.check_integrity()
+
+
+def test_a_shares_budget_is_bounded_and_refilled() -> None:
     now = [100.0]
-    budgets = WaitBudgets(lambda: now[0])
-    budgets.charge("late", 2 * BURST_S)
-    assert (budgets.left("late") < 0, budgets.left("other")) == (True, BURST_S)
-    now[0] += 0.99 * BURST_S / REFILL
-    assert budgets.left("late") < 0
-    now[0] += 0.02 * BURST_S / REFILL
-    assert budgets.left("late") > 0
+    budgets = TimeBudgets(lambda: now[0], burst_s=0.5, refill=0.1)
+    budgets.charge("costly", 1.0)
+    assert (budgets.left("costly") < 0, budgets.left("other"), budgets.has_debt("other")) == (True, 0.5, False)
+    now[0] += 4.9
+    assert budgets.left("costly") < 0
+    now[0] += 0.2
+    assert budgets.left("costly") > 0
+    now[0] += 5.0
+    assert not budgets.has_debt("costly")
 
 
 def test_shares_divide_the_refill() -> None:
     now = [0.0]
-    budgets = WaitBudgets(lambda: now[0])
+    budgets = TimeBudgets(lambda: now[0], burst_s=0.5, refill=0.1)
     for share in "abcde":
-        budgets.charge(share, 2 * BURST_S)
-    now[0] += BURST_S / REFILL
+        budgets.charge(share, 1.0)
+    now[0] += 5.0
     assert all(budgets.left(share) < 0 for share in "abcde")
-    now[0] += 4.01 * BURST_S / REFILL
+    now[0] += 20.1
     assert all(budgets.left(share) > 0 for share in "abcde")
 
 
