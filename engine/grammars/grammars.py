@@ -147,7 +147,8 @@ class Grammars:
             self._lose(fork)
 
     def is_awaited(self, grammar: Grammar) -> bool:
-        return self._patience.left(grammar.share_key) > 0 and not self._work.has_debt(grammar.share_key)
+        may_be_held = self.is_shared and self._work.has_debt(grammar.share_key)
+        return not may_be_held and self._patience.left(grammar.share_key) > 0
 
     def poll(self) -> list[Grammar]:
         """Return the grammars that have become ready, or have failed, since the last call."""
