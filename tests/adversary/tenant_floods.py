@@ -103,16 +103,6 @@ def _chat(dice: random.Random, model: str, words: str, **fields: Any) -> Body:
     return {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": MAX_TOKENS, **fields}
 
 
-def _tools(stand: Stand, dice: random.Random) -> Body:
-    properties = {f"argument_{number}": {"type": ["string", "integer", "null"]} for number in range(20)}
-    parameters = {"type": "object", "properties": properties, "additionalProperties": False}
-    tools = [
-        {"type": "function", "function": {"name": f"call_{number}", "strict": False, "parameters": parameters}}
-        for number in range(30)
-    ]
-    return _chat(dice, ADAPTER, "call", tools=tools, tool_choice="required")
-
-
 def _costly_template(stand: Stand, dice: random.Random) -> Body:
     return _chat(dice, CHATTER, dice.choice((COSTLY_WORD, COSTLY_WORD, HUGE_WORD)), max_tokens=8)
 
@@ -133,7 +123,6 @@ TENANT_FLOODS: dict[str, TenantFlood] = {
     "wide schema": TenantFlood(
         COMPLETIONS, lambda _, dice: _wide(dice, 400, is_new=False), lambda _, dice: _plain(dice), num_at_once=4
     ),
-    "tool schemas": TenantFlood(CHAT, _tools, lambda _, dice: _chat(dice, ADAPTER, "call")),
     "new schemas of 2 tenants": TenantFlood(
         COMPLETIONS,
         lambda _, dice: _wide(dice, dice.choice((400, 2500)), is_new=True),
