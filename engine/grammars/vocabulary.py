@@ -52,8 +52,3 @@ def _with_added_tokens(text: str) -> tuple[str, int]:
         {"id": first + index, "content": f"<|loramux_added_{index}|>", **flags} for index in range(NUM_ADDED_TOKENS)
     ]
     return json.dumps({**document, "added_tokens": [*added, *further]}), first + NUM_ADDED_TOKENS
-
-
-def no_vocabulary() -> LLTokenizer:
-    """Raise VocabularyNotUsable. Engines without a tokenizer use this as their `load_vocabulary`."""
-    raise VocabularyNotUsable("this engine has no tokenizer")
