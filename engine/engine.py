@@ -501,7 +501,8 @@ class Engine:
         """Collect masks, and charge shares for the time to compute them. Without lookahead, wait for running sequences'
         masks.
         """
-        self._grammars.is_shared = self._scheduler.queue.num_active > 1
+        if self._scheduler.queue.num_active > 1:
+            self._grammars.note_sharing()
         self._settle_grammars()
         if not self._lookahead:
             self._await_masks([one for one in self._scheduler.running if not one.has_mask])

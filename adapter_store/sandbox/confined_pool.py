@@ -59,7 +59,7 @@ class ConfinedPool:
         quick: ForkLimits,
         full: ForkLimits,
         max_waiting_per_tenant: int,
-        full_pause: float = 0.0,
+        pause: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._event = event
@@ -70,7 +70,7 @@ class ConfinedPool:
         # Guards the fields below. Notified when a request may run or the pool is closed.
         self._changed = threading.Condition()
         self._lanes: Lanes[_Request] = Lanes(
-            quick.cpu_s, num_processes, max_full, max_waiting_per_tenant, clock, full_pause
+            quick.cpu_s, num_processes, max_full, max_waiting_per_tenant, clock, pause
         )
         # Last in, first out, so that few concurrent requests start few processes.
         self._idle = list(self._servers)

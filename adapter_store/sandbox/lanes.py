@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 HALF_LIFE_S = 10.0
 """Time after which processor time counts half, in seconds."""
 
-MAX_LIGHT_USE_S = 2.0
+MAX_LIGHT_USE_S = 1.0
 """Most processor time that a tenant in the light lane has recently used, in seconds."""
 
 _FORGET_S = 10 * HALF_LIFE_S
@@ -71,8 +71,8 @@ class Lanes(Generic[Request]):
 
     Each tenant has one turn at a time, and its requests run in order. A request first gets a quick turn. If that is too
     short, it then gets a full turn. A tenant that is not light and whose last request was too long for a quick turn
-    gets a full turn at once. At most `max_full` full turns run at a time, with pauses between them, and one process is
-    left to the light lane.
+    gets a full turn at once. At most `max_full` full turns run at a time, and one process is left to the light lane.
+    Pauses follow the turns of other lanes.
 
     Of the requests that may run, that of the tenant that has recently used least processor time goes first. While a
     tenant's next request waits, each other tenant therefore gets turns before it only until it has used more than the
@@ -87,10 +87,10 @@ class Lanes(Generic[Request]):
         max_full: int,
         max_waiting_per_tenant: int,
         clock: Callable[[], float],
-        full_pause: float = 0.0,
+        pause: float = 0.0,
     ) -> None:
-        """`max_waiting_per_tenant` includes the running request. After a full turn, the next begins only after a pause
-        of `full_pause` times the turn's processor time.
+        """`max_waiting_per_tenant` includes the running request. After a turn that is not in the light lane, the next
+        such turn begins only after a pause of `pause` times the turn's processor time.
         """
         assert 0 < max_full < num_processes
         self._quick_cpu_s = quick_cpu_s
@@ -98,7 +98,7 @@ class Lanes(Generic[Request]):
         self._max_full = max_full
         self._max_waiting_per_tenant = max_waiting_per_tenant
         self._clock = clock
-        self._full_pause = full_pause
+        self._pause = pause
         self._paused_until_s = clock()
         self._num_running = dict.fromkeys(Lane, 0)
         # Tenants with requests. Of tenants that have used equally little, the first goes first.
@@ -139,7 +139,7 @@ class Lanes(Generic[Request]):
         for tenant_id, queue in self._queues.items():
             use = self._use(tenant_id, now_s)
             lane = _lane(queue, use)
-            is_paused = lane is Lane.FULL and now_s < self._paused_until_s
+            is_paused = lane is not Lane.LIGHT and now_s < self._paused_until_s
             if not queue.is_running and not is_paused and self._is_open(lane):
                 choices.append((use.used_s, Turn(tenant_id, queue.requests[0], lane)))
         if not choices:
@@ -150,7 +150,7 @@ class Lanes(Generic[Request]):
         return turn
 
     def pause_s(self) -> float | None:
-        """Seconds until a full turn may begin, or None if full turns are not paused."""
+        """Seconds until a turn outside the light lane may begin, or None if none is paused."""
         pause_s = self._paused_until_s - self._clock()
         return pause_s if pause_s > 0 else None
 
@@ -162,8 +162,8 @@ class Lanes(Generic[Request]):
         self._uses.move_to_end(turn.tenant_id)
         self._forget_uses(now_s)
         self._num_running[turn.lane] -= 1
-        if turn.lane is Lane.FULL:
-            self._paused_until_s = now_s + self._full_pause * cpu_s
+        if turn.lane is not Lane.LIGHT:
+            self._paused_until_s = max(self._paused_until_s, now_s + self._pause * cpu_s)
         queue = self._queues.pop(turn.tenant_id)
         queue.is_running = False
         queue.needs_full_turn = not has_ended

@@ -28,7 +28,12 @@ WAIT_BURST_S, WAIT_PART = 5e-3, 0.1
 
 WORK_BURST_S, WORK_PART = 0.05, 0.05
 """Processor time that one tenant's grammars use at once, in seconds, and all tenants' continuously as a part of the
-time, while other tenants have requests too. FREE_TOKEN_S and FREE_COMPILE_S do not count.
+time, while other tenants have requests too, and SHARED_S longer. FREE_TOKEN_S and FREE_COMPILE_S do not count.
+"""
+
+SHARED_S = 2.0
+"""Time for which other tenants count as present after their last request, in seconds. A tenant that sends short
+requests would otherwise meet work that began between two of them.
 """
 
 FREE_TOKEN_S, FREE_COMPILE_S = 0.5e-3, 0.05
@@ -64,8 +69,7 @@ class Grammars:
         self._clock = clock
         self._patience = TimeBudgets(clock, WAIT_BURST_S, WAIT_PART)
         self._work = TimeBudgets(clock, WORK_BURST_S, WORK_PART)
-        self.is_shared = False
-        """True if the engine has sequences of several shares, so that the budgets for processor time count."""
+        self._shared_until_s = clock()
         self._epoll = select.epoll()
         self._process: ProcessLink | None = None
         self._num_starts = 0
@@ -146,8 +150,16 @@ class Grammars:
         except OSError:
             self._lose(fork)
 
+    def note_sharing(self) -> None:
+        """Note that several shares have sequences, so that the budgets for processor time count for SHARED_S."""
+        self._shared_until_s = self._clock() + SHARED_S
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._clock() < self._shared_until_s
+
     def is_awaited(self, grammar: Grammar) -> bool:
-        may_be_held = self.is_shared and self._work.has_debt(grammar.share_key)
+        may_be_held = self._is_shared and self._work.has_debt(grammar.share_key)
         return not may_be_held and self._patience.left(grammar.share_key) > 0
 
     def poll(self) -> list[Grammar]:
@@ -232,7 +244,7 @@ class Grammars:
 
         A tenant with a debt has one mask computed at a time.
         """
-        if not self.is_shared or not self._work.has_debt(grammar.share_key):
+        if not self._is_shared or not self._work.has_debt(grammar.share_key):
             return False
         fork = self._forks.get(grammar.isolation_key)
         is_working = fork is not None and bool(fork.unanswered)

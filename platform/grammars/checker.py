@@ -41,9 +41,9 @@ FULL = ForkLimits(wall_s=10.0, cpu_s=CPU_S, niceness=8)
 NUM_PROCESSES = 2
 """Maximum number of concurrent checks. Each tenant has at most one. Each process contains the vocabulary."""
 
-FULL_PAUSE = 9.0
-"""Pause after a long check, as a multiple of its processor time. Long checks therefore use at most a tenth of a core,
-because a busy core slows down the others of a processor.
+PAUSE = 9.0
+"""Pause after a check that is long, or of a tenant that has recently used much time, as a multiple of its processor
+time. Such checks therefore use at most a tenth of a core, because a busy core slows down the others of a processor.
 """
 
 MAX_FULL = 1
@@ -117,7 +117,7 @@ class GrammarChecker:
             quick=QUICK,
             full=FULL,
             max_waiting_per_tenant=MAX_WAITING_PER_TENANT,
-            full_pause=FULL_PAUSE,
+            pause=PAUSE,
         )
         self._observe = observe
         # Guards the outcomes, which threads of the pool add.

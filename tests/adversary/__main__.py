@@ -279,7 +279,7 @@ async def attack_all(
     await feel(stand, only, seed, arguments.rounds, arguments.stretch_s, kind, note, bystanders)
     await compare(stand, only, seed, arguments.comparisons, arguments.comparison_s, kind, note, bystanders)
     after = stand.num_descriptors()
-    leaks = {name: after[name] - number for name, number in before.items() if after.get(name, 0) > number}
+    leaks = dict(after - before)
     faults = [f"more open descriptors than before: {leaks}"] if leaks else []
     note(Finding(kind, "all of them", {}, faults=faults))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from loramux.migrations.database import Database
 from tests.adversary.many_end_users import add_end_users
 from tests.conformance.demo_adapters import DEMO, changed_adapter
 from tests.conformance.served import Deployment, deployment
+from tests.platform.tool_base import TEMPLATE as TOOL_TEMPLATE
 from tests.ports import free_port
 
 BASE, ADAPTER, CHATTER = "demo-base", "support", "chatter"
@@ -47,6 +49,7 @@ NUM_SOCKETS = 1000
 NUM_END_USERS = 150_000
 """Number of the attacker's events in the ledger, each with a different end user."""
 PATIENCE_S = 90.0
+_DATABASE_FILE = "loramux.db"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +122,22 @@ class Stand:
             for sample in family.samples
         }
 
-    def num_descriptors(self) -> dict[str, int]:
-        """Open descriptors in the server and in its child processes, without the database connection pool."""
-        found = {"server": -self._num_database_descriptors(), "other processes": 0}
-        for pid in _family(self.server.pid):
+    def num_descriptors(self) -> Counter[str]:
+        """Open descriptors of the server and of its child processes by kind, without the database connection pool.
+
+        The processes are counted too, because the server has descriptors for each.
+        """
+        family = _family(self.server.pid)
+        found = Counter({"child processes": len(family) - 1, "server: database": -self._num_database_descriptors()})
+        for pid in family:
+            whose = "server" if pid == self.server.pid else "children"
             with contextlib.suppress(OSError):
-                found["server" if pid == self.server.pid else "other processes"] += len(os.listdir(f"/proc/{pid}/fd"))
+                found.update(f"{whose}: {self._kind(one)}" for one in Path(f"/proc/{pid}/fd").iterdir())
         return found
+
+    def _kind(self, descriptor: Path) -> str:
+        target = os.readlink(descriptor)
+        return "database" if _DATABASE_FILE in target and self.database.is_sqlite else target.partition(":[")[0]
 
     def _num_database_descriptors(self) -> int:
         """Number of open SQLite files or PostgreSQL connections. It grows with concurrency and never shrinks."""
@@ -135,7 +147,7 @@ class Stand:
                 # Exclude the connection that runs this query.
                 return int(connection.execute(query).scalar_one()) - 1
         descriptors = Path(f"/proc/{self.server.pid}/fd").iterdir()
-        return sum("loramux.db" in os.readlink(one) for one in descriptors if one.is_symlink())
+        return sum(_DATABASE_FILE in os.readlink(one) for one in descriptors if one.is_symlink())
 
     def wait_idle(self) -> None:
         """Wait until no reservation is open and no version is pending."""
@@ -166,7 +178,9 @@ def open_stand(kind: str) -> Iterator[Stand]:
             arguments = ("--database-url", url, "--blob-url", "s3://loramux-adversary/models")
         else:
             url = f"sqlite:///{directory / 'data' / 'loramux.db'}"
-        made = deployment(DEMO / "base", directory / "data", arguments, environment)
+        base = shutil.copytree(DEMO / "base", directory / "base")
+        (base / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+        made = deployment(base, directory / "data", arguments, environment)
         with made.running(directory / "first.log"):
             accounts = [_account(made, slug) for slug in ("polite", "mallory", *(f"crowd-{n}" for n in range(6)))]
             for number, account in enumerate(accounts):

@@ -91,16 +91,27 @@ def _choices(stand: Stand, dice: random.Random) -> Body:
     return _completion(dice, guided_choice=[f"{start + n} {'ab' * 40} {n}" for n in range(1000)])
 
 
-def _wide(dice: random.Random, num_properties: int, is_new: bool) -> Body:
+def _wide_schema(dice: random.Random, num_properties: int, is_new: bool) -> Body:
     name = f"p{dice.randrange(10**9)}" if is_new else "property"
     properties = {f"{name}_{number}": {"type": "string"} for number in range(num_properties)}
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _wide(dice: random.Random, num_properties: int, is_new: bool) -> Body:
+    schema = _wide_schema(dice, num_properties, is_new)
     return _completion(dice, guided_json=schema, min_tokens=MAX_TOKENS)
 
 
 def _chat(dice: random.Random, model: str, words: str, **fields: Any) -> Body:
     content = f"{words} {dice.randrange(10**9)}"
     return {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": MAX_TOKENS, **fields}
+
+
+def _tools(dice: random.Random) -> Body:
+    """A chat that must call one of eight new functions, each with 150 optional arguments."""
+    schemas = [_wide_schema(dice, 150, is_new=True) for _ in range(8)]
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": one}} for n, one in enumerate(schemas)]
+    return _chat(dice, ADAPTER, "hello", max_tokens=40, tools=tools, tool_choice="required")
 
 
 def _costly_template(stand: Stand, dice: random.Random) -> Body:
@@ -135,6 +146,20 @@ TENANT_FLOODS: dict[str, TenantFlood] = {
         lambda _, dice: _wide(dice, dice.choice((400, 2500)), is_new=True),
         lambda _, dice: _plain(dice),
         num_tenants=5,
+        polite=NEW_SCHEMA,
+    ),
+    "ambiguous grammar, streamed chat": TenantFlood(
+        CHAT,
+        lambda stand, dice: _chat(
+            dice, ADAPTER, "hello", stream=True, guided_grammar=AMBIGUOUS, logit_bias={stand.bang: -100}
+        ),
+        lambda _, dice: _chat(dice, ADAPTER, "hello", stream=True, ignore_eos=True),
+    ),
+    "schemas of tools": TenantFlood(
+        CHAT,
+        lambda _, dice: _tools(dice),
+        lambda _, dice: _chat(dice, ADAPTER, "hello", max_tokens=40, ignore_eos=True),
+        num_tenants=2,
         polite=NEW_SCHEMA,
     ),
     "templates of 6 tenants": TenantFlood(

@@ -117,8 +117,8 @@ def test_after_a_long_request_a_tenant_skips_quick_turns_until_it_is_light(lanes
     assert [(turn.tenant_id, turn.lane) for turn in turns] == [("b", Lane.LIGHT), ("a", Lane.FULL)]
     for turn in turns:
         lanes.end_turn(turn, QUICK_S, True)
-    clock.now_s += 2 * HALF_LIFE_S
-    assert (2 * QUICK_S + FULL_S) / 4 < MAX_LIGHT_USE_S
+    clock.now_s += 3 * HALF_LIFE_S
+    assert (2 * QUICK_S + FULL_S) / 8 < MAX_LIGHT_USE_S
     lanes.append_request("a", "long")
     assert begin(lanes).lane is Lane.LIGHT
 
@@ -238,14 +238,21 @@ def test_tenants_are_forgotten_once_their_use_has_decayed(lanes: Lanes[str], clo
     assert list(lanes._uses) == ["new"]
 
 
-def test_full_turns_pause_in_proportion_to_their_time(clock: Clock) -> None:
-    lanes: Lanes[str] = Lanes(QUICK_S, 3, 1, 1000, clock, full_pause=1.0)
+@pytest.mark.parametrize("lane", [Lane.FULL, Lane.BUSY])
+def test_turns_outside_the_light_lane_pause_in_proportion_to_their_time(clock: Clock, lane: Lane) -> None:
+    lanes: Lanes[str] = Lanes(QUICK_S, 3, 1, 1000, clock, pause=1.0)
     overrun(lanes, "a")
+    paused_s = FULL_S
+    if lane is Lane.BUSY:
+        clock.now_s += FULL_S
+        lanes.append_request("a", "short")
+        paused_s = QUICK_S / 2
+        lanes.end_turn(begin(lanes), paused_s, True)
     lanes.append_request("a", "next")
     lanes.append_request("b", "short")
-    assert lanes.pause_s() == pytest.approx(FULL_S)
+    assert lanes.pause_s() == pytest.approx(paused_s)
     assert begin(lanes).tenant_id == "b"
     assert lanes.next_turn() is None
-    clock.now_s += FULL_S
+    clock.now_s += paused_s
     assert lanes.pause_s() is None
-    assert begin(lanes).lane is Lane.FULL
+    assert begin(lanes).lane is lane

@@ -210,12 +210,18 @@ def test_a_tenant_that_has_used_much_time_waits_while_others_run(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars_module, "FREE_TOKEN_S", -1.0)
+    monkeypatch.setattr(grammars_module, "SHARED_S", 3600.0)
     simulation.engine.add(b"", add("costly", FIFTY, max_tokens=60, share_key="costly"))
     until(simulation, lambda: simulation.tokens["costly"])
     simulation.engine.add(b"", add("beside", max_tokens=400, sampling=GREEDY, share_key="other"))
     until(simulation, lambda: "beside" in simulation.finished)
     assert len(simulation.tokens["costly"]) < 10, "each token costs a second, of which a twentieth is refilled"
+    # The other tenant's next request may come soon.
+    for _ in range(100):
+        simulation.engine.step()
+    assert len(simulation.tokens["costly"]) < 10
     # Alone, the tenant no longer waits.
+    simulation.grammars._shared_until_s = 0.0
     until(simulation, lambda: "costly" in simulation.finished)
     assert (simulation.finished["costly"].reason, len(simulation.tokens["costly"])) == ("stop", 50)
 
