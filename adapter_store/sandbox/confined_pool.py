@@ -69,9 +69,7 @@ class ConfinedPool:
         self._servers = [ForkServer(command, worker_environment()) for _ in range(num_processes)]
         # Guards the fields below. Notified when a request may run or the pool is closed.
         self._changed = threading.Condition()
-        self._lanes: Lanes[_Request] = Lanes(
-            quick.cpu_s, num_processes, max_full, max_waiting_per_tenant, clock, pause
-        )
+        self._lanes: Lanes[_Request] = Lanes(quick.cpu_s, num_processes, max_full, max_waiting_per_tenant, clock, pause)
         # Last in, first out, so that few concurrent requests start few processes.
         self._idle = list(self._servers)
         self._threads: list[threading.Thread] = []

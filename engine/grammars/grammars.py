@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import select
 import time
 from collections import OrderedDict, defaultdict
@@ -26,9 +27,10 @@ IDLE_S = 60.0
 WAIT_BURST_S, WAIT_PART = 5e-3, 0.1
 """Time that steps wait for the masks of one tenant at once, in seconds, and of all tenants as a part of the time."""
 
-WORK_BURST_S, WORK_PART = 0.05, 0.05
+WORK_BURST_S, WORK_PART = 0.02, 0.01 * len(os.sched_getaffinity(0))
 """Processor time that one tenant's grammars use at once, in seconds, and all tenants' continuously as a part of the
-time, while other tenants have requests too, and SHARED_S longer. FREE_TOKEN_S and FREE_COMPILE_S do not count.
+time: a hundredth of all cores. Counts while other tenants have requests too, and SHARED_S longer. FREE_TOKEN_S and
+FREE_COMPILE_S do not count.
 """
 
 SHARED_S = 2.0

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 MEMORY_BYTES = 1 << 30
 """Limit on the additional memory of a fork, in bytes."""
 
-MAX_COMPILED = 8
-"""Maximum number of compiled grammars that a fork keeps for later sequences."""
+MAX_COMPILED = 32
+"""Maximum number of compiled grammars that a fork keeps for later sequences, as many as the gateway has checked."""
 
 NICENESS = 10
 """Niceness of a fork, so that the engine and the gateway get the CPU first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -41,9 +42,9 @@ FULL = ForkLimits(wall_s=10.0, cpu_s=CPU_S, niceness=8)
 NUM_PROCESSES = 2
 """Maximum number of concurrent checks. Each tenant has at most one. Each process contains the vocabulary."""
 
-PAUSE = 9.0
+PAUSE = max(0.0, 20 / len(os.sched_getaffinity(0)) - 1)
 """Pause after a check that is long, or of a tenant that has recently used much time, as a multiple of its processor
-time. Such checks therefore use at most a tenth of a core, because a busy core slows down the others of a processor.
+time. Such checks therefore use at most a twentieth of the cores, because a busy core slows down the others.
 """
 
 MAX_FULL = 1

@@ -41,7 +41,7 @@ class Asked:
     is_complete: bool
     """True if the stream ended with `[DONE]`."""
     gaps_s: list[float]
-    """Seconds between the arrivals of later parts of the answer."""
+    """Seconds between the arrivals of the answer's tokens."""
 
 
 async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:
@@ -84,7 +84,8 @@ async def ask(settings: PoliteSettings, dice: random.Random) -> Asked:
                     received += data
                     if first_token_s is None and b"data: " in received:
                         first_token_s = time.monotonic() - started
-                    if first_token_s is not None:
+                    # The end of an answer arrives after its settlement in the database, so it is no token.
+                    if first_token_s is not None and b'"finish_reason":"' not in received:
                         arrivals_s.append(time.monotonic())
             finally:
                 writer.transport.abort()

@@ -127,9 +127,9 @@ class Stand:
 
         The processes are counted too, because the server has descriptors for each.
         """
-        family = _family(self.server.pid)
-        found = Counter({"child processes": len(family) - 1, "server: database": -self._num_database_descriptors()})
-        for pid in family:
+        processes = _processes(self.server.pid)
+        found = Counter({"child processes": len(processes) - 1, "server: database": -self._num_database_descriptors()})
+        for pid in processes:
             whose = "server" if pid == self.server.pid else "children"
             with contextlib.suppress(OSError):
                 found.update(f"{whose}: {self._kind(one)}" for one in Path(f"/proc/{pid}/fd").iterdir())
@@ -179,7 +179,9 @@ def open_stand(kind: str) -> Iterator[Stand]:
         else:
             url = f"sqlite:///{directory / 'data' / 'loramux.db'}"
         base = shutil.copytree(DEMO / "base", directory / "base")
-        (base / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+        # A prompt that contained the schemas of a flood would be too long.
+        template = TOOL_TEMPLATE.replace("tool.function | tojson", "tool.function.name")
+        (base / "chat_template.jinja").write_text(template)
         made = deployment(base, directory / "data", arguments, environment)
         with made.running(directory / "first.log"):
             accounts = [_account(made, slug) for slug in ("polite", "mallory", *(f"crowd-{n}" for n in range(6)))]
@@ -216,13 +218,22 @@ def _account(made: Deployment, slug: str) -> Account:
     return Account(slug, tenant_id, key(), key("tenant:admin"), key("tenant:read"))
 
 
-def _family(pid: int) -> list[int]:
+def _processes(pid: int) -> list[int]:
+    """The process and its descendants, except forks, which serve one tenant for a time."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{parent}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
+            children = [int(one) for task in Path(f"/proc/{parent}/task").iterdir() for one in _children(task)]
+            found += [one for one in children if _command(one) != _command(parent)]
     return found
+
+
+def _children(task: Path) -> list[str]:
+    return (task / "children").read_text().split()
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @contextmanager
