@@ -65,7 +65,7 @@ def _features(template: ChatTemplate | None) -> TemplateFeatures | None:
 
 def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
     markers, reasoning = chosen_markers(parsers, source), None
-    if markers is None and body.thinking_token_budget is not None:
+    if markers is None and body.max_thinking_tokens is not None:
         raise InvalidRequest(
             "this model's answers have no separate reasoning",
             param="thinking_token_budget",

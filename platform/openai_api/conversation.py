@@ -14,6 +14,9 @@ from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH, is_function_name
 
 MAX_ID_CHARACTERS = 256
 
+PART_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Fields of a text part that tell Anthropic's and OpenAI's servers where to cache the prompt. They have no effect."""
+
 
 def _content(value: Any) -> Any:
     if not isinstance(value, list):
@@ -22,8 +25,8 @@ def _content(value: Any) -> Any:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError('only parts {"type": "text", "text": ...} are supported')
-        if set(part) != {"type", "text"}:
-            raise ValueError("a text part can have only the fields type and text")
+        if not part.keys() <= {"type", "text", *PART_HINTS}:
+            raise ValueError("a text part can have only the fields type, text and cache_control")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -41,6 +44,8 @@ class CalledFunction(StrictModel):
     arguments: str
     parsed_arguments: Any = None
     """The OpenAI clients' helpers add this field to the calls that they send back. It has no effect."""
+    provider_specific_fields: Any = None
+    """litellm adds this field. It has no effect."""
 
 
 class ToolCall(StrictModel):
@@ -49,6 +54,9 @@ class ToolCall(StrictModel):
     function: CalledFunction
     index: int | None = None
     """The call's index in a streamed answer. Clients that join the chunks send it back. It has no effect."""
+    provider_specific_fields: Any = None
+    extra_content: Any = None
+    """litellm and Gemini's OpenAI endpoint add these fields to calls. They have no effect."""
 
 
 class ChatMessage(StrictModel):
@@ -56,7 +64,8 @@ class ChatMessage(StrictModel):
 
     Clients send the server's answers back, with any number of calls. The fields that can only be null or empty appear
     in these answers or are added by OpenAI's clients, whose helpers also add `parsed`. litellm adds
-    `provider_specific_fields`.
+    `provider_specific_fields` and `thinking_blocks`, OpenRouter `reasoning_details`, and clients written for Anthropic
+    `cache_control`. None of these fields has an effect: templates read `reasoning_content`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -72,13 +81,16 @@ class ChatMessage(StrictModel):
     function_call: None = None
     parsed: Any = None
     provider_specific_fields: Any = None
+    thinking_blocks: Any = None
+    reasoning_details: Any = None
+    cache_control: Any = None
 
 
 def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
-    """Convert messages to dicts for a chat template, with the arguments of tool calls as objects or as JSON text.
+    """Convert messages to dicts for a chat template, with the arguments of tool calls as objects or as text.
 
-    Raises InvalidRequest for missing content, for fields that do not suit a message's role, for tool messages that
-    answer no earlier call, and for arguments that are not a JSON object.
+    Raises InvalidRequest for missing content, for fields that do not suit a message's role, and for tool messages that
+    answer no earlier call.
     """
     names: dict[str, str] = {}
     return [_message(message, f"messages[{index}]", names, arguments_as_text) for index, message in enumerate(messages)]
@@ -110,8 +122,7 @@ def _message(message: ChatMessage, param: str, names: dict[str, str], as_text: b
     if reasoning is not None:
         shown["reasoning_content"] = reasoning
     if message.tool_calls:
-        calls = enumerate(message.tool_calls)
-        shown["tool_calls"] = [_call(call, f"{param}.tool_calls[{i}]", as_text) for i, call in calls]
+        shown["tool_calls"] = [_call(call, as_text) for call in message.tool_calls]
         names |= {call.id: call.function.name for call in message.tool_calls}
     return shown
 
@@ -124,13 +135,19 @@ def _check_role(message: ChatMessage, param: str) -> None:
             raise InvalidRequest(f"only {role} messages have {found}", param=f"{param}.{found}", code="invalid_value")
 
 
-def _call(call: ToolCall, param: str, as_text: bool) -> dict[str, Any]:
-    param += ".function.arguments"
-    try:
-        arguments = parse_strict_json(call.function.arguments.encode() or b"{}", are_keys_unique=False)
-    except InvalidJson as error:
-        raise InvalidRequest(f"the arguments are not valid JSON: {error}", param=param) from None
-    if not isinstance(arguments, dict):
-        raise InvalidRequest("the arguments must be a JSON object", param=param)
-    shown = call.function.arguments if as_text else arguments
+def _call(call: ToolCall, as_text: bool) -> dict[str, Any]:
+    shown = call.function.arguments if as_text else _arguments(call.function.arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": shown}}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object, which most templates require.
+
+    An answer can be cut off inside the arguments, and a model can write malformed ones. The server returns both as they
+    are, and a conversation must be able to continue with them. Such text becomes the value of the key `arguments`.
+    """
+    try:
+        arguments = parse_strict_json(text.encode() or b"{}", are_keys_unique=False)
+    except InvalidJson:
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": text}

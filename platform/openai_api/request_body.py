@@ -13,6 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.errors import InvalidRequest, PayloadTooLarge
+from loramux.platform.openai_api import unsupported_fields
+from loramux.platform.openai_api.strict_model import StrictModel
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -88,7 +90,8 @@ def validated(document: dict[str, Any], model: type[M]) -> M:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _refusal(first, model) from None
 
 
 def _check_characters(body: bytes, document: Any) -> None:
@@ -101,7 +104,7 @@ def _check_characters(body: bytes, document: Any) -> None:
         raise InvalidJson("a string contains an unpaired surrogate") from None
 
 
-def _refusal(error: ErrorDetails) -> InvalidRequest:
+def _refusal(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequest:
     param = _path(error["loc"])
     kind = error["type"]
     if kind == "missing":
@@ -124,3 +127,12 @@ def _path(location: tuple[int | str, ...]) -> str:
             name = part[:100]
             path += f".{name}" if path else name
     return path
+    if kind == "extra_forbidden" and _is_unsupported(error["loc"], model):
+        return InvalidRequest(f"{param} is not supported", param=param, code="unsupported_parameter")
+def _is_unsupported(location: tuple[int | str, ...], model: type[BaseModel]) -> bool:
+    """Return whether another server has the field."""
+    if not issubclass(model, StrictModel):
+        return False
+    return location[-1] in (model.NEUTRAL if len(location) == 1 else unsupported_fields.NESTED)
+
+

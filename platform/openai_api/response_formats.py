@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import MAX_CHOICES, Constraint
 from loramux.platform.openai_api.strict_model import StrictModel
+from loramux.platform.openai_api.unsupported_fields import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, Neutral
 
 Schema = dict[str, Any] | bool
 Structures = Annotated[list["Structure"], Field(fail_fast=True, min_length=1, max_length=64)]
@@ -46,10 +47,14 @@ class StructuralTag(StrictModel):
 
 
 class TextFormat(StrictModel):
+    NEUTRAL: ClassVar[Neutral] = RESPONSE_FORMAT
+
     type: Literal["text"]
 
 
 class JsonObjectFormat(StrictModel):
+    NEUTRAL: ClassVar[Neutral] = RESPONSE_FORMAT
+
     type: Literal["json_object"]
 
 
@@ -65,6 +70,8 @@ ResponseFormat = Annotated[
 
 class StructuredOutputs(StrictModel):
     """vLLM's `structured_outputs`. A body can set at most one constraint."""
+
+    NEUTRAL: ClassVar[Neutral] = STRUCTURED_OUTPUTS
 
     json_: Schema | str | None = Field(None, alias="json")
     json_object: bool | None = None

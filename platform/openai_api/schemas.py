@@ -1,14 +1,14 @@
 """The request bodies of the OpenAI API, with strict types, no unknown fields, and no unsupported options.
 
 A field that cannot change the answer is accepted and ignored. An unsupported field that would change it is accepted
-only with a value that has no effect. The number of errors per body is bounded: lists fail at their first invalid item,
-and if an object has more entries than its class has fields, only one unknown entry is reported.
+only with a value that has no effect (`unsupported_fields.py`). The number of errors per body is bounded: lists fail at
+their first invalid item, and if an object has more entries than its class has fields, only one unknown entry is
+reported.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -28,10 +28,12 @@ from loramux.engine.scheduling.request_limits import (
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.grammars.constraint import Constraint
+from loramux.platform.openai_api import unsupported_fields
 from loramux.platform.openai_api.conversation import ChatMessage
 from loramux.platform.openai_api.response_formats import Choices, ResponseFormat, Schema, StructuredOutputs, constraints
 from loramux.platform.openai_api.strict_model import StrictModel
 from loramux.platform.openai_api.tools import AUTO, ToolChoice, ToolChoiceField, Tools
+from loramux.platform.openai_api.unsupported_fields import Neutral
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 2048
@@ -100,12 +102,6 @@ class StreamOptions(StrictModel):
 
 
 class GenerationRequest(StrictModel):
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "use_beam_search": (None, False),
-        "length_penalty": (None, 1),
-        "early_stopping": (None, False),
-    }
-    """Unsupported fields, each with the values that are accepted because they have no effect."""
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {"guided_decoding_backend", "stream_options.include_obfuscation"}
     )
@@ -149,11 +145,6 @@ class GenerationRequest(StrictModel):
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_LOGPROBS)
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-
-    # Fields of beam search, which is not supported.
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    early_stopping: Any = None
 
     # Constraints on the answer: OpenAI's field, vLLM's field, and vLLM's older fields.
     response_format: ResponseFormat | None = None
@@ -209,9 +200,6 @@ class GenerationRequest(StrictModel):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
-        for name, neutral in self.NEUTRAL.items():
-            if getattr(self, name) not in neutral:
-                raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
@@ -303,10 +291,7 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 class CompletionRequest(GenerationRequest):
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **GenerationRequest.NEUTRAL,
-        "suffix": (None, ""),
-    }
+    NEUTRAL: ClassVar[Neutral] = unsupported_fields.COMPLETIONS
     PROMPT: ClassVar[str] = "prompt"
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = 16
 
@@ -314,7 +299,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     best_of: int | None = Field(None, ge=1, lt=INT64)
     echo: bool | None = None
-    suffix: str | None = None
     max_tokens: int | None = Field(None, ge=0, lt=INT64)
 
     @property
@@ -363,19 +347,12 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(GenerationRequest):
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **GenerationRequest.NEUTRAL,
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "verbosity": (None,),
-        "web_search_options": (None,),
-    }
+    NEUTRAL: ClassVar[Neutral] = unsupported_fields.CHAT
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = GenerationRequest.WITHOUT_EFFECT | {
         "metadata",
         "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
@@ -394,21 +371,15 @@ class ChatRequest(GenerationRequest):
 
     # Options of the chat template and the reasoning. All except `reasoning_effort` are vLLM extensions.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
+    thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-
     metadata: Annotated[dict[str, str], BeforeValidator(_few_entries)] | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -420,7 +391,8 @@ class ChatRequest(GenerationRequest):
 
     @property
     def max_thinking_tokens(self) -> int | None:
-        return self.thinking_token_budget
+        # In vLLM, -1 means no limit.
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -429,7 +401,7 @@ class ChatRequest(GenerationRequest):
 
     def check(self) -> None:
         GenerationRequest.check(self)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:

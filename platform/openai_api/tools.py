@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from loramux.platform.openai_api.strict_model import StrictModel
+from loramux.platform.openai_api.unsupported_fields import FUNCTION, Neutral
 
 MAX_TOOLS = 128
 """Maximum number of tools per request, as in the OpenAI API."""
@@ -32,15 +33,22 @@ Parameters = Annotated[dict[str, Any], AfterValidator(_describing_objects)]
 
 
 class FunctionDefinition(StrictModel):
+    NEUTRAL: ClassVar[Neutral] = FUNCTION
+
     name: Name
     description: str | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
+    cache_control: Any = Field(None, exclude=True)
+    """Clients written for Anthropic add this field to functions or tools. It has no effect."""
 
 
 class Tool(StrictModel):
+    NEUTRAL: ClassVar[Neutral] = FUNCTION
+
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Any = Field(None, exclude=True)
 
     @property
     def name(self) -> str:

@@ -6,33 +6,26 @@ from collections.abc import Iterator
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from loramux.platform.openai_api import unsupported_fields
 from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from loramux.platform.openai_api.unsupported_fields import Neutral
 
 HEAD = """# Request fields
 
 `make docs` generates this page from the request bodies that the server accepts, and a test checks that it is
 current. The page lists every field of this server, of the chat and completions endpoints of OpenAI, and of the vLLM
-extensions to them.
+and SGLang extensions to them.
 
 - **done**: the field works.
 - **no effect**: the field is accepted, and the answer is the same without it.
-- **refused**: a request with the field gets 400 `unsupported_parameter`, unless the field's value has no effect. If
-  the server does not know the field, the code is `unknown_parameter`. The error names the field. The last column says
-  why.
-- **–**: the field belongs to the other endpoint. A request with it gets 400 `unknown_parameter`.
+- **refused**: a request with the field gets 400 `unsupported_parameter`, and the error names the field, unless the
+  value asks for nothing. Such values are null, the default that the field's vendor documents, and empty values that
+  mean the same. The last column lists them and says why other values are refused.
+- **–**: the field does not belong to this endpoint. A request with it gets 400 `unknown_parameter`.
 
 | field | chat | completions | meaning, or reason for the refusal |
 |---|---|---|---|
 """
-
-# Fields that only vLLM has and this server does not accept.
-VLLM = (
-    *("add_special_tokens", "cache_salt", "chat_template", "documents"),
-    *("guided_whitespace_pattern", "include_reasoning"),
-    *("kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds"),
-    *("request_id", "return_tokens_as_token_ids", "spaces_between_special_tokens"),
-    "vllm_xargs",
-)
 
 MEANINGS = {
     "add_generation_prompt": "whether the rendered conversation ends with the start of an answer",
@@ -41,13 +34,24 @@ MEANINGS = {
     "audio": "the server generates text only",
     "bad_words": "up to 64 words that the answer must not contain, with and without a space before them",
     "best_of": "generates this many choices and returns the `n` with the highest mean log-probability; all are billed",
+    "bootstrap_host": "prefill and decoding run in one engine",
+    "bootstrap_port": "prefill and decoding run in one engine",
+    "bootstrap_room": "prefill and decoding run in one engine",
     "cache_salt": "prefix caches are separate for each tenant already",
     "chat_template": "templates belong to models; a request cannot supply one",
     "chat_template_kwargs": "additional variables of the chat template, such as `enable_thinking`",
     "continue_final_message": "whether the answer continues the last message",
+    "custom_labels": "metrics have no labels that a client chooses",
+    "custom_logit_processor": "requests cannot run code in the engine",
+    "custom_params": "requests cannot run code in the engine",
+    "data_parallel_rank": "the server chooses the replica",
+    "disagg_prefill_dp_rank": "prefill and decoding run in one engine",
     "documents": "the server passes no documents to the chat template",
+    "ebnf": "use `structured_outputs.grammar`",
     "early_stopping": "there is no beam search",
+    "ec_transfer_params": "the server accepts text only",
     "echo": "repeats the prompt before each choice, also in the log-probabilities; cannot be streamed with `logprobs`",
+    "extra_key": "prefix caches are separate for each tenant already",
     "frequency_penalty": "lowers the logits of tokens in proportion to how often they have occurred in the answer",
     "function_call": "the old form of `tool_choice`",
     "functions": "the old form of `tools`",
@@ -60,22 +64,30 @@ MEANINGS = {
     "ignore_eos": "continues after the end-of-sequence token",
     "include_reasoning": "the reasoning is always returned",
     "include_stop_str_in_output": "whether the text includes the stop string or stop token that ended it",
+    "json_schema": "use `response_format`",
     "kv_transfer_params": "prefill and decoding run in one engine",
     "length_penalty": "there is no beam search",
     "logit_bias": "adds to the logits of tokens",
     "logits_processors": "requests cannot run code in the engine",
+    "logprob_token_ids": "log-probabilities name the most likely tokens",
     "logprobs": "log-probabilities of the answer's tokens",
+    "lora_path": "`model` names the adapter",
     "max_completion_tokens": "maximum number of tokens in each choice",
+    "max_dynamic_patch": "the server accepts text only",
     "max_tokens": "maximum number of tokens in each choice",
+    "media_io_kwargs": "the server accepts text only",
     "messages": "the conversation",
     "metadata": "up to 64 strings",
+    "min_dynamic_patch": "the server accepts text only",
     "min_p": "drops tokens whose probability is below this fraction of the highest",
     "min_tokens": "minimum number of tokens in each choice",
+    "mm_payload": "the server accepts text only",
     "mm_processor_kwargs": "the server accepts text only",
     "modalities": "the server generates text only",
     "model": "the base or an adapter",
     "moderation": "the server does not moderate content",
     "n": "the number of choices for each prompt",
+    "no_stop_trim": "use `include_stop_str_in_output`",
     "parallel_tool_calls": "whether one answer can contain several tool calls",
     "prediction": "an expected answer",
     "presence_penalty": "lowers the logits of tokens that have occurred in the answer",
@@ -87,38 +99,61 @@ MEANINGS = {
     "prompt_embeds": "prompts are text or token ids",
     "prompt_logprobs": "log-probabilities of the prompt's tokens, with up to 5 alternatives; cannot be streamed",
     "reasoning_effort": "how much the model thinks, if its chat template reads it; `none` turns thinking off",
+    "regex": "use `structured_outputs.regex`",
+    "repetition_detection": "an answer does not end because it repeats itself; use `repetition_penalty`",
     "repetition_penalty": "lowers the probability of tokens that occur in the prompt or the answer",
     "request_id": "the server chooses the identifier, which `x-request-id` reports",
     "response_format": "constrains the answer to a JSON schema or to JSON",
+    "return_cached_tokens_details": "`usage` reports the number of cached tokens",
+    "return_hidden_states": "answers contain no hidden states",
+    "return_mm_kwargs": "the server accepts text only",
+    "return_prompt_text": "answers do not repeat the rendered prompt; use `/tokenize`",
+    "return_routed_experts": "answers do not report routed experts",
     "return_token_ids": "answers and chunks contain the token ids of prompt and answer",
+    "return_token_offsets": "answers do not report the offsets of tokens",
     "return_tokens_as_token_ids": "log-probabilities name tokens by their text; use `return_token_ids`",
+    "return_weight_versions": "the header `x-loramux-adapter` reports the version",
+    "rid": "the server chooses the identifier, which `x-request-id` reports",
+    "routed_dp_rank": "the server chooses the replica",
+    "routed_experts_prompt_start": "answers do not report routed experts",
     "safety_identifier": "an identifier of the end user; use `user`",
     "seed": "makes sampling repeatable",
+    "separate_reasoning": "the reasoning is always returned separately",
     "service_tier": "there is only one tier",
+    "session_id": "the server has no sessions; use `user`",
+    "session_params": "the server has no sessions",
     "skip_special_tokens": "whether special tokens are left out of the text",
     "spaces_between_special_tokens": "the server adds no spaces that the tokenizer does not add",
     "stop": "texts that end the answer",
+    "stop_regex": "stop strings are plain text",
     "stop_token_ids": "tokens that end the answer",
     "store": "answers are not stored",
     "stream": "sends the answer as it is generated",
+    "stream_interval": "tokens are sent as soon as possible",
     "stream_options": "options of a stream",
     "stream_options.continuous_usage_stats": "every chunk reports the usage so far; needs `include_usage`",
     "stream_options.include_obfuscation": "chunks are not padded",
     "stream_options.include_usage": "the last chunk reports the usage",
+    "stream_reasoning": "the reasoning is streamed like the rest of the answer",
     "structured_outputs": "constrains the answer to a schema, a regex, choices or a grammar",
+    "structured_outputs.disable_additional_properties": "set `additionalProperties` in the schema",
+    "structured_outputs.disable_any_whitespace": "the whitespace in JSON cannot be chosen",
+    "structured_outputs.whitespace_pattern": "the whitespace in JSON cannot be chosen",
     "suffix": "the base is not trained to fill in the middle",
     "temperature": "scales the logits before sampling; 0 always takes the most likely token",
-    "thinking_token_budget": "ends the reasoning after this many tokens, if the chat template has markers for it",
+    "thinking_token_budget": "ends the reasoning after this many tokens, if the template has markers for it",
     "tool_choice": "whether the answer must, may or must not call tools, or the tool that it must call",
     "tools": "functions that the answer can call, if the model's chat template supports tools",
     "top_k": "samples from this many of the most likely tokens",
     "top_logprobs": "the number of alternatives reported for each token",
     "top_p": "samples from the most likely tokens that together have this probability",
     "truncate_prompt_tokens": "keeps this many tokens at the end of each prompt; -1 keeps as many as fit the context",
+    "truncation_side": "`truncate_prompt_tokens` keeps the end of a prompt",
     "use_beam_search": "there is no beam search; sample several choices with `n` or `best_of`",
     "user": "the end user in usage reports; keeps the user on one version of an alias",
     "verbosity": "only OpenAI's own models support it",
     "vllm_xargs": "the server has no plug-ins",
+    "watermarking": "the server does not watermark answers",
     "web_search_options": "the server does not search the web",
 }
 
@@ -130,8 +165,6 @@ def request_fields_page() -> str:
 def _rows() -> Iterator[str]:
     for name in sorted(known_fields()):
         chat, completions = _state(ChatRequest, name), _state(CompletionRequest, name)
-        if "–" in (chat, completions) and chat == completions:
-            chat = completions = "refused"
         yield f"| `{name}` | {chat} | {completions} | {MEANINGS[name]}{_accepted(name)} |"
 
 
@@ -142,18 +175,33 @@ def known_fields() -> set[str]:
         *(f"stream_options.{name}" for name in StreamOptions.model_fields),
         *chat_create_params.CompletionCreateParamsBase.__annotations__,
         *completion_create_params.CompletionCreateParamsBase.__annotations__,
-        *VLLM,
+        *unsupported_fields.CHAT,
+        *unsupported_fields.COMPLETIONS,
+        *(f"structured_outputs.{name}" for name in unsupported_fields.STRUCTURED_OUTPUTS),
     }
 
 
 def _state(body: type[GenerationRequest], name: str) -> str:
     if name in body.WITHOUT_EFFECT:
         return "no effect"
-    if name in body.NEUTRAL:
-        return "refused"
-    return "done" if name.partition(".")[0] in body.model_fields else "–"
+    parent, _, field = name.partition(".")
+    if parent in body.model_fields:
+        is_refused = parent == "structured_outputs" and field in unsupported_fields.STRUCTURED_OUTPUTS
+        return "refused" if is_refused else "done"
+    return "refused" if name in body.NEUTRAL else "–"
 
 
 def _accepted(name: str) -> str:
-    neutral = {**ChatRequest.NEUTRAL, **CompletionRequest.NEUTRAL}.get(name, ())
-    return f" (accepted: {', '.join(f'`{json.dumps(value)}`' for value in neutral)})" if neutral else ""
+    """List the accepted values of a field that is refused otherwise."""
+    parent, _, field = name.partition(".")
+    bodies: dict[str, Neutral] = {" in chat": ChatRequest.NEUTRAL, " in completions": CompletionRequest.NEUTRAL}
+    if parent == "structured_outputs":
+        bodies = {"": unsupported_fields.STRUCTURED_OUTPUTS}
+    is_done = name in ChatRequest.model_fields and name in CompletionRequest.model_fields
+    values = {where: neutral[field or parent] for where, neutral in bodies.items() if (field or parent) in neutral}
+    if is_done or not values:
+        return ""
+    if len({json.dumps(neutral) for neutral in values.values()}) == 1:
+        values = {"": next(iter(values.values()))}
+    listed = [f"`{json.dumps(value)}`{where}" for where, neutral in values.items() for value in neutral]
+    return f" (accepted: {', '.join(['`null`', *listed])})"

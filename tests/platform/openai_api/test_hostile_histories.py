@@ -83,6 +83,23 @@ SERVED: dict[str, dict[str, Any]] = {
     "arguments name a key twice": messages(calls(call(arguments='{"a": 1, "a": 2}')), result()),
     "name that no tool can have": messages(calls(call(name="weather.get()")), result()),
     "empty arguments": messages(calls(call(arguments="")), result()),
+    "arguments are a list": messages(calls(call(arguments="[]"))),
+    "arguments are cut": messages(calls(call(arguments='{"a": '))),
+    "arguments with NaN": messages(calls(call(arguments='{"a": NaN}'))),
+    "arguments with half a pair": messages(calls(call(arguments='{"a": "\\ud800"}'))),
+    "arguments with Jinja": messages(calls(call(arguments="{{ messages.__class__ }}"))),
+    "cache hints": messages(
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": nested(9)}], "cache_control": 5},
+        tools=[{**offered(cache_control={"type": "ephemeral"}), "cache_control": {"type": "ephemeral"}}],
+    ),
+    "other servers' reasoning": messages(
+        {
+            "role": "assistant",
+            "content": "x",
+            "reasoning_details": [{"type": "reasoning.text", "text": "y"}] * 1000,
+            "thinking_blocks": [{"type": "thinking", "thinking": "y", "signature": "{{ 7 * 7 }}"}],
+        }
+    ),
     "Jinja in kwargs": messages(chat_template_kwargs={"enable_thinking": "{{ messages.__class__ }}"}),
 }
 
@@ -101,24 +118,8 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any]]] = {
     "call's name is too long": ("messages[1].tool_calls[0].function.name", messages(calls(call(name="a" * 257)))),
     "call has no name": ("messages[1].tool_calls[0].function.name", messages(calls(call(name="")))),
     "arguments are an object": ("messages[1].tool_calls[0].function.arguments", messages(calls(call(arguments={})))),
-    "arguments are a list": ("messages[1].tool_calls[0].function.arguments", messages(calls(call(arguments="[]")))),
-    "arguments are cut": ("messages[1].tool_calls[0].function.arguments", messages(calls(call(arguments='{"a": ')))),
-    "arguments with NaN": (
-        "messages[1].tool_calls[0].function.arguments",
-        messages(calls(call(arguments='{"a": NaN}'))),
-    ),
-    "arguments with half a pair": (
-        "messages[1].tool_calls[0].function.arguments",
-        messages(calls(call(arguments='{"a": "\\ud800"}'))),
-    ),
-    "arguments 100,000 deep": (
-        "messages[1].tool_calls[0].function.arguments",
-        messages(calls(call(arguments='{"a": ' + "[" * DEEP + "]" * DEEP + "}"))),
-    ),
-    "arguments with a huge number": (
-        "messages[1].tool_calls[0].function.arguments",
-        messages(calls(call(arguments='{"a": ' + "1" * 100_000 + "}"))),
-    ),
+    "arguments 100,000 deep": ("messages", messages(calls(call(arguments='{"a": ' + "[" * DEEP + "]" * DEEP + "}")))),
+    "arguments with a huge number": ("messages", messages(calls(call(arguments='{"a": ' + "1" * 100_000 + "}")))),
     "long arguments": ("messages", messages(calls(call(arguments=json.dumps({"a": LONG}))))),
     "parameters 100 deep": ("messages", messages(tools=[offered(parameters=nested(100))], tool_choice="required")),
     "required call with 10,000 parameters": (

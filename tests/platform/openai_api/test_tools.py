@@ -281,6 +281,43 @@ async def test_calls_can_be_sent_back_as_they_were_returned(tools: Gateway) -> N
     assert '{"name": "weather.get() π", "arguments": {"city": "Rome"}}' in prompt_of(tools)
 
 
+@pytest.mark.parametrize("max_tokens", range(30, 70, 4))
+async def test_call_that_was_cut_off_can_be_sent_back(tools: Gateway, max_tokens: int) -> None:
+    written = CALL.replace('"Rome"', '"Rome π \\u00e9 \\"", "days": [1, {"a": -2.5e3}], "is_long": true')
+    answers(tools, written)
+    first = await tools.openai.chat.completions.create(
+        model="base", messages=ASKED, tools=[WEATHER], max_tokens=max_tokens
+    )
+    assert first.choices[0].finish_reason == "length"
+    message = first.choices[0].message
+    [call] = message.tool_calls
+    assert call.function.arguments in written
+    history: Any = [*ASKED, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "cut off"}]
+    await tools.openai.chat.completions.create(model="base", messages=history, tools=[WEATHER])
+    # The text is all there, as a string.
+    arguments = json.dumps({"arguments": call.function.arguments}, ensure_ascii=False)
+    assert f'{{"name": "get_weather", "arguments": {arguments}}}' in prompt_of(tools)
+
+
+@pytest.mark.parametrize("arguments", ["{'city': 'Rome'}", '{"city": NaN}', '{"city": "Rome",}', "[1]", "Rome"])
+async def test_malformed_call_can_be_sent_back(tools: Gateway, arguments: str) -> None:
+    # In a call, the arguments can also be a string that contains them.
+    answers(tools, CALL.replace('{"city": "Rome"}', json.dumps(arguments)))
+    first = await tools.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER])
+    message = first.choices[0].message
+    [call] = message.tool_calls
+    assert call.function.arguments == arguments
+    history: Any = [*ASKED, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "malformed"}]
+    await tools.openai.chat.completions.create(model="base", messages=history, tools=[WEATHER])
+    assert json.dumps({"arguments": arguments}) in prompt_of(tools)
+
+
+async def test_no_limit_on_the_thinking_can_be_asked_for(tools: Gateway) -> None:
+    body = {"model": "base", "messages": ASKED, "max_tokens": 1, "thinking_token_budget": -1}
+    assert (await tools.http.post("/v1/chat/completions", json=body)).status_code == 200
+    assert tools.engine.adds[-1].sampling.thinking is None
+
+
 async def test_open_thinking_is_continued(tools: Gateway) -> None:
     answers(tools, " weather.</think>\n\nIt is hot.")
     body = {
@@ -300,12 +337,6 @@ async def test_open_thinking_is_continued(tools: Gateway) -> None:
 
 
 CALLED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-def called(arguments: str) -> dict[str, Any]:
-    """A request whose history has a call with these arguments."""
-    function = {"name": "f", "arguments": arguments}
-    return {"messages": [{"role": "assistant", "tool_calls": [{**CALLED, "function": function}]}]}
 
 
 def offering(**function: Any) -> dict[str, Any]:
@@ -365,11 +396,9 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         (saying(role="tool", tool_call_id="c1"), "invalid_value", "messages[0].tool_call_id"),
         (saying(role="user", tool_calls=[CALLED]), "invalid_value", "messages[0].tool_calls"),
         (saying(role="user", reasoning="y"), "invalid_value", "messages[0].reasoning"),
-        (called("{"), "invalid_value", "messages[0].tool_calls[0].function.arguments"),
-        (called("1"), "invalid_value", "messages[0].tool_calls[0].function.arguments"),
         ({"chat_template_kwargs": {"messages": []}}, "invalid_value", "chat_template_kwargs"),
         ({"continue_final_message": True}, "invalid_value", "continue_final_message"),
-        ({"thinking_token_budget": -1}, "invalid_value", "thinking_token_budget"),
+        ({"thinking_token_budget": -2}, "invalid_value", "thinking_token_budget"),
         ({"thinking_token_budget": 2**31}, "invalid_value", "thinking_token_budget"),
         ({"thinking_token_budget": "5"}, "invalid_type", "thinking_token_budget"),
         ({"reasoning_effort": "most"}, "invalid_value", "reasoning_effort"),
