@@ -21,7 +21,7 @@ from loramux.admin.rest.usage import costs, prices, quotas, usage
 from loramux.admin.server.metrics_route import metrics_router
 from loramux.admin.server.root_path import UnderRootPath
 from loramux.platform.openai_api.error_responses import ErrorResponses, install_error_handling
-from loramux.platform.openai_api.health import health_router
+from loramux.platform.openai_api.health import HEALTH_PATHS, health_router
 from loramux.platform.openai_api.openapi_route import ListenerDocument
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_admin_calls
 
@@ -58,7 +58,7 @@ repeated with the same `Idempotency-Key` for 24 hours. An update sends the ETag 
 `If-Match`. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and every response has
 an `x-request-id`.""",
     # `/metrics` can require its own token.
-    public=frozenset({"/health/live", "/health/ready", "/metrics"}),
+    public=HEALTH_PATHS | {"/metrics"},
     readers="Any key of the admin API can read this document.",
     is_idempotent=True,
 )

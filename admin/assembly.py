@@ -283,6 +283,7 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
         base_defaults=base_defaults,
         applies_adapter_defaults=settings.adapter_generation_config == "auto",
         base_parsers=AnswerParsers(settings.tool_call_parser, settings.reasoning_parser),
+        cors_origins=settings.cors_origins,
     )
 
 

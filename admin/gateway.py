@@ -90,8 +90,8 @@ async def _serve(
         admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
         await stack.enter_async_context(in_background(assembled.maintenance.run(), "maintenance"))
         await serve_until_stopped(
-            HttpServer(assembled.gateway_app, gateway_listener, openai),
-            HttpServer(assembled.operations_app, admin_listener, admin),
+            HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
+            HttpServer(assembled.operations_app, admin_listener, admin, settings.keep_alive_s),
             signals,
             settings.drain_s,
             announce,

@@ -196,8 +196,8 @@ async def _serve(
         await stack.enter_async_context(in_background(assembled.maintenance.run(), "maintenance"))
         await stack.enter_async_context(in_background(upkeep, "upkeep"))
         await serve_until_stopped(
-            HttpServer(assembled.gateway_app, gateway_listener, openai),
-            HttpServer(assembled.admin_app, admin_listener, admin),
+            HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
+            HttpServer(assembled.admin_app, admin_listener, admin, settings.keep_alive_s),
             signals,
             settings.drain_s,
             announce,

@@ -118,6 +118,14 @@ class PayloadTooLarge(ApiError):
     code = "payload_too_large"
 
 
+class UnsupportedEncoding(ApiError):
+    """The body is compressed in a way that this server cannot read."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_content_encoding"
+
+
 class UnprocessableRequest(ApiError):
     """The request is well-formed but contradicts an earlier one."""
 

@@ -14,8 +14,8 @@ from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time, in seconds, from the opening of a connection or the end of its last response to the next complete
-request head.
+"""Maximum time, in seconds, from the opening of a connection to its first complete request head, or from the first byte
+of a later request head to its last byte. uvicorn's keep-alive timeout limits the time between requests.
 """
 READER_TIMEOUT_S = 60.0
 """Time within which a client must read MIN_READ_BYTES of a pending response, in seconds."""
@@ -77,9 +77,10 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        begins_head = self._waits_for_request
         super().data_received(data)
-        # Bytes of a request head are not progress, but bytes of a body are.
-        if not self.is_idle:
+        # The first byte of a request head and bytes of a body are progress, but other bytes of a head are not.
+        if begins_head or not self.is_idle:
             self.since_s = self.loop.time()
 
     def on_response_complete(self) -> None:
@@ -132,6 +133,11 @@ class BoundedConnection(H11Protocol):
         """True if no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def _waits_for_request(self) -> bool:
+        """True if no byte has arrived since the last response. uvicorn then runs its keep-alive timer."""
+        return self.timeout_keep_alive_task is not None
+
     def shed_rank(self, now_s: float) -> int | None:
         """Rank for closing connections to make room, lowest first. None if this connection must stay open."""
         is_stalled = now_s - self.since_s >= STALL_S
@@ -151,7 +157,12 @@ class BoundedConnection(H11Protocol):
             elif now_s - self.since_s > READER_TIMEOUT_S:
                 self.transport.abort()
                 return "slow_reader"
-        elif self.is_idle and now_s - self.since_s > HEAD_TIMEOUT_S and not self.transport.is_closing():
+        elif (
+            self.is_idle
+            and not self._waits_for_request
+            and now_s - self.since_s > HEAD_TIMEOUT_S
+            and not self.transport.is_closing()
+        ):
             # Closes the connection, as after a keep-alive timeout.
             self.timeout_keep_alive_handler()
             return "no_request"

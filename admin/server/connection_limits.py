@@ -9,6 +9,8 @@ import structlog
 
 from loramux.admin.errors import StartRefused
 
+KEEP_ALIVE_S = 75
+"""How long a connection stays open after a response if no other request begins, in seconds."""
 MAX_ADMIN_CONNECTIONS = 512
 """Maximum connections of the admin listener."""
 RESERVED_DESCRIPTORS = 512

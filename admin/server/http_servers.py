@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from loramux.admin.server.bounded_connection import BoundedConnection
+from loramux.admin.server.connection_limits import KEEP_ALIVE_S
 from loramux.admin.server.connection_registry import ConnectionRegistry
 from loramux.admin.server.forwarded_clients import ForwardedClients
 from loramux.admin.server.listeners import prepare_to_listen
@@ -28,7 +29,13 @@ LAST_WORDS_S = 2.0
 class HttpServer(uvicorn.Server):
     """One listener with its ConnectionRegistry. It does not handle signals."""
 
-    def __init__(self, app: Any, listener: socket.socket, book: ConnectionRegistry | None = None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        listener: socket.socket,
+        book: ConnectionRegistry | None = None,
+        keep_alive_s: int = KEEP_ALIVE_S,
+    ) -> None:
         self._book = book or ConnectionRegistry()
         if self._book.proxies:
             max_per_address = self._book.limits.max_per_address
@@ -44,6 +51,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=keep_alive_s,
                 # By default, uvicorn trusts these headers from any process on this machine.
                 proxy_headers=False,
             )

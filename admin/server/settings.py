@@ -24,6 +24,7 @@ from loramux.adapter_store.ingest.hub_client import ENDPOINT as HUB_ENDPOINT
 from loramux.adapter_store.ingest.sources import is_allowable
 from loramux.admin.client.suggestions import did_you_mean
 from loramux.admin.server.client_addresses import TrustedProxies
+from loramux.admin.server.connection_limits import KEEP_ALIVE_S
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url, parse_rule
 from loramux.engine.tracing.spans import TraceConfig
 
@@ -62,6 +63,9 @@ FLAGS = frozenset(
 can read the command lines of the others.
 """
 SettingsT = TypeVar("SettingsT", bound="DataSettings")
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
+"""An origin as browsers write it (RFC 6454, section 6.2). Extensions of browsers have schemes of their own."""
 
 
 class SettingsError(Exception):
@@ -133,6 +137,15 @@ class Settings(DataSettings):
     """The path prefix under which a proxy publishes the admin listener, such as `/loramux`."""
     trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
     """Comma-separated addresses and networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted."""
+    keep_alive_s: Annotated[int, Field(ge=1, le=3600)] = KEEP_ALIVE_S
+    """How long a connection stays open between requests, in seconds. Proxies must give up their idle connections
+    earlier, because a request on a connection that the server is closing fails. nginx and AWS load balancers keep idle
+    connections for 60 s, and Google's for 600 s.
+    """
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """Comma-separated origins, such as `https://app.example.com`, whose web pages can call the OpenAI API from a
+    browser, or `*` for every origin. By default there are none.
+    """
     max_connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
     """Maximum connections to the OpenAI listener. The admin listener accepts up to 512 more."""
     max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
@@ -309,7 +322,7 @@ class Settings(DataSettings):
             raise ValueError("single sign-on also requires oidc_issuer")
         return client_id
 
-    @field_validator("adapter_sources", "oidc_roles", "trusted_proxies", mode="before")
+    @field_validator("adapter_sources", "cors_origins", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
         """Split a comma-separated string. A TOML array is already a list."""
@@ -325,6 +338,14 @@ class Settings(DataSettings):
         except ValueError as error:
             raise ValueError(f"{error}; use addresses and networks such as 127.0.0.1 and 10.0.0.0/8") from None
         return proxies
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is not an origin: use SCHEME://HOST or SCHEME://HOST:PORT, in lower case")
+        return origins
 
     @field_validator("adapter_sources")
     @classmethod

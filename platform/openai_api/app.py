@@ -6,11 +6,12 @@ from importlib.metadata import version
 
 from fastapi import Depends, FastAPI
 
-from loramux.platform.openai_api import chat, completions, models, tokenization
+from loramux.platform.openai_api import chat, completions, models, server_version, tokenization
 from loramux.platform.openai_api.authentication import authenticated
+from loramux.platform.openai_api.cross_origin import CrossOrigin
 from loramux.platform.openai_api.direct_routes import DirectRoutes
 from loramux.platform.openai_api.error_responses import ErrorResponses, install_error_handling
-from loramux.platform.openai_api.health import health_router
+from loramux.platform.openai_api.health import HEALTH_PATHS, health_router
 from loramux.platform.openai_api.openapi_route import ListenerDocument
 from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.openai_api.trace_middleware import TraceMiddleware
@@ -32,7 +33,7 @@ OpenAI fields that this server does not support are refused by name; none is ign
 With `stream: true`, the response is a stream of server-sent events that ends with `data: [DONE]`; a stream that fails
 ends with an error instead. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and
 every response has an `x-request-id`.""",
-    public=frozenset({"/health/live", "/health/ready"}),
+    public=HEALTH_PATHS,
     readers="Any API key gives access to this document.",
 )
 
@@ -49,7 +50,7 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services = services
-    for part in (completions, chat, models, tokenization):
+    for part in (completions, chat, models, tokenization, server_version):
         app.include_router(part.router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
@@ -65,4 +66,6 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
     if services.tracing is not None:
         app.add_middleware(TraceMiddleware, tracing=services.tracing, paths=frozenset(ENDPOINTS))
     install_error_handling(app, errors)
+    if services.settings.cors_origins:
+        app.add_middleware(CrossOrigin, origins=services.settings.cors_origins)
     return app

@@ -100,7 +100,11 @@ def request_id_of(request: Request) -> str:
 
 
 class RequestIds:
-    """Outermost middleware: gives each request its ID, and turns uncaught exceptions into a 500 response."""
+    """Middleware around the whole app: gives each request its ID, and turns uncaught exceptions into a 500 response.
+
+    It also removes the server's own scheme and host from redirects. A proxy may not report the scheme of its clients,
+    and a redirect from https to http would send their keys unencrypted.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -118,7 +122,10 @@ class RequestIds:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if message["status"] == 307:
+                    headers["location"] = _relative(headers["location"], Request(scope))
             await send(message)
 
         # Every log line written for this request carries its id.
@@ -131,6 +138,14 @@ class RequestIds:
                     raise
                 failure = error_response(ApiError("internal error; see the server's log"))
                 await failure(scope, receive, send_named)
+
+
+def _relative(location: str, request: Request) -> str:
+    """Return the path of a redirect to this server, or another redirect unchanged."""
+    origin = f"{request.url.scheme}://{request.url.netloc}"
+    path = location.removeprefix(origin)
+    # A browser reads `//host` as another server.
+    return path if path.startswith("/") and not path.startswith("//") else location
 
 
 def _translated(error: Exception, known: Mapping[type[Exception], Translation]) -> ApiError:

@@ -1,4 +1,4 @@
-"""`/health/live` and `/health/ready`, on both listeners and without a key."""
+"""`/health/live`, `/health/ready` and the latter's other names, on both listeners and without a key."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from loramux.platform.openai_api.openapi import Responses
 from loramux.platform.openai_api.openapi_schemas import HealthDocument
 
 DATABASE_WAIT_S = 2.0
+
+READY_PATHS = ("/health/ready", "/health", "/ping")
+"""Paths of the check whether a server is ready: our own, vLLM's and SGLang's, and SageMaker's."""
+
+HEALTH_PATHS = frozenset({"/health/live", *READY_PATHS})
 
 
 def health_router(
@@ -44,7 +49,6 @@ def health_router(
         is_live = engine.is_live
         return json_response({"status": "live" if is_live else "not live"}, 200 if is_live else 503)
 
-    @router.get("/health/ready", tags=["health"], response_model=HealthDocument, responses=unwell)
     async def ready() -> Response:
         """Check whether a request sent now would be served."""
         known = trouble()
@@ -56,6 +60,11 @@ def health_router(
             body["reason"] = "; ".join(reasons)
         return json_response(body, 200 if is_ready else 503)
 
+    for path in READY_PATHS:
+        name = path.rpartition("/")[2]
+        router.add_api_route(
+            path, ready, name=name, tags=["health"], response_model=HealthDocument, responses={**unwell}
+        )
     return router
 
 

@@ -19,6 +19,8 @@ router = APIRouter()
 
 @router.get("/v1/models", tags=["models"], response_model=ModelList)
 async def list_models(caller: Caller, services: Services) -> Response:
+# Without this route, the path with a slash at its end would name a model.
+@router.get("/v1/models/", include_in_schema=False)
     """List the models that the caller may name in a request: the base, and adapters as `tenant/adapter`."""
     models = await services.call(services.resolver.list_models, caller)
     data = [_body(services, model, _listed_name(model)) for model in models]

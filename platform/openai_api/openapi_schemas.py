@@ -11,8 +11,8 @@ from typing_extensions import TypedDict
 
 
 class HealthDocument(TypedDict):
-    """`/health/ready` adds `engine` and `database`. If one of them is not ready, the admin listener also adds a
-    `reason`.
+    """All calls except `/health/live` add `engine` and `database`. If one of them is not ready, the admin listener also
+    adds a `reason`.
     """
 
     status: str
@@ -150,3 +150,21 @@ class DetokenizeDocument(TypedDict):
     """The text of token ids."""
 
     prompt: str
+
+
+class TokenizerInfoDocument(TypedDict):
+    """The fields of the base's `tokenizer_config.json`, with each token as a string. The server sets these fields."""
+
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: NotRequired[str]
+    eos_token: NotRequired[str]
+    pad_token: NotRequired[str]
+    unk_token: NotRequired[str]
+    chat_template: NotRequired[str]
+
+
+class VersionDocument(TypedDict):
+    """The version of the server's software."""
+
+    version: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
-from loramux.platform.errors import InvalidRequest, PayloadTooLarge
+from loramux.platform.errors import InvalidRequest, PayloadTooLarge, UnsupportedEncoding
 from loramux.platform.openai_api import unsupported_fields
 from loramux.platform.openai_api.strict_model import StrictModel
 
@@ -27,15 +28,25 @@ MAX_PARSED_AT_ONCE = 64 * 1024
 thread.
 """
 
+DECOMPRESSED_AT_ONCE = 64 * 1024
+"""Number of bytes decompressed before other requests get a turn, which takes a fraction of a millisecond."""
+
+GZIP = frozenset({"gzip", "x-gzip"})
+"""Names of the only content coding that is supported (RFC 9110, section 8.4.1.3)."""
+
+_GZIP_WINDOW = 31
+"""zlib's `wbits` for a gzip stream with a window of any size."""
+
 _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the whole body.
+    """Read the whole body. A body with the content coding gzip is decompressed.
 
-    Raises PayloadTooLarge as soon as the body exceeds the limit, or InvalidRequest if it arrives too slowly or is
-    incomplete.
+    Raises UnsupportedEncoding for other content codings, PayloadTooLarge as soon as the body exceeds the limit before
+    or after it is decompressed, or InvalidRequest if it arrives too slowly, is incomplete or is not gzip.
     """
+    encoding = content_encoding(request, GZIP)
     too_large = PayloadTooLarge(f"the body must not exceed {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
     # Count the digits first, so that a number with thousands of digits is not parsed.
@@ -58,7 +69,47 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         ) from None
     except ClientDisconnect:
         raise InvalidRequest("the body ended early", code="incomplete_body") from None
-    return b"".join(chunks)
+    body = b"".join(chunks)
+    if not encoding:
+        return body
+    try:
+        return await _decompressed(body, max_bytes, too_large)
+    except zlib.error:
+        raise InvalidRequest("the body is not gzip, or is incomplete", code="invalid_gzip") from None
+
+
+def content_encoding(request: Request, supported: frozenset[str] = frozenset()) -> str:
+    """Return the body's content coding, or "" if it has none. Raises UnsupportedEncoding."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return ""
+    if encoding not in supported:
+        instead = "send it with the content coding gzip, or without any" if supported else "send it without any"
+        raise UnsupportedEncoding(
+            f"the body cannot have the content coding {encoding[:64]!r}: {instead}",
+            param="Content-Encoding",
+            headers={"accept-encoding": "gzip" if supported else "identity"},
+        )
+    return encoding
+
+
+async def _decompressed(body: bytes, max_bytes: int, too_large: PayloadTooLarge) -> bytes:
+    """Decompress a gzip stream, in short steps. Raises zlib.error."""
+    stream, parts, size = zlib.decompressobj(_GZIP_WINDOW), [], 0
+    while not stream.eof:
+        part = stream.decompress(body, DECOMPRESSED_AT_ONCE)
+        body = stream.unconsumed_tail
+        if not part and not body and not stream.eof:
+            raise zlib.error("the stream is incomplete")
+        parts.append(part)
+        size += len(part)
+        # A few bytes can expand to gigabytes.
+        if size > max_bytes:
+            raise too_large
+        await asyncio.sleep(0)
+    if stream.unused_data:
+        raise zlib.error("the stream is followed by other bytes")
+    return b"".join(parts)
 
 
 async def parse_body_on(
@@ -107,6 +158,8 @@ def _check_characters(body: bytes, document: Any) -> None:
 def _refusal(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequest:
     param = _path(error["loc"])
     kind = error["type"]
+    if kind == "extra_forbidden" and _is_unsupported(error["loc"], model):
+        return InvalidRequest(f"{param} is not supported", param=param, code="unsupported_parameter")
     if kind == "missing":
         message = f"{param} is required"
     elif kind == "extra_forbidden":
@@ -115,6 +168,13 @@ def _refusal(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequest:
         message = f"{param}: {error['msg'].removeprefix('Value error, ')}"
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
     return InvalidRequest(message, param=param, code=code)
+
+
+def _is_unsupported(location: tuple[int | str, ...], model: type[BaseModel]) -> bool:
+    """Return whether another server has the field."""
+    if not issubclass(model, StrictModel):
+        return False
+    return location[-1] in (model.NEUTRAL if len(location) == 1 else unsupported_fields.NESTED)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -127,12 +187,3 @@ def _path(location: tuple[int | str, ...]) -> str:
             name = part[:100]
             path += f".{name}" if path else name
     return path
-    if kind == "extra_forbidden" and _is_unsupported(error["loc"], model):
-        return InvalidRequest(f"{param} is not supported", param=param, code="unsupported_parameter")
-def _is_unsupported(location: tuple[int | str, ...], model: type[BaseModel]) -> bool:
-    """Return whether another server has the field."""
-    if not issubclass(model, StrictModel):
-        return False
-    return location[-1] in (model.NEUTRAL if len(location) == 1 else unsupported_fields.NESTED)
-
-

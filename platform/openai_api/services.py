@@ -76,6 +76,8 @@ class GatewaySettings:
     """The answer parsers for prompts rendered with the base's template."""
     max_request_tokens: int = 1024 * 1024
     """Maximum total tokens of a request's sequences: the sum over all prompts of n (or best_of) times (prompt tokens +
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages can call the API. `*` means every origin."""
     max_tokens).
     """
 

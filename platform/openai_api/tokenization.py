@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, as in vLLM: text to token ids and back."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from loramux.platform.accounts.model_names import require_inference
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Target
 from loramux.platform.openai_api.authentication import Caller, Services
@@ -15,7 +16,7 @@ from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.endpoint import Received
 from loramux.platform.openai_api.error_responses import json_response, request_id_of
 from loramux.platform.openai_api.openapi import errors, takes
-from loramux.platform.openai_api.openapi_schemas import DetokenizeDocument, TokenizeDocument
+from loramux.platform.openai_api.openapi_schemas import DetokenizeDocument, TokenizeDocument, TokenizerInfoDocument
 from loramux.platform.openai_api.request_body import parse_body, parse_object, read_body, validated
 from loramux.platform.openai_api.request_life import prepare, resolve
 from loramux.platform.openai_api.schemas import MAX_MODEL_NAME, ChatRequest
@@ -104,6 +105,13 @@ async def detokenize(request: Request, caller: Caller, services: Services) -> Re
     if not all(0 <= token < vocab_size for token in body.tokens):
         raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="tokens")
     return json_response({"prompt": await services.compute_if_long(len(sent), _text, target, body.tokens)})
+
+
+@router.get("/tokenizer_info", tags=["tokens"], response_model=TokenizerInfoDocument)
+async def tokenizer_info(caller: Caller, services: Services) -> Response:
+    """Describe the base's tokenizer: its configuration, special tokens and chat template."""
+    require_inference(caller)
+    return json_response({**services.tokenizer.info, "model_max_length": services.max_model_len})
 
 
 def _parse(sent: bytes) -> TokenizePrompt | TokenizeChat:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
@@ -12,6 +13,7 @@ from loramux.adapter_store.formats.added_vocabulary import AddedToken
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 from loramux.platform.tokenizer.extended_tokenizer import extended_tokenizer, next_token_id
+from loramux.platform.tokenizer.tokenizer_info import read_tokenizer_info
 
 MAX_TOKENISED_AT_ONCE = 4 * 1024
 """Longest text, in characters, tokenised on the event loop, which takes under a millisecond. Longer texts are tokenised
@@ -32,6 +34,8 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self.info: Mapping[str, Any] = {}
+        """What `/tokenizer_info` says about a tokenizer that was loaded from a directory."""
         self._bytes: TokenBytes = TokenBytes(tokenizer, None if base is None else base._bytes)
         # A token's spelling, in bytes or in characters, is at least as long as its text.
         if base is None:
@@ -49,7 +53,9 @@ class ModelTokenizer:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower exception
             raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
-        return ModelTokenizer(tokenizer, ChatTemplate.load(model_dir))
+        loaded = ModelTokenizer(tokenizer, ChatTemplate.load(model_dir))
+        loaded.info = read_tokenizer_info(model_dir, loaded.chat_template)
+        return loaded
 
     def with_tokens(self, tokens: Sequence[AddedToken]) -> ModelTokenizer:
         """Return a tokenizer that also knows an adapter's own tokens.

@@ -67,7 +67,9 @@ A refused call changes nothing. Two simultaneous pushes of the same files both g
 """
 
 
-HEALTH = "`GET /health/live` and `GET /health/ready` on both listeners are for load balancers and need no key.\n"
+HEALTH = """`GET /health/live` and `GET /health/ready` on both listeners are for load balancers and need no key.
+`GET /health` and `GET /ping` are other names of `GET /health/ready`.
+"""
 
 
 def endpoints_page() -> str:

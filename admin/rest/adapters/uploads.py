@@ -23,6 +23,7 @@ from loramux.admin.rest.listing import ListDocument, Paging, list_document, page
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.openai_api.openapi import errors, takes, takes_bytes
+from loramux.platform.openai_api.request_body import content_encoding
 
 router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 
@@ -98,6 +99,7 @@ async def put_file(
     upload = await find_upload(services, adapter, upload_id)
     length = request.headers.get("content-length", "")
     num_bytes = int(length) if length.isdecimal() and length.isascii() else None
+    content_encoding(request)
     chunks = _chunks(request.stream())
     caller.release_call_slot()
     async with services.upload_slots.held_slot(adapter.tenant_id):

@@ -235,7 +235,7 @@ ONE_THAT_IS_NOT_THERE = {
 OF_THE_TENANT = {"GET /server/vocabulary", "GET /tenants", "GET /tenants/{id_or_slug}"}
 """Routes that return the tenant's names, limits and states, or the base's, but nothing about its adapters."""
 
-PUBLIC = {"GET /health/live", "GET /health/ready", "GET /metrics", "GET /openapi.json"}
+PUBLIC = {"GET /health", "GET /health/live", "GET /health/ready", "GET /ping", "GET /metrics", "GET /openapi.json"}
 """Routes outside `/admin/v1`. The metrics name no adapter."""
 
 REFUSED = {

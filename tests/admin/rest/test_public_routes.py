@@ -20,7 +20,7 @@ from tests.admin.openai_side import open_services
 
 pytestmark = pytest.mark.anyio
 
-HEALTH = {"/health/live", "/health/ready"}
+HEALTH = {"/health/live", "/health/ready", "/health", "/ping"}
 Call = tuple[str, str]
 
 

@@ -15,7 +15,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.admin.server.client_addresses import TrustedProxies
-from loramux.admin.server.connection_limits import ConnectionLimits
+from loramux.admin.server.connection_limits import KEEP_ALIVE_S, ConnectionLimits
 from loramux.admin.server.connection_registry import ConnectionRegistry
 from loramux.admin.server.http_servers import HttpServer
 from loramux.admin.server.listeners import bind
@@ -115,13 +115,15 @@ class Listener:
 
 
 @contextmanager
-def listening(limits: ConnectionLimits | None = None, proxies: tuple[str, ...] = ()) -> Iterator[Listener]:
+def listening(
+    limits: ConnectionLimits | None = None, proxies: tuple[str, ...] = (), keep_alive_s: int = KEEP_ALIVE_S
+) -> Iterator[Listener]:
     metrics = GatewayMetrics()
     bound = bind("127.0.0.1", 0, "port")
     listener = Listener(
         bound.getsockname()[1], ConnectionRegistry(limits, TrustedProxies(proxies), metrics, "openai"), metrics
     )
-    server = HttpServer(listener, bound, listener.book)
+    server = HttpServer(listener, bound, listener.book, keep_alive_s)
 
     async def serve() -> None:
         listener.loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from loramux.admin.server.bounded_connection import HEAD_TIMEOUT_S, READER_TIMEOUT_S, STALL_S
-from loramux.admin.server.connection_limits import ConnectionLimits
+from loramux.admin.server.connection_limits import KEEP_ALIVE_S, ConnectionLimits
 from loramux.admin.server.listeners import MAX_UNSENT_BYTES
 from tests.admin.server.bounded_listener import HELLO, PARTS, answer, is_open, listening
 from tests.adversary.socket_flood import Target, flood, idle, request, slow_body, slow_head
@@ -32,6 +32,39 @@ def test_connection_without_a_complete_request_is_closed(sent: bytes) -> None:
         listener.sweep_later(HEAD_TIMEOUT_S / 2)
         connection.sendall(b"x")
         listener.sweep_later(HEAD_TIMEOUT_S + 1)
+        assert not is_open(connection)
+        assert listener.num_refused("no_request") == 1
+
+
+def test_connection_stays_open_between_requests() -> None:
+    with listening() as listener, listener.open(HELLO) as connection:
+        assert answer(connection)[0] == 200
+        listener.sweep_later(KEEP_ALIVE_S - 1)
+        listener.make_older(KEEP_ALIVE_S - 1)
+        # The time for a request head begins with its first byte.
+        connection.sendall(HELLO[:5])
+        listener.wait_until(lambda: not any(one._waits_for_request for one in listener.book._members))
+        listener.sweep_later(HEAD_TIMEOUT_S - 1)
+        connection.sendall(HELLO[5:])
+        assert answer(connection)[0] == 200
+        assert listener.num_refused("no_request") == 0
+
+
+def test_connection_is_closed_after_the_keep_alive_time() -> None:
+    with listening(keep_alive_s=1) as listener, listener.open(HELLO) as connection:
+        assert answer(connection)[0] == 200
+        assert connection.recv(1) == b""
+        assert listener.num_refused("no_request") == 0
+
+
+def test_byte_now_and_then_does_not_prolong_a_request_head() -> None:
+    with listening() as listener, listener.open(HELLO) as connection:
+        assert answer(connection)[0] == 200
+        connection.sendall(HELLO[:5])
+        listener.wait_until(lambda: not any(one._waits_for_request for one in listener.book._members))
+        listener.make_older(HEAD_TIMEOUT_S / 2)
+        connection.sendall(HELLO[5:6])
+        listener.sweep_later(HEAD_TIMEOUT_S / 2 + 1)
         assert not is_open(connection)
         assert listener.num_refused("no_request") == 1
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loramux.admin.assembly import gateway_settings
 from loramux.admin.commands.serve import gateway, serve
 from loramux.admin.server.settings import FLAGS, DataSettings, Settings, SettingsError, load_settings
 
@@ -109,11 +111,27 @@ def test_invalid_file_is_explained(tmp_path: Path, model: Path, content: str | N
             id="no reasoning parser",
         ),
         pytest.param({"model": Path("/"), "max_sequences": 0}, "max_sequences", id="zero"),
+        pytest.param({"model": Path("/"), "keep_alive_s": 0}, "keep_alive_s", id="no keep-alive"),
+        *(
+            pytest.param(
+                {"model": Path("/"), "cors_origins": origin}, f"cors_origins is invalid: {re.escape(repr(origin))}"
+            )
+            for origin in ("example.com", "https://a.example/", "https://A.example", "null", "https://*.example")
+        ),
     ],
 )
 def test_invalid_value_names_its_setting(overrides: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         load_settings(Settings, overrides)
+
+
+def test_origins_of_pages_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    origins = ("https://app.example.com", "http://localhost:3000", "http://[::1]:80", "chrome-extension://abc", "*")
+    monkeypatch.setenv("LORAMUX_CORS_ORIGINS", ", ".join(origins))
+    settings = load_settings(Settings, {"model": model})
+    assert (settings.cors_origins, gateway_settings(settings).cors_origins) == (origins, origins)
+    monkeypatch.delenv("LORAMUX_CORS_ORIGINS")
+    assert load_settings(Settings, {"model": model}).cors_origins == ()
 
 
 def test_database_commands_need_no_model(toml: Path) -> None:

@@ -44,6 +44,27 @@ async def test_an_error_that_nobody_expects_is_an_envelope_too(
     assert "a bug" not in answer.text
 
 
+@pytest.mark.parametrize("host", ["gateway", "gateway:8000", "llm.example.com"])
+async def test_redirect_keeps_the_scheme_that_only_the_proxy_knows(gateway: Any, host: str) -> None:
+    # The proxy terminates TLS and is not trusted, so the server believes that the scheme is http.
+    version = await gateway.http.get("/version/?a=b", headers={"host": host})
+    assert (version.status_code, version.headers["location"]) == (307, "/version?a=b")
+    for path, body in BODIES.items():
+        answer = await gateway.http.post(f"{path}/", json=body, headers={"host": host})
+        assert (answer.status_code, answer.headers["location"]) == (307, path)
+
+
+async def test_models_are_listed_with_a_slash_too(gateway: Any) -> None:
+    listed = await gateway.http.get("/v1/models/")
+    assert (listed.status_code, listed.json()) == (200, (await gateway.http.get("/v1/models")).json())
+
+
+async def test_redirect_never_leads_to_another_server(gateway: Any) -> None:
+    for path in ("//evil.example/", "//evil.example/v1/models/", "/v1/models//evil.example/"):
+        answer = await gateway.http.get(f"http://gateway{path}")
+        assert not answer.headers.get("location", "").startswith("//"), path
+
+
 @each_path
 async def test_direct_calls_are_declared_as_routes(gateway: Any, path: str) -> None:
     scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": []}

@@ -30,6 +30,16 @@ async def test_ready_requires_the_engine_and_the_database(gateway: Any, monkeypa
     nowhere.close()
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+async def test_other_servers_names_of_ready(gateway: Any, path: str) -> None:
+    del gateway.http.headers["authorization"]
+    ready = await gateway.http.get(path)
+    assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+    gateway.engine.die()
+    assert (await gateway.http.get(path)).status_code == 503
+    gateway.engine.revive()
+
+
 async def test_live_fails_for_an_unkillable_engine_but_not_for_a_restart(gateway: Any) -> None:
     gateway.engine.die()
     assert (await gateway.http.get("/health/live")).status_code == 200

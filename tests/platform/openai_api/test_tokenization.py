@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import json
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.platform.tokenizer.tokenizer_info import read_tokenizer_info
+from tests.platform.tool_base import TEMPLATE
 
 pytestmark = pytest.mark.anyio
 
@@ -47,6 +54,52 @@ async def test_text_of_tokens_is_what_was_tokenised(gateway: Any, tokenizer: Any
     begin = tokenizer.token_bytes(ids[0]).decode()
     assert await called(gateway, "/detokenize", {"model": "base", "tokens": ids}) == {"prompt": begin + text}
     assert await called(gateway, "/detokenize", {"tokens": []}) == {"prompt": ""}
+
+
+async def test_tokenizer_is_described(gateway: Any, tools: Any, demo_base: Path) -> None:
+    response = await gateway.http.get("/tokenizer_info")
+    info = response.json()
+    assert response.status_code == 200, info
+    config = json.loads((demo_base / "tokenizer_config.json").read_text())
+    assert info.keys() >= config.keys() | {"tokenizer_class"}
+    assert (info["eos_token"], info["model_max_length"]) == ("<|end|>", 256)
+    assert info["chat_template"] == gateway.services.tokenizer.chat_template.sources["default"]
+    assert (await tools.http.get("/tokenizer_info")).json()["chat_template"] == TEMPLATE
+
+
+def test_tokens_are_described_by_their_text(tmp_path: Path) -> None:
+    config = {
+        "bos_token": {"__type": "AddedToken", "content": "<s>", "special": True},
+        "additional_special_tokens": ["<a>", {"content": "<b>"}],
+        "added_tokens_decoder": {"0": {"content": "<s>"}},
+        "model_max_length": 10**30,
+        "chat_template": [{"name": "tool_use", "template": "{{ messages }}"}],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<p>"}}')
+    assert read_tokenizer_info(tmp_path, ChatTemplate.load(tmp_path)) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "pad_token": "<p>",
+        "additional_special_tokens": ["<a>", "<b>"],
+        "added_tokens_decoder": {"0": "<s>"},
+        "model_max_length": 10**30,
+        "chat_template": "{{ messages }}",
+    }
+
+
+async def test_description_needs_a_key_that_can_call_models(gateway: Any) -> None:
+    viewer = gateway.services.api_keys.create(gateway.tenant.id, "viewer", scopes=["tenant:read"]).secret
+    for path, header, status in (
+        ("/tokenizer_info", f"Bearer {viewer}", 403),
+        ("/tokenizer_info", "", 401),
+        ("/version", "", 401),
+    ):
+        assert (await gateway.http.get(path, headers={"authorization": header})).status_code == status
+
+
+async def test_version_is_that_of_the_package(gateway: Any) -> None:
+    assert (await gateway.http.get("/version")).json() == {"version": version("loramux")}
 
 
 async def test_nothing_is_charged_or_run(gateway: Any) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from collections.abc import Awaitable, Callable
@@ -200,6 +201,10 @@ async def _put_as_form(visit: Visit) -> httpx.Response:
     return await visit.http.put(f"{visit.uploads_url(upload)}/files/{TENSORS_FILE}", files=files)
 
 
+async def _put_compressed(visit: Visit) -> httpx.Response:
+    return await _put(visit, gzip.compress, headers={"content-encoding": "gzip"})
+
+
 def _other_bytes(name: str, code: str, change: Callable[[bytes], bytes], file: str = TENSORS_FILE) -> HostileCall:
     return HostileCall(f"put: {name}", 400, code, lambda visit: _put(visit, change, file))
 
@@ -213,6 +218,7 @@ PUTS = [
     _other_bytes("zeros", "checksum_mismatch", lambda content: bytes(len(content))),
     _other_bytes("another configuration", "checksum_mismatch", lambda content: content.swapcase(), CONFIG_FILE),
     HostileCall("put: as a form", 400, "size_mismatch", _put_as_form),
+    HostileCall("put: compressed", 415, "unsupported_content_encoding", _put_compressed),
     HostileCall("put: a file that was not declared", 404, "upload_not_found", lambda v: _put_as(v, f"{MARK}.bin")),
     HostileCall("put: a traversal", 404, "upload_not_found", lambda v: _put_as(v, "..%5c..%5cetc%5ckilroy")),
     HostileCall("put: a name with a NUL", 404, "upload_not_found", lambda v: _put_as(v, f"{TENSORS_FILE}%00")),
