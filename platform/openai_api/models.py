@@ -1,26 +1,28 @@
-"""`GET /v1/models` and `/v1/models/{id}`: the models that the caller may name in a request."""
+"""`GET /v1/models`, and `GET` and `DELETE /v1/models/{id}`: the models that the caller may name in a request."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from loramux.adapter_store.registry.records import AdapterRef
+from loramux.migrations.audit import Actor, act_as
 from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.openai_api.authentication import Caller, Services
-from loramux.platform.openai_api.error_responses import json_response
-from loramux.platform.openai_api.openapi_schemas import ModelDocument, ModelList
+from loramux.platform.openai_api.error_responses import json_response, request_id_of
+from loramux.platform.openai_api.openapi import errors
+from loramux.platform.openai_api.openapi_schemas import DeletedModel, ModelDocument, ModelList
 from loramux.platform.openai_api.services import GatewayServices
 
 router = APIRouter()
 
 
-@router.get("/v1/models", tags=["models"], response_model=ModelList)
-async def list_models(caller: Caller, services: Services) -> Response:
 # Without this route, the path with a slash at its end would name a model.
 @router.get("/v1/models/", include_in_schema=False)
+@router.get("/v1/models", tags=["models"], response_model=ModelList)
+async def list_models(caller: Caller, services: Services) -> Response:
     """List the models that the caller may name in a request: the base, and adapters as `tenant/adapter`."""
     models = await services.call(services.resolver.list_models, caller)
     data = [_body(services, model, _listed_name(model)) for model in models]
@@ -33,6 +35,17 @@ async def retrieve_model(name: str, caller: Caller, services: Services) -> Respo
     """Retrieve one model by any name that a request can use. `root` is the version that the name resolves to."""
     model = await services.call(services.resolver.resolve, caller, name)
     return json_response(_body(services, model, name))
+
+
+@router.delete("/v1/models/{name:path}", tags=["models"], response_model=DeletedModel, responses=errors(404, 409))
+async def delete_model(name: str, request: Request, caller: Caller, services: Services) -> Response:
+    """Take an adapter, or one version of it, out of service. Running requests finish. The call needs a key with the
+    scope `tenant:admin` and archives the model instead of deleting it: the admin API can put it back into service.
+    """
+    # The audit log attributes the change to the key.
+    act_as(Actor(caller.key_id, None if request.client is None else request.client.host, request_id_of(request)))
+    await services.call(services.archive.archive, caller, name)
+    return json_response({"id": name, "object": "model", "deleted": True})
 
 
 def _listed_name(model: ResolvedModel) -> str:

@@ -45,6 +45,14 @@ class ModelList(TypedDict):
     data: list[ModelDocument]
 
 
+class DeletedModel(TypedDict):
+    """A model that was taken out of service. The admin API can put it back."""
+
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
+
+
 class PromptTokensDetails(TypedDict):
     """The prompt tokens found in the prefix cache."""
 

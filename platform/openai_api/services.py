@@ -12,9 +12,11 @@ from typing import ParamSpec, TypeVar
 from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.cache_invalidation import CacheInvalidation
+from loramux.platform.accounts.model_archive import ModelArchive
 from loramux.platform.accounts.model_names import ModelResolver
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.accounts.version_settings import VersionSettingsCache
@@ -74,10 +76,10 @@ class GatewaySettings:
     """Whether to apply the sampling defaults uploaded with adapters."""
     base_parsers: AnswerParsers = NO_CHOICE
     """The answer parsers for prompts rendered with the base's template."""
-    max_request_tokens: int = 1024 * 1024
-    """Maximum total tokens of a request's sequences: the sum over all prompts of n (or best_of) times (prompt tokens +
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages can call the API. `*` means every origin."""
+    max_request_tokens: int = 1024 * 1024
+    """Maximum total tokens of a request's sequences: the sum over all prompts of n (or best_of) times (prompt tokens +
     max_tokens).
     """
 
@@ -94,6 +96,7 @@ class GatewayServices:
     tenants: Tenants
     api_keys: ApiKeys
     resolver: ModelResolver
+    archive: ModelArchive
     version_settings: VersionSettingsCache
     running: RunningRequests
     maintenance: Maintenance
@@ -161,6 +164,7 @@ class GatewayServices:
             tenants=tenants,
             api_keys=api_keys,
             resolver=ModelResolver(registry, model.served_name, draw),
+            archive=ModelArchive(registry, VersionStates(database, registry), model.served_name),
             version_settings=VersionSettingsCache(
                 database, settings.base_defaults, settings.applies_adapter_defaults, settings.base_parsers
             ),

@@ -394,7 +394,7 @@ async def test_body_is_not_read_without_a_valid_key(gateway: Any, path: str, hea
         ("GET", "/docs", 404, "not_found"),
         ("GET", "/metrics", 404, "not_found"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
-        ("DELETE", "/v1/models/base", 405, "method_not_allowed"),
+        ("PUT", "/v1/models/base", 405, "method_not_allowed"),
     ],
 )
 async def test_unknown_paths_and_methods_have_the_envelope(
