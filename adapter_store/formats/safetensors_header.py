@@ -23,6 +23,28 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
 _MAX_DIMENSION = 1 << 31
 
+_OTHER_DTYPES = frozenset(
+    {"BOOL", "C64", "F4", "F64", "F8_E4M3", "F8_E5M2", "F8_E8M0"}
+    | {f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)}
+)
+"""The other dtypes of the format. Messages do not repeat text that a tenant chose."""
+
+_NOT_GATHERED = (
+    "if the adapter was trained with DeepSpeed ZeRO-3, save it with stage3_gather_16bit_weights_on_model_save, "
+    "or inside deepspeed.zero.GatheredParameters, so that the file has the weights of all processes"
+)
+"""What leaves empty tensors in a file. With ZeRO-3, each process has only a part of each tensor."""
+
+_MISTAKEN = {
+    b"version http": "is a Git LFS pointer: replace it with the file itself, for example with git lfs pull",
+    b"GGUF": "is in GGUF format: push the .gguf file instead of a directory",
+    b"\x93NUMPY": "is a numpy array: save the tensors with safetensors",
+    b"\x89HDF": "is in HDF5 format: save the tensors with safetensors",
+    b"<!DOCTYPE": "is a web page: the download went wrong, so download the file again",
+    b"<html": "is a web page: the download went wrong, so download the file again",
+}
+"""What is wrong with files that begin like this."""
+
 _ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"\x28\xb5\x2f\xfd")
 
 
@@ -86,7 +108,10 @@ def _foreign_file(start: bytes) -> AdapterRejected:
         return AdapterRejected("pickle_not_allowed", "the file is a pickle; only safetensors is accepted", TENSORS_FILE)
     if start.startswith(_ARCHIVES):
         return AdapterRejected("archive_not_allowed", "the file is an archive; upload its contents", TENSORS_FILE)
-    return AdapterRejected("not_safetensors", "the file is not in safetensors format", TENSORS_FILE)
+    mistakes = (mistake for magic, mistake in _MISTAKEN.items() if start.startswith(magic))
+    return AdapterRejected(
+        "not_safetensors", f"the file {next(mistakes, 'is not in safetensors format')}", TENSORS_FILE
+    )
 
 
 def _metadata(value: Any) -> dict[str, str]:
@@ -102,9 +127,14 @@ def _entry(name: str, value: Any) -> TensorEntry:
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise AdapterRejected("invalid_header", "dtype, shape or data_offsets is malformed", name)
     if dtype not in STORAGE:
-        raise AdapterRejected("unsupported_dtype", f"the dtype must be one of {', '.join(STORAGE)}", name)
+        found = f", not {dtype}" if dtype in _OTHER_DTYPES else ""
+        raise AdapterRejected("unsupported_dtype", f"the dtype must be one of {', '.join(STORAGE)}{found}", name)
+    if 0 in shape:
+        raise AdapterRejected("empty_tensor", f"the tensor has the shape {shape} and no values: {_NOT_GATHERED}", name)
     if len(shape) != 2 and not (len(shape) == 1 and _may_be_vector(name)):
-        raise AdapterRejected("tensor_not_2d", f"the tensor has {len(shape)} dimensions; it must have two", name)
+        raise AdapterRejected(
+            "tensor_not_2d", f"the tensor has the shape {shape[:8]}, but it must have two dimensions", name
+        )
     begin, end = offsets
     if end - begin != math.prod(shape) * STORAGE[dtype].itemsize:
         raise AdapterRejected("invalid_offsets", "data_offsets do not match dtype and shape", name)

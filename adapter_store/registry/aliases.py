@@ -245,7 +245,7 @@ def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None =
 def _require(connection: Connection, adapter_id: str, name: str) -> Alias:
     found = _read(connection, [adapter_id], name) if is_identifier(adapter_id) and SLUG.fullmatch(name) else []
     if not found:
-        raise AliasNotFound("the adapter has no such alias")
+        raise AliasNotFound(f"the adapter has no alias {name!r}" if SLUG.fullmatch(name) else "there is no such alias")
     return found[0][1]
 
 

@@ -41,7 +41,7 @@ class AdapterPins:
                 audit(connection, now_us, action, target, tenant_id=owner_of(adapter_id), **changed)
         version = self._registry.get_version(adapter_id, number)
         if version is None:
-            raise VersionNotFound("the adapter has no such version")
+            raise VersionNotFound(f"the adapter has no version {number}")
         if is_pinned and version.pinned_us is None:
             raise VersionNotReady(f"version {number} is {version.state}: only a ready version can be pinned")
         return version

@@ -95,7 +95,7 @@ class VersionStates:
     ) -> AdapterVersion:
         version = self._registry.get_version(adapter_id, number)
         if version is None:
-            raise VersionNotFound("the adapter has no such version")
+            raise VersionNotFound(f"the adapter has no version {number}")
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             if not may_be_named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -148,14 +149,15 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     for key, value in document.items():
         if key in _OFF:
             if not any(type(value) is type(off) and value == off for off in _OFF[key]):
-                _refuse("unsupported_config", f"this value of {key} is not supported", key)
+                allowed = " or ".join(map(json.dumps, _OFF[key]))
+                _refuse("unsupported_config", f"this value of {key} is not supported: it must be {allowed}", key)
         elif key in _WITHOUT_EFFECT:
             if value is not None and type(value) not in _WITHOUT_EFFECT[key]:
-                _refuse("invalid_config", f"{key} has the wrong type", key)
+                _refuse("invalid_config", f"{key} is {_shown(value)}, which has the wrong type", key)
         elif key not in _UNDERSTOOD:
             _refuse("unknown_config_key", "unknown key in the configuration", key)
     if "peft_type" not in document:
-        _refuse("invalid_config", "peft_type is missing", "peft_type")
+        _refuse("invalid_config", 'peft_type is missing: for a LoRA, set it to "LORA"', "peft_type")
     use_dora, lora_bias = _switch(document, "use_dora"), _switch(document, "lora_bias")
     if use_dora and lora_bias:
         _refuse("unsupported_config", "PEFT does not support lora_bias with DoRA", "lora_bias")
@@ -215,21 +217,26 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _switch(document: dict[str, Any], key: str) -> bool:
     value = document.get(key)
     if value is not None and not isinstance(value, bool):
-        _refuse("invalid_config", f"{key} must be true or false", key)
+        _refuse("invalid_config", f"{key} must be true or false, not {_shown(value)}", key)
     return bool(value)
 
 
 def _rank(value: Any, param: str) -> int:
+    if value is None:
+        _refuse("invalid_config", f"{param} is missing or null: set it to the rank used in training", param)
     if type(value) is not int:
-        _refuse("invalid_config", "a rank must be an integer", param)
+        _refuse("invalid_config", f"a rank must be an integer, not {_shown(value)}", param)
     if not 1 <= value <= MAX_RANK:
         _refuse("rank_out_of_range", f"a rank must be between 1 and {MAX_RANK}", param)
     return value
 
 
 def _alpha(value: Any, param: str) -> float:
+    if value is None:
+        # PEFT would silently use 8, whatever the value in training was.
+        _refuse("invalid_config", f"{param} is missing or null: set it to the alpha used in training", param)
     if type(value) not in (int, float):
-        _refuse("invalid_config", "alpha must be a number", param)
+        _refuse("invalid_config", f"alpha must be a number, not {_shown(value)}", param)
     if not 0 < value <= MAX_ALPHA:
         _refuse("alpha_out_of_range", f"alpha must be above 0 and at most {MAX_ALPHA:g}", param)
     return float(value)
@@ -335,6 +342,14 @@ def _invocation_tokens(document: dict[str, Any]) -> tuple[int, ...]:
         # With any other task type, PEFT loads the adapter but never activates it.
         _refuse("unsupported_config", "an activated LoRA needs task_type CAUSAL_LM", "task_type")
     return tuple(value)
+
+
+def _shown(value: Any) -> str:
+    """Describe a value of the configuration. Messages do not repeat text that a tenant chose."""
+    for kind, name in ((str, "a text"), (list, "a list"), (dict, "an object")):
+        if isinstance(value, kind):
+            return name
+    return printable(json.dumps(value), 20)
 
 
 def _recorded(value: str | None) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import connected, error_document, fail, tell
+from loramux.admin.commands.output import connected, error_document, fail, located, tell
 from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
 
@@ -63,7 +63,7 @@ def merge(
             merged = merge_versions(client, parsed, into, settings, timeout_s, progress)
     except (MergeRefused, PushRefused) as error:
         document = error_document(error.message, error.code, error.param)
-        fail(f"refused ({error.code}): {error.message}", REFUSED, document if as_json else None)
+        fail(f"refused ({error.code}): {located(error.message, error.param)}", REFUSED, document if as_json else None)
     except (PullRefused, OSError) as error:
         fail(str(error), REFUSED, error_document(str(error), "pull_refused") if as_json else None)
     pushed = merged.pushed

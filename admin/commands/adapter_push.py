@@ -10,7 +10,7 @@ import typer
 
 from loramux.admin.commands.adapter_views import shown_targets
 from loramux.admin.commands.options import AsJson, Tenant
-from loramux.admin.commands.output import connected, error_document, fail, print_json
+from loramux.admin.commands.output import connected, error_document, fail, located, print_json
 from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
 
@@ -109,7 +109,7 @@ def push(
             default = find_named(client, pushed.model).document["aliases"].get(DEFAULT_ALIAS, ())
     except (PushRefused, ConversionRefused) as error:
         document = error_document(error.message, error.code, error.param)
-        fail(f"rejected ({error.code}): {error.message}", REFUSED, document if as_json else None)
+        fail(f"rejected ({error.code}): {located(error.message, error.param)}", REFUSED, document if as_json else None)
     except OSError as error:
         fail(str(error), REFUSED, error_document(str(error), "not_a_file") if as_json else None)
     if as_json:

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 Columns = Mapping[str, str | Callable[[dict[str, Any]], object]]
 """A table's columns by title. A column is a field name, or a function that computes the cell from the item."""
 
+_ADVICE: Mapping[str, str] = {
+    "tenant_not_found": ": loramux tenants list shows all tenants, and loramux tenants create adds one",
+}
+"""What to do after an error that the server reports, by its code."""
+
 
 @contextmanager
 def connected(as_json: bool) -> Iterator[AdminClient]:
@@ -39,7 +44,8 @@ def connected(as_json: bool) -> Iterator[AdminClient]:
     except AdminError as error:
         is_limit = error.status == 429 and error.retry_after_s is not None
         again = f": try again in {error.retry_after_s} s" if is_limit else ""
-        fail(error.message + again, REFUSED, error.envelope() if as_json else None)
+        advice = _ADVICE.get(error.code or "", "")
+        fail(error.message + again + advice, REFUSED, error.envelope() if as_json else None)
     except ServerUnreachable as error:
         fail(str(error), UNREACHABLE, error_document(str(error), "server_unreachable") if as_json else None)
 
@@ -63,6 +69,11 @@ def fail(message: str, exit_code: int, document: Document | None = None) -> NoRe
         for line in message.splitlines():
             print(f"loramux: {line}", file=sys.stderr)
     raise typer.Exit(exit_code)
+
+
+def located(message: str, param: str | None) -> str:
+    """Add the file, key or tensor at fault to an error's message, unless the message names it."""
+    return message if param is None or param in message else f"{message} [{param}]"
 
 
 def error_document(message: str, code: str | None, param: str | None = None) -> Document:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
 
+from loramux.adapter_store.registry.registry import SLUG
 from loramux.admin.rest import idempotency
 from loramux.admin.rest.services import AdminServices
 from loramux.migrations.audit import Actor, act_as
@@ -121,7 +122,10 @@ async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, 
     """Find a tenant. Raises the same NotFound whether the tenant is hidden or missing."""
     tenant = await services.call(services.tenants.get, id_or_slug)
     if tenant is None or not caller.may_see(tenant.id):
-        raise NotFound("there is no such tenant", param=param, code="tenant_not_found")
+        # Only a caller that sees every tenant gets a specific message, and only harmless text is repeated.
+        is_named = caller.principal.tenant_id is None and SLUG.fullmatch(id_or_slug)
+        missing = f"there is no tenant {id_or_slug!r}" if is_named else "there is no such tenant"
+        raise NotFound(missing, param=param, code="tenant_not_found")
     return tenant
 
 

@@ -104,7 +104,7 @@ async def _find(services: AdminServices, caller: Caller, adapter_id: str, number
     adapter = await find_adapter(services, caller, adapter_id)
     version = await services.call(services.registry.get_version, adapter.id, number)
     if version is None:
-        raise NotFound("there is no such version", code="version_not_found")
+        raise NotFound(f"the adapter has no version {number}", code="version_not_found")
     return version
 
 

@@ -117,5 +117,5 @@ class ExportResponse(StreamingResponse):
 async def _find_version(services: AdminServices, adapter: Adapter, number: int) -> AdapterVersion:
     version = await services.call(services.registry.get_version, adapter.id, number)
     if version is None:
-        raise NotFound("there is no such version", code="version_not_found")
+        raise NotFound(f"the adapter has no version {number}", code="version_not_found")
     return version

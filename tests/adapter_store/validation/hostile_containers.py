@@ -178,6 +178,10 @@ ENTRIES = [
     _file("shape of 2**61 by 4", "invalid_offsets", _raw(_GOOD_ENTRY.replace("[4, 32]", f"[{2**61}, 4]")), MARK),
     _file("a number", "tensor_not_2d", _raw('{"dtype": "F32", "shape": [], "data_offsets": [0, 4]}'), MARK),
     _file("one dimension", "tensor_not_2d", _raw(_GOOD_ENTRY.replace("[4, 32]", "[128]")), MARK),
+    _file("no values", "empty_tensor", _raw('{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'), MARK),
+    _file(
+        "matrix of no rows", "empty_tensor", _raw('{"dtype": "F32", "shape": [0, 32], "data_offsets": [0, 0]}'), MARK
+    ),
     _file("three dimensions", "tensor_not_2d", _raw(_GOOD_ENTRY.replace("[4, 32]", "[1, 4, 32]")), MARK),
     _file("a thousand dimensions", "tensor_not_2d", _raw(_GOOD_ENTRY.replace("[4, 32]", str([1] * 1000))), MARK),
 ]

@@ -105,7 +105,7 @@ TENSORS = [
              {HEAD + ".weight": np.ones((VOCAB_SIZE, HIDDEN + 1), np.float32)}, modules_to_save=["lm_head"]),
     _trained("a saved head on its side", "base_mismatch", HEAD + ".weight",
              {HEAD + ".weight": np.ascontiguousarray(WHOLE.T)}, modules_to_save=["lm_head"]),
-    _trained("a saved head without rows", "base_mismatch", HEAD + ".weight",
+    _trained("a saved head without rows", "empty_tensor", HEAD + ".weight",
              {HEAD + ".weight": WHOLE[:0]}, modules_to_save=["lm_head"]),
     _trained("an unused copy of another size", "base_mismatch", HEAD + ".original_module.weight",
              {HEAD + ".weight": WHOLE, HEAD + ".original_module.weight": ROWS}, modules_to_save=["lm_head"]),

@@ -172,9 +172,9 @@ COMBINATIONS = [
     ),
     _tensor("rank of A", "rank_mismatch", Q_A, np.ones((5, 32), np.float32)),
     _tensor("rank of B", "rank_mismatch", Q_B, np.ones((32, 3), np.float32)),
-    _tensor("A without rows", "rank_mismatch", Q_A, np.ones((0, 32), np.float32)),
-    _tensor("B without columns", "rank_mismatch", Q_B, np.ones((32, 0), np.float32)),
-    _tensor("A without columns", "base_mismatch", Q_A, np.ones((4, 0), np.float32)),
+    _tensor("A without rows", "empty_tensor", Q_A, np.ones((0, 32), np.float32)),
+    _tensor("B without columns", "empty_tensor", Q_B, np.ones((32, 0), np.float32)),
+    _tensor("A without columns", "empty_tensor", Q_A, np.ones((4, 0), np.float32)),
     _pair("rank of all tensors", "rank_mismatch", Q_A, _cut(2)),
     _pair("rank of the configuration", "rank_mismatch", Q_A, lambda files: files.config.update(r=8)),
     _pair(

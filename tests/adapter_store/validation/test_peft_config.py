@@ -153,3 +153,31 @@ def test_lone_surrogate_is_refused(text: str) -> None:
 def test_surrogate_pair_is_accepted() -> None:
     text = json.dumps(GOOD)[:-1].encode() + rb', "base_model_name_or_path": "\uD83D\ude00"}'
     assert parse_peft_config(text).recorded["base_model_name_or_path"] == "\U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_alpha": None}, "lora_alpha is missing or null: set it to the alpha used in training"),
+        ({"lora_alpha": [16]}, "alpha must be a number, not a list"),
+        ({"r": None}, "r is missing or null: set it to the rank used in training"),
+        ({"r": 8.5}, "a rank must be an integer, not 8.5"),
+        ({"rank_pattern": {"q_proj": None}}, "rank_pattern.q_proj is missing or null"),
+        ({"use_dora": "yes"}, "use_dora must be true or false, not a text"),
+        ({"layer_replication": [[0, 4]]}, "layer_replication is not supported: it must be null or [] or {} or false"),
+        ({"inference_mode": 1}, "inference_mode is 1, which has the wrong type"),
+    ],
+    ids=repr,
+)
+def test_error_says_what_was_found_and_what_to_do(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(AdapterRejected) as caught:
+        parse(**changes)
+    assert message in caught.value.message
+
+
+def test_keys_that_are_left_out_are_named() -> None:
+    for key, message in (("lora_alpha", "lora_alpha is missing"), ("peft_type", 'set it to "LORA"')):
+        document = {name: value for name, value in GOOD.items() if name != key}
+        with pytest.raises(AdapterRejected, match=message) as caught:
+            parse_peft_config(json.dumps(document).encode())
+        assert caught.value.param == key

@@ -320,7 +320,8 @@ LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
         pytest.param(with_tensor(Q_A, np.ones((5, 32), np.float32)), "rank_mismatch", Q_A, id="rank of A"),
         pytest.param(with_tensor(Q_B, np.ones((32, 3), np.float32)), "rank_mismatch", Q_B, id="rank of B"),
         pytest.param(with_config(r=8), "rank_mismatch", Q_A, id="rank in the configuration"),
-        pytest.param(with_tensor(Q_A, np.ones((0, 32), np.float32)), "rank_mismatch", Q_A, id="empty tensor"),
+        pytest.param(with_tensor(Q_A, np.ones((0, 32), np.float32)), "empty_tensor", Q_A, id="empty tensor"),
+        pytest.param(with_tensor(Q_A, np.ones(0, np.float32)), "empty_tensor", Q_A, id="tensor left by ZeRO-3"),
         pytest.param(with_tensor(Q_B, None), "missing_tensor", Q_B, id="missing B"),
         pytest.param(
             with_config(target_modules=["q_proj"]), "unexpected_tensor", Q_A.replace("q_p", "v_p"), id="extra"
@@ -431,6 +432,30 @@ FILE = "adapter_model.safetensors"
 )
 def test_invalid_file_is_refused(make_adapter: Any, target: PackTarget, tensors: bytes, code: str, param: str) -> None:
     assert_refused(make_adapter().config_bytes, tensors, target, code, param)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "Git LFS pointer"),
+        (b"GGUF\x03\x00\x00\x00" + bytes(64), "push the .gguf file"),
+        (b"<!DOCTYPE html><html></html>", "is a web page"),
+        (b"\x93NUMPY\x01\x00v\x00" + bytes(64), "is a numpy array"),
+        (header_file({"a": entry(0, 128, dtype="U8")}, bytes(128)), "not U8"),
+        (
+            header_file({"a": entry(0, 0, shape=(0,))}),
+            "the shape [0] and no values: if the adapter was trained with De",
+        ),
+        (header_file({"a": entry(0, 512, shape=(128,))}, bytes(512)), "the shape [128], but it must have two"),
+    ],
+    ids=["LFS", "GGUF", "web page", "numpy", "integers", "ZeRO-3", "vector"],
+)
+def test_refusal_of_a_file_says_what_was_found(
+    make_adapter: Any, target: PackTarget, tensors: bytes, said: str
+) -> None:
+    with pytest.raises(AdapterRejected) as caught:
+        validate_files(make_adapter().config_bytes, tensors, target)
+    assert said in caught.value.message
 
 
 @pytest.mark.parametrize("kind", ["missing", "link", "directory", "pipe"])

@@ -265,6 +265,17 @@ def test_push_of_rejected_adapter_exits_with_1_and_its_error(loramux: Run, make_
     spoken = loramux(*push)
     assert (spoken.exit_code, spoken.stdout) == (1, "")
     assert error["code"] in spoken.stderr
+    assert error["param"] in spoken.stderr
+
+
+def test_push_names_the_key_that_is_at_fault(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    loramux("tenants", "create", "acme")
+    directory = make_adapter(config={"lora_alpha": None, "kasa_config": {"beta": 1}})
+    refused = loramux("adapters", "push", directory, "--tenant", "acme", "--name", "support")
+    assert "kasa_config" in refused.stderr
+    nobody = loramux("adapters", "push", directory, "--tenant", "nobody", "--name", "support")
+    assert (nobody.exit_code, "there is no tenant 'nobody'" in nobody.stderr) == (1, True)
+    assert "loramux tenants create" in nobody.stderr
 
 
 @pytest.mark.parametrize(
@@ -288,13 +299,21 @@ def test_push_of_invalid_directory_sends_nothing(
     ("arguments", "exit_code", "said"),
     [
         pytest.param(("keys", "create"), 2, "--tenant", id="whose key"),
-        pytest.param(("keys", "create", "--tenant", "nobody"), 1, "no such tenant", id="unknown tenant"),
+        pytest.param(
+            ("keys", "create", "--tenant", "nobody"),
+            1,
+            "there is no tenant 'nobody': loramux tenants list shows all tenants, and loramux tenants create adds one",
+            id="unknown tenant",
+        ),
         pytest.param(("keys", "revoke", "key_1"), 1, "no such api_key", id="unknown key"),
         pytest.param(("tenants", "create", "A"), 1, "slug", id="bad slug"),
         pytest.param(("adapters", "push", "/nowhere", "--tenant", "a", "--name", "b"), 2, "nowhere", id="no directory"),
         pytest.param(("usage", "--format", "xml"), 2, "xml", id="bad format"),
         pytest.param(
-            ("quotas", "set", "--tenant", "nobody", "--metric", "x", "--limit", "1"), 1, "no such tenant", id="quota"
+            ("quotas", "set", "--tenant", "nobody", "--metric", "x", "--limit", "1"),
+            1,
+            "no tenant 'nobody'",
+            id="quota",
         ),
     ],
 )
