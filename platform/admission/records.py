@@ -20,6 +20,8 @@ class ReservationRequest:
     endpoint: str
     prompt_tokens: int
     reserved_tokens: int
+    num_sequences: int = 1
+    """Number of choices, for each of which max_tokens are reserved."""
     base: str = ""
     """The served base model that the request runs on."""
     end_user: str | None = None

@@ -164,6 +164,9 @@ class AdmissionTransaction:
             tokens=request.reserved_tokens,
             cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
             loads=int(request.loads_adapter),
+            prompt_tokens=request.prompt_tokens,
+            prompt_nanos=cost_of(price, request.prompt_tokens, 0, 0),
+            num_sequences=request.num_sequences,
         )
         decision = self._admit(self._bindings[_caller(request)], demand)
         self._reservations.add(request, decision.charges, self._now_us)

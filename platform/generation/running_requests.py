@@ -120,6 +120,7 @@ class RunningRequests:
             endpoint=plan.endpoint,
             prompt_tokens=plan.prompt_tokens,
             reserved_tokens=plan.reserved_tokens,
+            num_sequences=plan.num_sequences,
             base=plan.base,
             end_user=plan.end_user,
             loads_adapter=loads_adapter,

@@ -45,7 +45,8 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
     429: (
         "A quota is exhausted, or the caller has too many concurrent calls.",
         _error(
-            "the tenant's limit of 100000 for tokens_per_minute is reached",
+            "the tenant's limit of 100000 for tokens_per_minute leaves 900: running requests reserve 8200, and this "
+            "request would reserve 1100; max_tokens of at most 800 would fit now",
             "rate_limit_exceeded",
             "tokens_per_minute",
             "rate_limit_error",

@@ -32,12 +32,16 @@ class RateLimit:
 class QuotaExceeded(RateLimited):
     """The request is refused for now, because a budget is spent or a limit is reached."""
 
-    def __init__(self, binding: Binding, wait_us: int, limits: tuple[RateLimit, ...] = ()) -> None:
+    def __init__(
+        self, verdict: Verdict, limits: tuple[RateLimit, ...] = (), fitting_max_tokens: int | None = None
+    ) -> None:
+        """`fitting_max_tokens` is the largest max_tokens with which the request would be admitted now, if any."""
+        binding, wait_us = verdict.binding, verdict.wait_us
         policy = binding.policy
         is_rate = METRICS[policy.metric].kind in (Kind.RATE, Kind.CONCURRENCY)
-        amount = "" if binding.is_anothers else f" of {policy.limit}"
+        advice = "" if fitting_max_tokens is None else f"; max_tokens of at most {fitting_max_tokens} would fit now"
         super().__init__(
-            f"the {policy.scope}'s limit{amount} for {policy.metric} is reached",
+            _standing(verdict) + advice,
             param=policy.metric,
             # If the limit is zero, waiting does not help.
             code=None if is_rate and policy.limit else "insufficient_quota",
@@ -53,14 +57,20 @@ class RequestTooLarge(InvalidRequest):
 
     code = "request_too_large"
 
-    def __init__(self, binding: Binding, cost: int) -> None:
+    def __init__(self, verdict: Verdict, fitting_max_tokens: int | None = None) -> None:
+        """`fitting_max_tokens` is the largest max_tokens that the policies ever admit, if there is one."""
+        binding, cost = verdict.binding, verdict.cost
         policy, metric = binding.policy, binding.metric
         most = policy.burst if metric.kind is Kind.RATE else policy.limit
         admitted = "less" if binding.is_anothers else f"at most {most}"
         amount = f"cost {cost} nanos" if metric.unit is Unit.NANOS else f"use {cost} {metric.unit}"
         super().__init__(
             f"the request may {amount}, but the {policy.scope}'s {policy.metric} admits {admitted} at once: "
-            "shorten the prompt, or set or lower max_tokens",
+            + (
+                "shorten the prompt, or set or lower max_tokens"
+                if fitting_max_tokens is None
+                else f"set max_tokens to at most {fitting_max_tokens}, or shorten the prompt"
+            ),
             param="max_tokens",
             headers=_policy_header(binding),
         )
@@ -106,19 +116,61 @@ def verdicts(
     return found
 
 
-def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTooLarge | None:
+def refusal(judged: Sequence[Verdict], demand: Demand, now_us: int) -> QuotaExceeded | RequestTooLarge | None:
     """Return the error if a hard policy refuses the request, otherwise None. A policy that can never admit the cost
     takes precedence, then the policy with the longest wait.
     """
     against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
     for verdict in against:
         if verdict.never_admits:
-            return RequestTooLarge(verdict.binding, verdict.cost)
+            return RequestTooLarge(verdict, _fitting_max_tokens(judged, demand, is_unused=True))
     if not against:
         return None
     longest = max(against, key=lambda verdict: verdict.wait_us)
     limits = _limits([(verdict.binding, verdict.counter) for verdict in judged], now_us)
-    return QuotaExceeded(longest.binding, longest.wait_us, limits)
+    return QuotaExceeded(longest, limits, _fitting_max_tokens(judged, demand, is_unused=False))
+
+
+def _standing(verdict: Verdict) -> str:
+    """Say how much of a limit is taken and how much the request would take. Another tenant's limit stays private."""
+    binding, counter = verdict.binding, verdict.counter
+    policy, metric = binding.policy, binding.metric
+    if binding.is_anothers:
+        return f"the {policy.scope}'s limit for {policy.metric} is reached"
+    limit = f"the {policy.scope}'s limit of {policy.limit} for {policy.metric}"
+    if metric.unit not in (Unit.TOKENS, Unit.NANOS, Unit.BYTES):
+        return f"{limit} is reached"
+    remaining = binding.remaining(counter)
+    state = f"leaves {remaining}" if remaining else "is reached"
+    # A bucket that refills does not record how much was used.
+    used = "" if metric.kind is Kind.RATE else f"{counter.used} are used, "
+    holders, asking = ("open uploads", "upload") if metric.kind is Kind.STOCK else ("running requests", "request")
+    return (
+        f"{limit} {state}: {used}{holders} reserve {counter.reserved}, and this {asking} would reserve {verdict.cost}"
+    )
+
+
+def _fitting_max_tokens(judged: Sequence[Verdict], demand: Demand, *, is_unused: bool) -> int | None:
+    """Return the largest max_tokens with which all hard policies would admit the request, now or, with `is_unused`,
+    with unused counters.
+
+    Returns None if there is none, or if another tenant's policy determines it.
+    """
+    own: list[int] = []
+    theirs: list[int] = []
+    for verdict in judged:
+        binding = verdict.binding
+        if not binding.is_hard:
+            continue
+        amount = binding.capacity if is_unused else binding.remaining(verdict.counter)
+        fitting = demand.fitting_max_tokens(binding.metric, amount) if binding.is_extended else None
+        if fitting is not None:
+            (theirs if binding.is_anothers else own).append(fitting)
+        elif verdict.wait_us and not is_unused:
+            # Fewer tokens do not help.
+            return None
+    least = min(own, default=0)
+    return least if least > 0 and least <= min(theirs, default=least) else None
 
 
 def decide(
@@ -126,7 +178,7 @@ def decide(
 ) -> Decision:
     """Admit a request if every hard policy allows it. Raises RequestTooLarge or QuotaExceeded."""
     judged = verdicts(bindings, counters, demand, now_us)
-    refused = refusal(judged, now_us)
+    refused = refusal(judged, demand, now_us)
     if refused is not None:
         raise refused
     taken: dict[CounterKey, Counter] = {}

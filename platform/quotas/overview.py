@@ -98,14 +98,19 @@ class QuotaOverview:
         """
         with self._database.read() as connection:
             cache, counters, bindings, now_us = self._read(connection, caller, trial)
-            cost_nanos = 0
+            price = None
             if cache.has_costs:
                 prices = self._prices.book(connection, now_us)
                 price = prices.price_of(caller.tenant_id, caller.adapter_id, now_us)
-                cost_nanos = cost_of(price, prompt_tokens, 0, completion_tokens)
-        demand = Demand(tokens=prompt_tokens + completion_tokens, cost_nanos=cost_nanos)
+        demand = Demand(
+            tokens=prompt_tokens + completion_tokens,
+            cost_nanos=cost_of(price, prompt_tokens, 0, completion_tokens),
+            prompt_tokens=prompt_tokens,
+            prompt_nanos=cost_of(price, prompt_tokens, 0, 0),
+            num_sequences=1,
+        )
         judged = verdicts(bindings, counters, demand, now_us)
-        return Admissibility(refusal=refusal(judged, now_us), verdicts=tuple(judged))
+        return Admissibility(refusal=refusal(judged, demand, now_us), verdicts=tuple(judged))
 
     def _read(
         self, connection: Connection, caller: QuotaCaller, trial: QuotaPolicy | None

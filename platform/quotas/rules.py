@@ -23,6 +23,12 @@ class Demand:
     tokens: int
     cost_nanos: int = 0
     loads: int = 0
+    prompt_tokens: int = 0
+    """The part of `tokens` that does not depend on max_tokens."""
+    prompt_nanos: int = 0
+    """The part of `cost_nanos` that does not depend on max_tokens."""
+    num_sequences: int = 0
+    """Number of choices for which max_tokens are reserved. 0 for a demand without a request."""
 
     def of(self, metric: Metric) -> int:
         """Return the amount that the request would reserve on a counter."""
@@ -33,6 +39,22 @@ class Demand:
         if metric.unit is Unit.NANOS:
             return self.cost_nanos
         return 1
+
+    def fitting_max_tokens(self, metric: Metric, amount: int) -> int | None:
+        """Return the largest max_tokens with which the request needs at most `amount` of tokens or money.
+
+        It is 0 or less if even the prompt needs more. Returns None if max_tokens makes no difference.
+        """
+        if not self.num_sequences:
+            return None
+        if metric.unit is Unit.TOKENS:
+            return (amount - self.prompt_tokens) // self.num_sequences
+        max_tokens = (self.tokens - self.prompt_tokens) // self.num_sequences
+        nanos, rest = self.cost_nanos - self.prompt_nanos, amount - self.prompt_nanos
+        if nanos == 0 <= rest:
+            return None
+        # The cost is rounded up once, so the cost of the answer is less than one nano more than the difference.
+        return max_tokens * rest // (nanos + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +112,12 @@ class Binding:
         """True if even an unused counter could not admit `cost`. False for a limit of 0 and for concurrency limits."""
         if self.policy.limit == 0 or self.metric.kind is Kind.CONCURRENCY:
             return False
-        return cost > (self.policy.burst if self.metric.kind is Kind.RATE else self.policy.limit)
+        return cost > self.capacity
+
+    @property
+    def capacity(self) -> int:
+        """The most that an unused counter admits at once."""
+        return self.policy.burst if self.metric.kind is Kind.RATE else self.policy.limit
 
     def wait_us(self, counter: Counter, cost: int, now_us: int) -> int:
         """Return the microseconds until the policy may admit `cost`, or 0 if it admits `cost` now."""

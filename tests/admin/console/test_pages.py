@@ -57,6 +57,13 @@ async def test_empty_page_says_what_to_do(operator: Browser, path: str) -> None:
     assert "Undefined" not in page
 
 
+async def test_overview_counts_requests_refused_with_either_status(operator: Browser, console_side: AdminSide) -> None:
+    console_side.services.metrics.refusals.labels("tokens_per_minute", "hard").inc(3)
+    page = (await operator.get("/")).text
+    figure = r'Refused by quotas</span><span class="value">3</span><span class="sub">with 429 or 400, since'
+    assert re.search(figure, page)
+
+
 @pytest.mark.parametrize(
     "path",
     [

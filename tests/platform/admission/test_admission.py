@@ -220,7 +220,7 @@ def test_cost_above_the_burst_is_refused_as_too_large(
         Admission(clocked).reserve(make_request(most=101))
     assert (caught.value.status, caught.value.code) == (400, "request_too_large")
     # The caller may not have set max_tokens.
-    assert caught.value.message.endswith("shorten the prompt, or set or lower max_tokens")
+    assert caught.value.message.endswith("set max_tokens to at most 90, or shorten the prompt")
 
 
 @pytest.mark.parametrize("metric", LIMITING_ANY_REQUEST)
