@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -142,7 +143,7 @@ def validated(document: dict[str, Any], model: type[M]) -> M:
         return model.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _refusal(first, model) from None
+        raise _refusal(first, model, document) from None
 
 
 def _check_characters(body: bytes, document: Any) -> None:
@@ -155,9 +156,9 @@ def _check_characters(body: bytes, document: Any) -> None:
         raise InvalidJson("a string contains an unpaired surrogate") from None
 
 
-def _refusal(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequest:
-    param = _path(error["loc"])
+def _refusal(error: ErrorDetails, model: type[BaseModel], document: dict[str, Any]) -> InvalidRequest:
     kind = error["type"]
+    param = _path(_fields(error["loc"], document, is_missing=kind == "missing"))
     if kind == "extra_forbidden" and _is_unsupported(error["loc"], model):
         return InvalidRequest(f"{param} is not supported", param=param, code="unsupported_parameter")
     if kind == "missing":
@@ -177,7 +178,28 @@ def _is_unsupported(location: tuple[int | str, ...], model: type[BaseModel]) -> 
     return location[-1] in (model.NEUTRAL if len(location) == 1 else unsupported_fields.NESTED)
 
 
-def _path(location: tuple[int | str, ...]) -> str:
+def _fields(location: tuple[int | str, ...], document: Any, *, is_missing: bool) -> Iterator[int | str]:
+    """Yield the parts of an error's location that are keys and indices of the document.
+
+    Where a field has several types, pydantic adds the name of the type to the location. It can also be a key.
+    """
+    parts = location[:-1] if is_missing else location
+    for part, after in zip_longest(parts, parts[1:]):
+        is_tag = _has(document, "type") and document["type"] == part and _has(document, after)
+        if _has(document, part) and not (is_tag and not _has(document[part], after)):
+            yield part
+            document = document[part]
+    if is_missing:
+        yield location[-1]
+
+
+def _has(document: Any, part: int | str | None) -> bool:
+    if isinstance(document, list):
+        return isinstance(part, int) and part < len(document)
+    return isinstance(document, dict) and part in document
+
+
+def _path(location: Iterable[int | str]) -> str:
     """Format `("messages", 0, "role")` as `messages[0].role`, truncating long names."""
     path = ""
     for part in location:
