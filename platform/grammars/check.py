@@ -12,6 +12,7 @@ import msgspec
 from loramux.engine.grammars.limits import parser_limits
 from loramux.engine.grammars.problems import plain_problem, problem_of
 from loramux.platform.grammars.endless import is_endless_lark, is_endless_schema
+from loramux.platform.grammars.structural_tag import UnusableFormat, structural_tag_grammar
 from loramux.platform.tool_calls.grammar import AnswerRules, lark_of
 from loramux.platform.tool_calls.harmony_grammar import harmony_lark
 
@@ -90,17 +91,12 @@ def _tried_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
 
 
 def _grammar(kind: str, text: str) -> str:
-    from llguidance import LLMatcher, StructTag, grammar_from
+    from llguidance import LLMatcher, grammar_from
 
     match kind:
         case "json_schema":
-            schema = json.loads(text)
-            _refuse_nested_ids(schema)
-            if is_endless_schema(schema):
-                raise GrammarRefused(_ENDLESS)
-            if text == "false":
-                raise ValueError("no value satisfies the schema false")
-            return LLMatcher.grammar_from_json_schema("{}" if text == "true" else text, overrides=JSON_OPTIONS)
+            schema = _usable_schema(json.loads(text))
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "choice":
@@ -111,15 +107,12 @@ def _grammar(kind: str, text: str) -> str:
                 raise GrammarRefused(_ENDLESS)
             return grammar
         case "structural_tag":
-            document = json.loads(text)
-            if any(is_endless_schema(one["schema"]) for one in document["structures"]):
-                raise GrammarRefused(_ENDLESS)
-            tags = [
-                StructTag(trigger=trigger, begin=one["begin"], grammar=one["schema"], end=one["end"])
-                for one in document["structures"]
-                for trigger in [next(t for t in document["triggers"] if one["begin"].startswith(t))]
-            ]
-            return StructTag.to_grammar(tags, assume_special=False)
+            try:
+                return structural_tag_grammar(
+                    json.loads(text), _json_expression, lambda grammar: _grammars(_grammar("grammar", grammar))
+                )
+            except UnusableFormat as error:
+                raise GrammarRefused(str(error)) from None
         case "answer":
             return _answer_grammar(msgspec.json.decode(text, type=AnswerRules))
         case _:
@@ -131,9 +124,7 @@ def _answer_grammar(rules: AnswerRules) -> str:
     `@answer`.
     """
     for tool in () if rules.calls is None else rules.calls.tools:
-        _refuse_nested_ids(tool.schema)
-        if is_endless_schema(tool.schema):
-            raise GrammarRefused(_ENDLESS)
+        _usable_schema(tool.schema)
     lark = lark_of if rules.channels is None else harmony_lark
     if rules.grammar is None:
         return lark(rules, JSON_OPTIONS, None)
@@ -147,6 +138,22 @@ def _grammars(grammar: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]]
     found = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return found
+
+
+def _json_expression(schema: dict[str, Any] | bool) -> str:
+    return f"%json {json.dumps({**_usable_schema(schema), 'x-guidance': JSON_OPTIONS})}"
+
+
+def _usable_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """Return the schema as an object. Raises GrammarRefused for a schema that llguidance would read otherwise."""
+    if schema is False:
+        raise GrammarRefused("no value satisfies the schema false")
+    if schema is True:
+        return {}
+    _refuse_nested_ids(schema)
+    if is_endless_schema(schema):
+        raise GrammarRefused(_ENDLESS)
+    return schema
 
 
 def _refuse_nested_ids(schema: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,16 +11,18 @@ from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import MAX_CHOICES, Constraint
 from loramux.platform.openai_api.strict_model import StrictModel
+from loramux.platform.openai_api.structural_tags import (
+    ANY_OBJECT,
+    ParsedStructuralTag,
+    Schema,
+    StructuralTag,
+    structural_tag_constraint,
+)
 from loramux.platform.openai_api.unsupported_fields import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, Neutral
 
-Schema = dict[str, Any] | bool
-Structures = Annotated[list["Structure"], Field(fail_fast=True, min_length=1, max_length=64)]
-Triggers = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=64)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)
 ]
-
-ANY_OBJECT: Schema = {"type": "object"}
 
 
 class JsonSchema(StrictModel):
@@ -30,20 +32,6 @@ class JsonSchema(StrictModel):
     description: str | None = None
     schema_: Schema | None = Field(None, alias="schema")
     strict: bool | None = None
-
-
-class Structure(StrictModel):
-    begin: str = Field(min_length=1)
-    schema_: Schema = Field(ANY_OBJECT, alias="schema")
-    end: str = ""
-
-
-class StructuralTag(StrictModel):
-    """vLLM's structural tags: after a trigger, the answer follows the structure that begins with the trigger."""
-
-    type: Literal["structural_tag"]
-    structures: Structures
-    triggers: Triggers
 
 
 class TextFormat(StrictModel):
@@ -78,7 +66,7 @@ class StructuredOutputs(StrictModel):
     regex: str | None = Field(None, min_length=1)
     choice: Choices | None = None
     grammar: str | None = Field(None, min_length=1)
-    structural_tag: StructuralTag | None = None
+    structural_tag: ParsedStructuralTag | None = None
 
 
 def constraints(
@@ -91,7 +79,7 @@ def constraints(
             schema = ANY_OBJECT if wanted.schema_ is None else wanted.schema_
             yield Constraint.of_json("json_schema", schema, "response_format.json_schema.schema")
         case StructuralTag():
-            yield _structural_tag(response_format, "response_format")
+            yield structural_tag_constraint(response_format, "response_format")
     if structured is not None:
         yield from _structured(structured, "structured_outputs.")
     yield from _structured(guided, "guided_")
@@ -99,7 +87,7 @@ def constraints(
 
 def _structured(wanted: StructuredOutputs, prefix: str) -> Iterator[Constraint]:
     if wanted.json_ is not None:
-        yield _schema(wanted.json_, f"{prefix}json")
+        yield schema_constraint(wanted.json_, f"{prefix}json")
     if wanted.json_object:
         yield Constraint.of_json("json_schema", ANY_OBJECT, f"{prefix}json_object")
     if wanted.regex is not None:
@@ -109,10 +97,10 @@ def _structured(wanted: StructuredOutputs, prefix: str) -> Iterator[Constraint]:
     if wanted.grammar is not None:
         yield Constraint.of_text("grammar", wanted.grammar, f"{prefix}grammar")
     if wanted.structural_tag is not None:
-        yield _structural_tag(wanted.structural_tag, f"{prefix}structural_tag")
+        yield structural_tag_constraint(wanted.structural_tag, f"{prefix}structural_tag")
 
 
-def _schema(schema: Schema | str, param: str) -> Constraint:
+def schema_constraint(schema: Schema | str, param: str) -> Constraint:
     """Return the constraint for a schema, which can be an object or, as in vLLM, a string of JSON."""
     if isinstance(schema, str):
         try:
@@ -122,13 +110,3 @@ def _schema(schema: Schema | str, param: str) -> Constraint:
         if not isinstance(schema, (dict, bool)):
             raise InvalidRequest("a schema must be an object, true or false", param=param)
     return Constraint.of_json("json_schema", schema, param)
-
-
-def _structural_tag(tag: StructuralTag, param: str) -> Constraint:
-    """Return the constraint for a structural tag. Raises InvalidRequest if a structure begins without a trigger."""
-    for index, structure in enumerate(tag.structures):
-        if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
-            raise InvalidRequest(
-                "a structure must begin with one of the triggers", param=f"{param}.structures[{index}].begin"
-            )
-    return Constraint.of_json("structural_tag", tag.model_dump(by_alias=True), param)
