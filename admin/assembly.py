@@ -189,6 +189,7 @@ def assemble(
                 max_model_len=resolve_max_model_len(config, model),
                 vocab_size=model.vocab_size,
                 created_s=int((settings.model / "config.json").stat().st_mtime),
+                eos_token_ids=model.eos_token_ids,
             ),
             executor=executor,
             metrics=metrics,

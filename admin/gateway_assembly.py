@@ -84,6 +84,7 @@ def assemble_gateway(
                 max_model_len=info.max_model_len,
                 vocab_size=model.vocab_size,
                 created_s=int((settings.model / "config.json").stat().st_mtime),
+                eos_token_ids=model.eos_token_ids,
             ),
             executor=executor,
             metrics=metrics,

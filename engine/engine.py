@@ -332,7 +332,7 @@ class Engine:
                 traces.committed(sequence)
             if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
                 ended.append((sequence, "stop"))
-                sequence.stop_token_id = token_id
+                sequence.stop_token_id, sequence.stop_logprobs = token_id, token.logprobs
                 if sequence.pending_output:
                     rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
                     outputs[sequence.owner].append(rest)
@@ -416,6 +416,7 @@ class Engine:
             completion_tokens=sequence.num_completion if num_completion is None else num_completion,
             cached_tokens=min(sequence.num_cached, num_prompt),
             stop_token_id=sequence.stop_token_id,
+            stop_logprobs=sequence.stop_logprobs,
             code=code,
             message=message,
         )

@@ -13,7 +13,7 @@ import msgspec
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -57,6 +57,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities are returned for each prompt token, in addition to the
     prompt token's own. If None, the prompt is not scored."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """If set, log-probabilities list these tokens, after the chosen token, in place of the most likely tokens."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that can be generated, including end-of-sequence tokens. If empty, all tokens are allowed."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -240,6 +242,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The token that ended the sequence, if `reason` is `stop`. None if the sequence ended because its grammar was
     complete.
     """
+    stop_logprobs: TokenLogprobs | None = None
+    """Log-probabilities of `stop_token_id`, if requested."""
     code: str | None = None
     message: str | None = None
 

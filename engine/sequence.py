@@ -10,7 +10,7 @@ from enum import Enum
 from loramux.engine.cached_page import CachedPage
 from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.logit_penalties import LogitPenalties, logit_penalties
-from loramux.engine.messages import Add
+from loramux.engine.messages import Add, TokenLogprobs
 from loramux.engine.token_rules.rules import TokenRules
 
 
@@ -62,6 +62,8 @@ class Sequence:
     """Tokens that end the sequence, including the model's own end tokens."""
     stop_token_id: int | None = None
     """The token in `stop_token_ids` that ended the sequence."""
+    stop_logprobs: TokenLogprobs | None = None
+    """Log-probabilities of `stop_token_id`, if requested."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     """The adapter's slot while the sequence is running, or -1 for the base. Rows before `activation` do not use it."""

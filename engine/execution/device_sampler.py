@@ -30,6 +30,8 @@ class DownloadedLogprobs:
 
     `rows` are indices of the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64
     `[num_rows, max(counts)]` describe the most likely tokens. Only the first `counts[i]` of row `i` were requested.
+    `named` float32 `[num_rows, longest]` describes the tokens in `asked[i]`, which row `i` lists instead if there are
+    any. It is None if no row does.
     """
 
     rows: list[int]
@@ -37,13 +39,21 @@ class DownloadedLogprobs:
     chosen: torch.Tensor
     values: torch.Tensor
     ids: torch.Tensor
+    asked: list[tuple[int, ...]]
+    named: torch.Tensor | None
 
     def by_row(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
         found: dict[int, TokenLogprobs] = {}
-        per_row = zip(self.chosen.tolist(), self.values.tolist(), self.ids.tolist(), strict=True)
-        for row, count, (chosen, values, ids) in zip(self.rows, self.counts, per_row, strict=True):
-            top = tuple(zip(ids[:count], values[:count], strict=True))
-            found[row] = TokenLogprobs(token_ids[row], chosen, top)
+        chosen, values, ids = self.chosen.tolist(), self.values.tolist(), self.ids.tolist()
+        named = [()] * len(self.rows) if self.named is None else self.named.tolist()
+        for place, (row, count, asked) in enumerate(zip(self.rows, self.counts, self.asked, strict=True)):
+            token_id = token_ids[row]
+            if asked:
+                ranked = {token_id: chosen[place]} | dict(zip(asked, named[place], strict=False))
+                top = tuple(ranked.items())
+            else:
+                top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
+            found[row] = TokenLogprobs(token_id, chosen[place], top)
         return found
 
 
@@ -196,6 +206,7 @@ class DeviceSampler:
     ) -> DownloadedLogprobs:
         rows = [row for row, one in enumerate(samples) if one.params.num_logprobs is not None]
         counts = [min(samples[row].params.num_logprobs or 0, logprobs.shape[1]) for row in rows]
+        asked = [samples[row].params.logprob_token_ids for row in rows]
         ids = torch.stack([chosen[row] for row in rows]).long().clamp(min=0)
         best = logprobs.topk(max(counts), dim=1)
         return DownloadedLogprobs(
@@ -204,7 +215,15 @@ class DeviceSampler:
             chosen=self._accelerator.download(logprobs.gather(1, ids[:, None])[:, 0]),
             values=self._accelerator.download(best.values),
             ids=self._accelerator.download(best.indices),
+            asked=asked,
+            named=self._named(logprobs, asked) if any(asked) else None,
         )
+
+    def _named(self, logprobs: torch.Tensor, asked: list[tuple[int, ...]]) -> torch.Tensor:
+        """The log-probabilities of the tokens in `asked`, float32 `[num_rows, longest]`. Token 0 pads short rows."""
+        longest = max(map(len, asked))
+        ids = self._accelerator.stage(torch.tensor([(*one, *[0] * (longest - len(one))) for one in asked]))
+        return self._accelerator.download(logprobs.gather(1, ids))
 
     def _forbid_the_end(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> None:
         """Forbid the tokens that would end a sequence before its `min_tokens`."""

@@ -191,8 +191,11 @@ def _logprobs(logits: torch.Tensor, token_ids: list[int], samples: Sequence[Samp
     for values, row in zip(logprobs, rows, strict=True):
         token_id = token_ids[row]
         top: tuple[tuple[int, float], ...] = ()
-        count = samples[row].params.num_logprobs
-        if count:
+        count, asked = samples[row].params.num_logprobs, samples[row].params.logprob_token_ids
+        if asked:
+            named = dict.fromkeys((token_id, *asked))
+            top = tuple(zip(named, values[list(named)].tolist(), strict=True))
+        elif count:
             best = values.topk(min(count, values.shape[0]))
             top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         found[row] = TokenLogprobs(token_id, float(values[token_id]), top)

@@ -13,6 +13,7 @@ MAX_PENALTY = 2.0
 MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS = 64
 """Maximum number of bad words. Each has up to two spellings."""
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PROMPT_LOGPROBS = 5
 """Maximum number of most likely tokens reported for each prompt token."""
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -81,6 +82,10 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
         f"num_prompt_logprobs must be null or in [0, {MAX_PROMPT_LOGPROBS}]": (
             0 <= (params.num_prompt_logprobs or 0) <= MAX_PROMPT_LOGPROBS
         ),
+        f"logprob_token_ids must have at most {MAX_LOGPROB_TOKEN_IDS} entries": (
+            len(params.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS
+        ),
+        f"logprob_token_ids must be in [0, {vocab_size})": all(0 <= i < vocab_size for i in params.logprob_token_ids),
         "min_tokens must not be negative": params.min_tokens >= 0,
         f"stop_token_ids must be in [0, {vocab_size})": all(0 <= one < vocab_size for one in params.stop_token_ids),
         f"logit_bias must have at most {MAX_BIASED_TOKENS} entries": len(params.logit_bias) <= MAX_BIASED_TOKENS,

@@ -284,18 +284,24 @@ class _Sequence:
             reason, code = "error", self.ending or self.script.error
         elif committed < self._max_tokens:
             reason, committed = "stop", committed + 1
+        stop_token_id = self.script.stop_token_id if reason == "stop" else None
+        has_logprobs = stop_token_id is not None and self.add.sampling.num_logprobs is not None
         return Finished(
             sequence_id=self.add.sequence_id,
             reason=reason,
             prompt_tokens=len(self.add.prompt),
             completion_tokens=committed,
             cached_tokens=self.script.cached_tokens,
-            stop_token_id=self.script.stop_token_id if reason == "stop" else None,
+            stop_token_id=stop_token_id,
+            stop_logprobs=_logprobs(self.add, stop_token_id, self.script.logprob) if has_logprobs else None,
             code=code,
         )
 
 
 def _logprobs(add: Add, token_id: int, logprob: float) -> TokenLogprobs:
+    named = add.sampling.logprob_token_ids
+    if named:
+        return TokenLogprobs(token_id, logprob, tuple((one, logprob) for one in dict.fromkeys((token_id, *named))))
     return TokenLogprobs(token_id, logprob, _top(token_id, logprob, add.sampling.num_logprobs or 0))
 
 

@@ -26,6 +26,10 @@ class AnswerText(Protocol):
     def is_stopped(self) -> bool:
         """True if a stop string was found. No text follows it."""
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was found."""
+
     def feed(self, token_id: int, can_stop: bool) -> None:
         """Add a token. Stop strings take effect only if `can_stop`."""
 
@@ -53,6 +57,7 @@ class PlainText:
     """Text without stop strings or reasoning markers, so all tokens of an output can be decoded at once."""
 
     is_stopped = False
+    stopped_by = None
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self.text = self.reasoning = ""
@@ -89,7 +94,11 @@ class MarkedText:
 
     @property
     def is_stopped(self) -> bool:
-        return self._stops.is_found
+        return self._stops.found is not None
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stops.found
 
     def feed(self, token_id: int, can_stop: bool) -> None:
         text = self._detokenizer.feed(token_id)
@@ -155,7 +164,11 @@ class ChannelText:
 
     @property
     def is_stopped(self) -> bool:
-        return self._stops.is_found
+        return self._stops.found is not None
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stops.found
 
     def feed(self, token_id: int, can_stop: bool) -> None:
         if self._open is None:

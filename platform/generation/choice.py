@@ -25,6 +25,8 @@ class ChoiceDelta:
     """Log-probabilities of the prompt's tokens, starting with the second, if this choice scores the prompt."""
     calls: tuple[CallEvent, ...] = ()
     """Tool calls delimited by special tokens. Tool calls delimited by plain text are part of `text`."""
+    stop_reason: str | int | None = None
+    """The stop string, or the ID of the stop token in `TextRules.stop_token_ids`, that ended the choice."""
 
 
 class Choice:
@@ -35,6 +37,7 @@ class Choice:
         self.add = add
         self._answer = answer_text(tokenizer, add.prompt, rules)
         self._shows_stop = rules.include_stop_str_in_output
+        self._stop_token_ids = rules.stop_token_ids
         self._only_prompt = rules.only_prompt
         self._prompt_logprobs: list[PromptLogprob] = []
         # Stop strings take effect only after this many tokens, as in vLLM.
@@ -76,7 +79,7 @@ class Choice:
             answer.feed(token_id, self.num_received > self._min_tokens)
             if answer.is_stopped:
                 self.keep = self.num_received
-                return self._last(output.logprobs[: position + 1], "stop")
+                return self._last(output.logprobs[: position + 1], "stop", answer.stopped_by)
         if not (answer.text or answer.reasoning or answer.calls or output.logprobs):
             return None
         return self._delta(output.logprobs, None)
@@ -94,10 +97,12 @@ class Choice:
         )
         if self._answer.is_stopped:
             self.keep = self.num_received
-            return self._last((), "stop")
-        if finished.stop_token_id is not None:
-            self._unreported.append(finished.stop_token_id)
-        return self._last((), finished.reason)
+            return self._last((), "stop", self._answer.stopped_by)
+        token_id = finished.stop_token_id
+        if token_id is not None:
+            self._unreported.append(token_id)
+        logprobs = () if finished.stop_logprobs is None else (finished.stop_logprobs,)
+        return self._last(logprobs, finished.reason, token_id if token_id in self._stop_token_ids else None)
 
     def give_up(self) -> None:
         """Record that the engine never reported this choice's end. The prompt and the received tokens are charged."""
@@ -149,7 +154,12 @@ class Choice:
         """Number of received reasoning tokens, including the markers."""
         return self._answer.num_reasoning
 
-    def _delta(self, logprobs: tuple[TokenLogprobs, ...], finish_reason: str | None) -> ChoiceDelta:
+    def _delta(
+        self,
+        logprobs: tuple[TokenLogprobs, ...],
+        finish_reason: str | None,
+        stop_reason: str | int | None = None,
+    ) -> ChoiceDelta:
         token_ids = tuple(self._unreported)
         self._unreported.clear()
         prompt_logprobs = tuple(self._prompt_logprobs)
@@ -164,10 +174,13 @@ class Choice:
             answer.reasoning,
             prompt_logprobs,
             tuple(answer.calls),
+            stop_reason,
         )
         answer.clear()
         return delta
 
-    def _last(self, logprobs: tuple[TokenLogprobs, ...], finish_reason: str) -> ChoiceDelta:
+    def _last(
+        self, logprobs: tuple[TokenLogprobs, ...], finish_reason: str, stop_reason: str | int | None = None
+    ) -> ChoiceDelta:
         self.is_done = True
-        return self._delta(logprobs, finish_reason)
+        return self._delta(logprobs, finish_reason, stop_reason)

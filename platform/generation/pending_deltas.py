@@ -90,4 +90,5 @@ class JoinedDeltas:
             "".join(self._reasoning),
             tuple(self._prompt_logprobs),
             tuple(self._calls),
+            self._last.stop_reason,
         )

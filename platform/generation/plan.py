@@ -63,6 +63,8 @@ class TextRules:
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    """The stop tokens that the request names, without the model's own end tokens."""
     reasoning: Reasoning | None = None
     """None if the answer contains no reasoning."""
     channels: Channels | None = None

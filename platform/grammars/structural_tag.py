@@ -144,7 +144,7 @@ class _Builder:
 
 
 def _is_free(wanted: Mapping[str, Any]) -> bool:
-    """True if the format can end with text that nothing but what follows it can end."""
+    """True if the format can end with text that ends only where the next part begins."""
     match wanted["type"]:
         case "any_text" | "triggered_tags":
             return True

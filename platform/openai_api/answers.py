@@ -23,8 +23,10 @@ Chunk = Document | msgspec.Raw
 class Answer(Protocol):
     """Builds one endpoint's response bodies. Use one object per request, because each chunk depends on earlier ones."""
 
-    def chunks(self, delta: ChoiceDelta, usage: Document | None = None) -> list[Chunk]:
-        """Return the chunks that a stream sends for a delta. Each includes `usage` if the client asked for it."""
+    def chunks(self, delta: ChoiceDelta, so_far: UsageSoFar | None = None) -> list[Chunk]:
+        """Return the chunks that a stream sends for a delta. With `so_far`, each reports the tokens that it and the
+        chunks before it carried.
+        """
 
     def usage_chunk(self, usage: Usage) -> Document:
         """Return the last chunk of a stream, which is sent if the client asked for usage."""
@@ -64,8 +66,10 @@ class UsageSoFar:
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
 
-    def after(self, delta: ChoiceDelta) -> Document:
+    def add(self, delta: ChoiceDelta) -> None:
         self._completion_tokens += len(delta.token_ids)
+
+    def body(self) -> Document:
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
@@ -83,6 +87,11 @@ def usage_body(usage: Usage) -> Document:
     if usage.reasoning_tokens is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return body
+
+
+def name_by_id(token_id: int) -> str:
+    """Return the name of a token for `return_tokens_as_token_ids`, as in vLLM."""
+    return f"token_id:{token_id}"
 
 
 def shown_logprob(logprob: float) -> float:

@@ -81,18 +81,21 @@ async def _shape(
     services: GatewayServices, target: Target, received: Received[ChatRequest], prepared: Prepared
 ) -> ChatAnswer:
     body, tool_format = received.body, prepared.tool_format
+    hides_reasoning = body.include_reasoning is False and prepared.reasoning is not None
     return ChatAnswer(
         id=f"chatcmpl-{received.request_id.removeprefix('req_')}",
         model=body.model,
         created_s=int(time.time()),
         tokenizer=target.tokenizer,
-        has_logprobs=bool(body.logprobs),
+        has_logprobs=body.has_logprobs and not hides_reasoning,
         include_usage=body.include_usage,
         tool_choice=body.choice_of_tools,
         new_parser=None if tool_format is None else PARSERS.get(tool_format),
         note_call=None if tool_format is None else services.metrics.tool_calls.labels(tool_format).inc,
         prompt_token_ids=prepared.prompts[0] if body.return_token_ids else None,
-        num_prompt_logprobs=body.prompt_logprobs,
+        num_prompt_logprobs=body.num_alternatives("prompt_logprobs"),
+        names_tokens_by_id=bool(body.return_tokens_as_token_ids),
+        hides_reasoning=hides_reasoning,
     )
 
 

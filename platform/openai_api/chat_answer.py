@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from loramux.engine.messages import TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
-from loramux.platform.openai_api.answers import Chunk, ChunkTemplates, Document, merged, shown_logprob, usage_body
+from loramux.platform.openai_api.answers import (
+    Chunk,
+    ChunkTemplates,
+    Document,
+    UsageSoFar,
+    merged,
+    name_by_id,
+    shown_logprob,
+    usage_body,
+)
 from loramux.platform.openai_api.chat_message import MessageBuilder, whole_message
 from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body
 from loramux.platform.openai_api.tools import ToolChoice
@@ -21,7 +30,8 @@ from loramux.platform.tool_calls.call_parser import CallParser
 class ChatAnswer:
     """Builds the bodies of one chat completion. `model` is the name that the client used.
 
-    If `prompt_token_ids` is set, the token IDs of the prompt and of each choice are shown as in vLLM.
+    If `prompt_token_ids` is set, the token IDs of the prompt and of each choice are shown as in vLLM. With
+    `hides_reasoning`, those of the choices are left out together with the reasoning, because they contain it.
     """
 
     id: str
@@ -36,6 +46,9 @@ class ChatAnswer:
     note_call: Callable[[], None] | None = None
     """Called for each tool call."""
     prompt_token_ids: Sequence[int] | None = None
+    hides_reasoning: bool = False
+    names_tokens_by_id: bool = False
+    """Whether `logprobs` shows each token as `token_id:` and its ID."""
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens per position in `prompt_logprobs`. None if the client did not ask for this field."""
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
@@ -45,16 +58,21 @@ class ChatAnswer:
         templates = ChunkTemplates(lambda index, text: self._chunk(index, {"content": text}, None))
         object.__setattr__(self, "_templates", templates)
 
-    def chunks(self, delta: ChoiceDelta, usage: Document | None = None) -> list[Chunk]:
+    def chunks(self, delta: ChoiceDelta, so_far: UsageSoFar | None = None) -> list[Chunk]:
         chunks: list[Chunk] = []
         builder = self._builders.get(delta.index)
         if builder is None:
             builder = self._builders[delta.index] = self._builder()
-            first = self._chunk(delta.index, {"role": "assistant", "content": ""}, usage)
+            before = None if so_far is None else so_far.body()
+            first = self._chunk(delta.index, {"role": "assistant", "content": ""}, before)
             chunks.append({**first, **self._prompt_token_ids()})
-        shows_only_text = not self.has_logprobs and self.prompt_token_ids is None and usage is None
+        usage = None
+        if so_far is not None:
+            so_far.add(delta)
+            usage = so_far.body()
+        shows_only_text = not self.has_logprobs and not self._shows_token_ids and usage is None
         # Log-probabilities and token IDs are sent once, with the first chunk of their delta.
-        logprobs, token_ids = delta.logprobs, delta.token_ids
+        logprobs, token_ids = delta.logprobs if self.has_logprobs else (), delta.token_ids
         for shown in builder.feed(delta):
             if shows_only_text and shown.keys() == {"content"}:
                 chunks.append(self._templates.chunk(delta.index, shown["content"]))
@@ -62,12 +80,14 @@ class ChatAnswer:
                 chunks.append(self._chunk(delta.index, shown, usage, logprobs, token_ids=token_ids))
             logprobs, token_ids = (), ()
         is_last = delta.finish_reason is not None
-        if logprobs or (token_ids and self.prompt_token_ids is not None and not is_last):
+        if logprobs or (token_ids and self._shows_token_ids and not is_last):
             chunks.append(self._chunk(delta.index, {"content": ""}, usage, logprobs, token_ids=token_ids))
             token_ids = ()
         if is_last:
             reason = self._finish_reason(delta.finish_reason, builder)
-            chunks.append(self._chunk(delta.index, {}, usage, finish_reason=reason, token_ids=token_ids))
+            last = self._chunk(delta.index, {}, usage, finish_reason=reason, token_ids=token_ids)
+            last["choices"][0]["stop_reason"] = delta.stop_reason
+            chunks.append(last)
         return chunks
 
     def usage_chunk(self, usage: Usage) -> Document:
@@ -76,8 +96,10 @@ class ChatAnswer:
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
         whole = merged(deltas)
         choices = [self._choice(choice) for choice in whole]
-        head = {**self._head("chat.completion"), **self._prompt_token_ids(), **self._prompt_logprobs(whole)}
-        return {**head, "choices": choices, "usage": usage_body(usage)}
+        body = {**self._head("chat.completion"), "choices": choices, "usage": usage_body(usage)}
+        # Fields of vLLM are null unless the client asks for them.
+        body |= {"prompt_token_ids": None, "prompt_logprobs": None}
+        return body | self._prompt_token_ids() | self._prompt_logprobs(whole)
 
     def _prompt_logprobs(self, choices: Sequence[ChoiceDelta]) -> Document:
         count = self.num_prompt_logprobs
@@ -92,11 +114,14 @@ class ChatAnswer:
             "message": whole_message(builder.feed(delta)),
             "logprobs": self._logprobs(delta.logprobs),
             "finish_reason": self._finish_reason(delta.finish_reason, builder),
+            "stop_reason": delta.stop_reason,
+            "token_ids": None,
             **self._token_ids(delta.token_ids),
         }
 
     def _builder(self) -> MessageBuilder:
-        return MessageBuilder(None if self.new_parser is None else self.new_parser(), self._call_ids())
+        parser = None if self.new_parser is None else self.new_parser()
+        return MessageBuilder(parser, self._call_ids(), hides_reasoning=self.hides_reasoning)
 
     def _call_ids(self) -> Iterator[str]:
         """Yield new IDs for tool calls. Mistral templates accept only IDs of nine letters and digits."""
@@ -131,8 +156,12 @@ class ChatAnswer:
     def _prompt_token_ids(self) -> Document:
         return {} if self.prompt_token_ids is None else {"prompt_token_ids": list(self.prompt_token_ids)}
 
+    @property
+    def _shows_token_ids(self) -> bool:
+        return self.prompt_token_ids is not None and not self.hides_reasoning
+
     def _token_ids(self, token_ids: tuple[int, ...]) -> Document:
-        return {} if self.prompt_token_ids is None else {"token_ids": list(token_ids)}
+        return {"token_ids": list(token_ids)} if self._shows_token_ids else {}
 
     def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> Document | None:
         if not self.has_logprobs:
@@ -149,7 +178,7 @@ class ChatAnswer:
     def _token(self, token_id: int, logprob: float) -> Document:
         spelled = self.tokenizer.token_bytes(token_id)
         return {
-            "token": spelled.decode("utf-8", "replace"),
+            "token": name_by_id(token_id) if self.names_tokens_by_id else spelled.decode("utf-8", "replace"),
             "logprob": shown_logprob(logprob),
             "bytes": list(spelled),
         }

@@ -14,12 +14,14 @@ class MessageBuilder:
     """Turns a choice's deltas into OpenAI message deltas.
 
     `parser` finds tool calls in the text. Without a parser, all text is content. The `calls` in a delta are tool calls
-    delimited by special tokens. `call_ids` supplies an ID for each call.
+    delimited by special tokens. `call_ids` supplies an ID for each call. With `hides_reasoning`, the reasoning is left
+    out.
     """
 
-    def __init__(self, parser: CallParser | None, call_ids: Iterator[str]) -> None:
+    def __init__(self, parser: CallParser | None, call_ids: Iterator[str], *, hides_reasoning: bool = False) -> None:
         self._parser = parser
         self._call_ids = call_ids
+        self._hides_reasoning = hides_reasoning
         self.has_calls = False
         self._is_in_call = False
         """True while a tool call delimited by special tokens is open."""
@@ -32,7 +34,7 @@ class MessageBuilder:
 
     def feed(self, delta: ChoiceDelta) -> Iterator[Document]:
         """Yield the message deltas that `delta` adds. Consume them all before the next call."""
-        if delta.reasoning:
+        if delta.reasoning and not self._hides_reasoning:
             # vLLM's newer and older names for the field.
             yield {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
         for event in [*self._events(delta), *delta.calls]:

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from math import inf
 
 from loramux.engine.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
-from loramux.platform.openai_api.answers import Chunk, ChunkTemplates, Document, merged, shown_logprob, usage_body
+from loramux.platform.openai_api.answers import (
+    Chunk,
+    ChunkTemplates,
+    Document,
+    UsageSoFar,
+    merged,
+    name_by_id,
+    shown_logprob,
+    usage_body,
+)
 from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body, shared_by_choices
+from loramux.platform.openai_api.text_offsets import TextOffsets, prompt_offsets
+from loramux.platform.tokenizer.detokenizer import new_detokenizer
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+
+_NOT_ASKED: Document = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
+"""Fields of vLLM's choices that are null unless the client asks for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionAnswer:
     """Builds the bodies of one text completion. `model` is the name that the client used.
 
-    `echoes` contains the prompt text to repeat before each choice. If `prompt_token_ids` is set, it has an entry for
-    each choice, and the token IDs of prompts and choices are shown as in vLLM. Of the `num_generated` choices of each
-    prompt, the best `num_choices` are returned.
+    `prompts` contains the token IDs of each choice's prompt, and `echoes` the prompt text to repeat before each choice.
+    Of the `num_generated` choices of each prompt, the best `num_choices` are returned.
     """
 
     id: str
@@ -30,41 +42,60 @@ class CompletionAnswer:
     tokenizer: ModelTokenizer
     has_logprobs: bool
     include_usage: bool
+    prompts: Sequence[Sequence[int]]
     echoes: Sequence[str] = ()
-    prompt_token_ids: Sequence[Sequence[int]] | None = None
+    echoes_logprobs: bool = False
+    """Whether `logprobs` also covers the prompt."""
+    skips_special_tokens: bool = True
+    """Whether the text leaves out special tokens."""
+    shows_token_ids: bool = False
+    """Whether to show the token IDs of prompts and choices, as vLLM does."""
     num_choices: int = 1
     num_generated: int = 1
     num_alternatives: int = 0
-    """Number of most likely tokens per position in `top_logprobs`."""
+    """Number of most likely tokens per position of the prompt in `top_logprobs`."""
+    names_tokens_by_id: bool = False
+    """Whether `logprobs` shows each token as `token_id:` and its ID."""
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens per position in `prompt_logprobs`. None if the client did not ask for this field."""
-    echoed_tokens: Sequence[Sequence[int]] = ()
-    """The token IDs of each choice's prompt, if `logprobs` also covers the prompt. Otherwise empty."""
     _begun: set[int] = field(default_factory=set)
-    _offsets: dict[int, int] = field(default_factory=dict)
-    """Number of characters in each choice's tokens so far, if log-probabilities are shown."""
+    _offsets: dict[int, TextOffsets] = field(default_factory=dict)
+    _lengths: dict[int, int] = field(default_factory=dict)
+    """Number of characters that each choice has shown so far, if log-probabilities are shown."""
     _templates: ChunkTemplates = field(init=False)
 
     def __post_init__(self) -> None:
-        templates = ChunkTemplates(lambda index, text: self._chunk(ChoiceDelta(index, text, (), None), None))
+        templates = ChunkTemplates(lambda index, text: self._chunk(ChoiceDelta(index, text, (), None)))
         object.__setattr__(self, "_templates", templates)
 
-    def chunks(self, delta: ChoiceDelta, usage: Document | None = None) -> list[Chunk]:
-        shows_only_text = not self.has_logprobs and self.prompt_token_ids is None and self.num_prompt_logprobs is None
-        if shows_only_text and usage is None and delta.index in self._begun and delta.finish_reason is None:
+    def chunks(self, delta: ChoiceDelta, so_far: UsageSoFar | None = None) -> list[Chunk]:
+        shows_only_text = not self.has_logprobs and not self.shows_token_ids and self.num_prompt_logprobs is None
+        if shows_only_text and so_far is None and delta.index in self._begun and delta.finish_reason is None:
             return [self._templates.chunk(delta.index, delta.text)]
-        return [self._chunk(delta, usage)]
+        usage = None
+        if so_far is not None:
+            so_far.add(delta)
+            usage = so_far.body()
+        shown = self._logprobs(delta)
+        if not delta.logprobs:
+            return [self._chunk(delta, usage)]
+        if delta.finish_reason is None:
+            return [self._chunk(delta, usage, shown)]
+        # As in the OpenAI API, the chunk with the finish reason has no log-probabilities.
+        end = ChoiceDelta(delta.index, "", (), delta.finish_reason, stop_reason=delta.stop_reason)
+        before = replace(delta, finish_reason=None, stop_reason=None)
+        return [self._chunk(before, usage, shown), self._chunk(end, usage)]
 
     def usage_chunk(self, usage: Usage) -> Document:
         return {**self._head(), "choices": [], "usage": usage_body(usage)}
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
         shared = shared_by_choices(merged(deltas), self.num_generated)
-        choices = [self._choice(choice) for choice in self._best(shared)]
+        choices = [{**_NOT_ASKED, **self._choice(one, self._logprobs(one))} for one in self._best(shared)]
         return {**self._head(), "choices": choices, "usage": usage_body(usage)}
 
-    def _chunk(self, delta: ChoiceDelta, usage: Document | None) -> Document:
-        chunk = {**self._head(), "choices": [self._choice(delta)]}
+    def _chunk(self, delta: ChoiceDelta, usage: Document | None = None, logprobs: Document | None = None) -> Document:
+        chunk = {**self._head(), "choices": [self._choice(delta, logprobs)]}
         return {**chunk, "usage": usage} if self.include_usage else chunk
 
     def _best(self, choices: list[ChoiceDelta]) -> list[ChoiceDelta]:
@@ -80,14 +111,15 @@ class CompletionAnswer:
     def _head(self) -> Document:
         return {"id": self.id, "object": "text_completion", "created": self.created_s, "model": self.model}
 
-    def _choice(self, delta: ChoiceDelta) -> Document:
+    def _choice(self, delta: ChoiceDelta, logprobs: Document | None) -> Document:
         is_first = delta.index not in self._begun
         self._begun.add(delta.index)
         return {
             "text": (self.echoes[delta.index] if self.echoes and is_first else "") + delta.text,
             "index": delta.index,
-            "logprobs": self._logprobs(delta),
+            "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
             **self._token_ids(delta, is_first),
             **self._prompt_logprobs(delta),
         }
@@ -99,58 +131,69 @@ class CompletionAnswer:
         return {"prompt_logprobs": prompt_logprobs_body(self.tokenizer, delta.prompt_logprobs, count)}
 
     def _token_ids(self, delta: ChoiceDelta, is_first: bool) -> Document:
-        if self.prompt_token_ids is None:
+        if not self.shows_token_ids:
             return {}
-        prompt = list(self.prompt_token_ids[delta.index]) if is_first else None
+        prompt = list(self.prompts[delta.index]) if is_first else None
         return {"token_ids": list(delta.token_ids), "prompt_token_ids": prompt}
 
     def _logprobs(self, delta: ChoiceDelta) -> Document | None:
         if not self.has_logprobs:
             return None
-        tokens, logprobs = [self._spelled(entry.token_id) for entry in delta.logprobs], delta.logprobs
-        offsets = _text_offsets(tokens, self._offsets.get(delta.index, 0))
-        self._offsets[delta.index] = offsets[-1]
+        logprobs, offsets = delta.logprobs, self._text_offsets(delta)
         shown: Document = {
-            "tokens": tokens,
+            "tokens": [self._spelled(entry.token_id) for entry in logprobs],
             "token_logprobs": [shown_logprob(entry.logprob) for entry in logprobs],
-            "top_logprobs": [self._top(entry) for entry in logprobs],
-            "text_offset": offsets[:-1],
+            "top_logprobs": [self._top(entry, entry.top) for entry in logprobs],
+            "text_offset": offsets,
         }
-        return self._with_prompt(delta, shown) if self.echoed_tokens else shown
+        return self._with_prompt(delta, shown) if self.echoes_logprobs else shown
+
+    def _text_offsets(self, delta: ChoiceDelta) -> list[int]:
+        """Return the offset in the choice's text of each token that has log-probabilities."""
+        index = delta.index
+        counter = self._offsets.get(index)
+        if counter is None:
+            detokenizer = new_detokenizer(
+                self.tokenizer, self.prompts[index], skip_special_tokens=self.skips_special_tokens
+            )
+            counter = self._offsets[index] = TextOffsets(detokenizer)
+        offsets = counter.of(entry.token_id for entry in delta.logprobs)
+        length = self._lengths[index] = self._lengths.get(index, 0) + len(delta.text)
+        # The tokens of a stop string have no place in the text.
+        return offsets if delta.finish_reason is None else [min(offset, length) for offset in offsets]
 
     def _with_prompt(self, delta: ChoiceDelta, shown: Document) -> Document:
         """Return the log-probabilities of the prompt and the choice. The prompt's first token has none."""
-        length = len(self.echoes[delta.index])
-        tokens = [self._spelled(token_id) for token_id in self.echoed_tokens[delta.index]]
-        # The echoed text may omit special tokens, so offsets computed from the tokens can exceed its length.
-        offsets = [min(offset, length) for offset in _text_offsets(tokens, 0)[:-1]]
-        scored = delta.prompt_logprobs
+        echo, prompt, scored = self.echoes[delta.index], self.prompts[delta.index], delta.prompt_logprobs
         return {
-            "tokens": [*tokens, *shown["tokens"]],
+            "tokens": [*map(self._spelled, prompt), *shown["tokens"]],
             "token_logprobs": [None, *(shown_logprob(one.logprob) for one in scored), *shown["token_logprobs"]],
-            "top_logprobs": [None, *(self._top(one) for one in scored), *shown["top_logprobs"]],
-            "text_offset": [*offsets, *(length + offset for offset in shown["text_offset"])],
+            "top_logprobs": [
+                None,
+                *(self._top(one, one.top[: self.num_alternatives]) for one in scored),
+                *shown["top_logprobs"],
+            ],
+            "text_offset": [
+                *prompt_offsets(self.tokenizer, prompt, echo),
+                *(len(echo) + offset for offset in shown["text_offset"]),
+            ],
         }
 
-    def _top(self, entry: TokenLogprobs | PromptLogprob) -> dict[str, float]:
-        """Return the most likely tokens and the chosen token, best first."""
-        top = entry.top[: self.num_alternatives]
+    def _top(self, entry: TokenLogprobs | PromptLogprob, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the tokens in `top` and the entry's own token."""
         ranked = {self._spelled(token_id): shown_logprob(logprob) for token_id, logprob in top}
         ranked.setdefault(self._spelled(entry.token_id), shown_logprob(entry.logprob))
         return ranked
 
     def _spelled(self, token_id: int) -> str:
+        if self.names_tokens_by_id:
+            return name_by_id(token_id)
         spelled = self.tokenizer.token_bytes(token_id)
         try:
             return spelled.decode()
         except UnicodeDecodeError:
             # A token that is not valid UTF-8 would be shown as U+FFFD, so spell out its bytes as OpenAI does.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
-
-def _text_offsets(tokens: Sequence[str], begin: int) -> list[int]:
-    """Return the offset of each token in the text, followed by the offset of the end."""
-    return list(accumulate((len(token) for token in tokens), initial=begin))
 
 
 def _mean_logprob(choice: ChoiceDelta) -> float:

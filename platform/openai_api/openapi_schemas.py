@@ -76,14 +76,18 @@ class UsageDocument(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """One continuation of a prompt."""
+    """One continuation of a prompt. `stop_reason` is the stop string or the named stop token that ended it. The fields
+    after it are null unless the request asks for them.
+    """
 
     text: str
     index: int
     logprobs: dict[str, Any] | None
     finish_reason: str | None
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
+    stop_reason: str | int | None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, Any] | None] | None
 
 
 class CompletionDocument(TypedDict):
@@ -124,17 +128,22 @@ class AnswerMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One choice of a chat completion."""
+    """One choice of a chat completion. `stop_reason` is the stop string or the named stop token that ended it.
+    `token_ids` is null unless the request asks for it.
+    """
 
     index: int
     message: AnswerMessage
     logprobs: dict[str, Any] | None
     finish_reason: str | None
-    token_ids: NotRequired[list[int]]
+    stop_reason: str | int | None
+    token_ids: list[int] | None
 
 
 class ChatDocument(TypedDict):
-    """A non-streamed response of `/v1/chat/completions`."""
+    """A non-streamed response of `/v1/chat/completions`. The last two fields are null unless the request asks for
+    them.
+    """
 
     id: str
     object: Literal["chat.completion"]
@@ -142,7 +151,8 @@ class ChatDocument(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: UsageDocument
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, Any] | None] | None
 
 
 class TokenizeDocument(TypedDict):

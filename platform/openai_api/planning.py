@@ -64,6 +64,9 @@ def make_plan(
         stop_token_ids = (*sampling.stop_token_ids, *prepared.channels.format.final_ids)
         sampling = msgspec.structs.replace(sampling, stop_token_ids=stop_token_ids)
     text_rules = _text_rules(target, body, prepared)
+    if not sampling.ignore_eos:
+        named = text_rules.stop_token_ids.difference(services.model.eos_token_ids)
+        text_rules = replace(text_rules, stop_token_ids=named)
     max_tokens = _max_tokens(services.max_model_len, body, prompts, defaults.max_new_tokens)
     # In the engine, each choice is a sequence with its own copy of the prompt.
     most = services.settings.max_request_tokens

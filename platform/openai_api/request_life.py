@@ -206,8 +206,7 @@ async def _events(
 
 
 def _chunks(shape: Answer, delta: ChoiceDelta, so_far: UsageSoFar | None) -> bytes:
-    usage = None if so_far is None else so_far.after(delta)
-    return b"".join(map(sse.event, shape.chunks(delta, usage)))
+    return b"".join(map(sse.event, shape.chunks(delta, so_far)))
 
 
 async def _disconnected(receive: Receive) -> None:

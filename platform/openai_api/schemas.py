@@ -8,7 +8,9 @@ reported.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -21,6 +23,7 @@ from loramux.engine.scheduling.request_limits import (
     MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_BIASED_TOKENS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_PENALTY,
     MAX_PROMPT_LOGPROBS,
     REPETITION_PENALTIES,
@@ -30,8 +33,15 @@ from loramux.platform.generation.plan import TextRules
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api import unsupported_fields
 from loramux.platform.openai_api.conversation import ChatMessage
-from loramux.platform.openai_api.response_formats import Choices, ResponseFormat, Schema, StructuredOutputs, constraints
+from loramux.platform.openai_api.response_formats import (
+    Choices,
+    ResponseFormat,
+    StructuredOutputs,
+    constraints,
+    schema_constraint,
+)
 from loramux.platform.openai_api.strict_model import StrictModel
+from loramux.platform.openai_api.structural_tags import Schema
 from loramux.platform.openai_api.tools import AUTO, ToolChoice, ToolChoiceField, Tools
 from loramux.platform.openai_api.unsupported_fields import Neutral
 
@@ -80,6 +90,9 @@ def _few_entries(value: Any) -> Any:
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
+MAX_NAMED = 8
+"""Maximum number of invalid keys or token IDs that an error names."""
+
 
 def _usable_bias(value: Any) -> Any:
     """Check that keys are token IDs in canonical form, so that no token appears under two keys."""
@@ -87,12 +100,23 @@ def _usable_bias(value: Any) -> Any:
         return value
     if len(value) > MAX_BIASED_TOKENS:
         raise ValueError(f"at most {MAX_BIASED_TOKENS} entries are allowed")
-    for key, bias in value.items():
-        if not _TOKEN_ID.fullmatch(key):
-            raise ValueError("keys must be token ids, written as whole numbers")
-        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise ValueError(f"values must be numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    unusable = [key for key in value if not _TOKEN_ID.fullmatch(key)]
+    if unusable:
+        raise ValueError(f"keys must be token ids, written as whole numbers, not {_named(unusable)}")
+    unusable = [key for key, bias in value.items() if not _is_bias(bias)]
+    if unusable:
+        raise ValueError(f"the values of {_named(unusable)} must be numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
     return value
+
+
+def _is_bias(value: Any) -> bool:
+    return type(value) in (int, float) and -MAX_BIAS <= value <= MAX_BIAS
+
+
+def _named(values: Sequence[str | int]) -> str:
+    """List the first values for an error message, and shorten long ones."""
+    named = ", ".join(json.dumps(one if isinstance(one, int) else one[:40]) for one in values[:MAX_NAMED])
+    return named if len(values) <= MAX_NAMED else f"{named} and {len(values) - MAX_NAMED} more"
 
 
 class StreamOptions(StrictModel):
@@ -106,6 +130,8 @@ class GenerationRequest(StrictModel):
         {"guided_decoding_backend", "stream_options.include_obfuscation"}
     )
     """Fields that cannot change the answer. They are accepted with any value of their type."""
+    MAX_ALTERNATIVES: ClassVar[Mapping[str, int]] = {"prompt_logprobs": MAX_PROMPT_LOGPROBS}
+    """Fields that ask for the log-probabilities of the most likely tokens, each with its limit."""
     PROMPT: ClassVar[str]
     """The name of the field that holds the prompt."""
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
@@ -143,16 +169,20 @@ class GenerationRequest(StrictModel):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_LOGPROBS)
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_PROMPT_LOGPROBS)
+    logprob_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
-    # Constraints on the answer: OpenAI's field, vLLM's field, and vLLM's older fields.
+    # Constraints on the answer: OpenAI's field, vLLM's field, vLLM's older fields, and SGLang's fields.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    regex: str | None = Field(None, min_length=1)
+    ebnf: str | None = Field(None, min_length=1)
 
     guided_decoding_backend: str | None = None
 
@@ -177,6 +207,11 @@ class GenerationRequest(StrictModel):
         return self.max_tokens
 
     @property
+    def has_logprobs(self) -> bool:
+        """True if the answer shows the log-probabilities of its tokens."""
+        return False
+
+    @property
     def num_logprobs(self) -> int | None:
         """Number of alternatives to report per token. None means no log-probabilities at all."""
         return None
@@ -189,7 +224,14 @@ class GenerationRequest(StrictModel):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Number of alternatives to report per prompt token. None means no log-probabilities of the prompt at all."""
-        return self.prompt_logprobs
+        return self.num_alternatives("prompt_logprobs")
+
+    def num_alternatives(self, name: str) -> int | None:
+        """Return the number of alternatives that the field `name` asks for. The value -1 asks for the vocabulary, which
+        `check_vocabulary` accepts only within the limit.
+        """
+        asked: int | None = getattr(self, name)
+        return self.MAX_ALTERNATIVES[name] if asked == -1 else asked
 
     @property
     def include_usage(self) -> bool:
@@ -197,7 +239,8 @@ class GenerationRequest(StrictModel):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
     def check(self) -> None:
         if self.stream and self.prompt_logprobs is not None:
@@ -206,30 +249,46 @@ class GenerationRequest(StrictModel):
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-        if self.continuous_usage and not self.include_usage:
-            raise InvalidRequest(
-                "continuous_usage_stats needs include_usage: true", param="stream_options.continuous_usage_stats"
-            )
+        if self.logprob_token_ids and not self.has_logprobs:
+            raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
 
     def check_vocabulary(self, vocab_size: int) -> None:
+        """Check fields that refer to the model's `vocab_size` tokens. Raises InvalidRequest."""
         fields = {
             "stop_token_ids": self.stop_token_ids or (),
             "allowed_token_ids": self.allowed_token_ids or (),
-            "logit_bias": map(int, self.logit_bias or ()),
+            "logprob_token_ids": self.logprob_token_ids or (),
+            "logit_bias": [int(key) for key in self.logit_bias or ()],
         }
         for param, ids in fields.items():
-            if not all(0 <= token < vocab_size for token in ids):
-                raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=param)
+            unknown = [token for token in ids if not 0 <= token < vocab_size]
+            if unknown:
+                raise InvalidRequest(
+                    f"{param}: the model has {vocab_size} tokens, 0 to {vocab_size - 1}, and not {_named(unknown)}",
+                    param=param,
+                )
+        for param, most in self.MAX_ALTERNATIVES.items():
+            if getattr(self, param) == -1 and vocab_size > most:
+                raise InvalidRequest(
+                    f"{param}: -1 asks for all {vocab_size} tokens of the vocabulary, but at most {most} are allowed",
+                    param=param,
+                )
 
     def constraint(self) -> Constraint | None:
         """Return the constraint on the answer. Raises InvalidRequest if the body sets more than one."""
         guided = StructuredOutputs(
             json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
         )
-        found = [*constraints(self.response_format, self.structured_outputs, guided)]
+        found = [*constraints(self.response_format, self.structured_outputs, guided), *self.sglang_constraints()]
         if len(found) > 1:
             raise InvalidRequest("only one constraint on the answer is allowed", param=found[1].param)
         return found[0] if found else None
+
+    def sglang_constraints(self) -> Iterator[Constraint]:
+        if self.regex is not None:
+            yield Constraint.of_text("regex", self.regex, "regex")
+        if self.ebnf is not None:
+            yield Constraint.of_text("grammar", self.ebnf, "ebnf")
 
     def sampling(self, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
         """Return the sampling parameters. An omitted field takes the model's default, or the API's default if the model
@@ -252,6 +311,7 @@ class GenerationRequest(StrictModel):
             ignore_eos=bool(self.ignore_eos),
             min_tokens=_or(self.min_tokens, 0),
             num_prompt_logprobs=self.num_prompt_logprobs,
+            logprob_token_ids=tuple(dict.fromkeys(self.logprob_token_ids or ())),
             allowed_token_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
         )
 
@@ -260,6 +320,7 @@ class GenerationRequest(StrictModel):
             stops=tuple(self.stop or ()),
             skip_special_tokens=_or(self.skip_special_tokens, True),
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
         )
 
 
@@ -292,13 +353,19 @@ def _is_ids(value: list[Any]) -> bool:
 
 class CompletionRequest(GenerationRequest):
     NEUTRAL: ClassVar[Neutral] = unsupported_fields.COMPLETIONS
+    MAX_ALTERNATIVES: ClassVar[Mapping[str, int]] = {
+        **GenerationRequest.MAX_ALTERNATIVES,
+        "logprobs": MAX_COMPLETION_LOGPROBS,
+    }
     PROMPT: ClassVar[str] = "prompt"
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = 16
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
-    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    logprobs: int | None = Field(None, ge=-1, le=MAX_COMPLETION_LOGPROBS)
     best_of: int | None = Field(None, ge=1, lt=INT64)
     echo: bool | None = None
+    json_schema: Schema | str | None = None
+    """SGLang's field. Its chat requests do not have it."""
     max_tokens: int | None = Field(None, ge=0, lt=INT64)
 
     @property
@@ -310,9 +377,15 @@ class CompletionRequest(GenerationRequest):
         return max(self.num_choices, self.best_of or 1)
 
     @property
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
     def num_logprobs(self) -> int | None:
         # Ranking needs the log-probability of each token, even if the client did not ask for it.
-        return 0 if self.logprobs is None and self.num_generated > self.num_choices else self.logprobs
+        if not self.has_logprobs and self.num_generated > self.num_choices:
+            return 0
+        return self.num_alternatives("logprobs")
 
     @property
     def token_limit(self) -> int | None:
@@ -322,13 +395,19 @@ class CompletionRequest(GenerationRequest):
     @property
     def echoes_logprobs(self) -> bool:
         """True if the log-probabilities of each choice also cover the prompt."""
-        return bool(self.echo) and self.logprobs is not None
+        return bool(self.echo) and self.has_logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        if self.logprobs is None or not self.echo:
-            return self.prompt_logprobs
-        return max(self.logprobs, self.prompt_logprobs or 0)
+        of_prompt = self.num_alternatives("prompt_logprobs")
+        if not self.echoes_logprobs:
+            return of_prompt
+        return max(self.num_alternatives("logprobs") or 0, of_prompt or 0)
+
+    def sglang_constraints(self) -> Iterator[Constraint]:
+        yield from GenerationRequest.sglang_constraints(self)
+        if self.json_schema is not None:
+            yield schema_constraint(self.json_schema, "json_schema")
 
     def text_rules(self) -> TextRules:
         return replace(GenerationRequest.text_rules(self), only_prompt=self.max_tokens == 0)
@@ -342,6 +421,8 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequest("best_of greater than n cannot be streamed", param="best_of")
         if self.stream and self.echoes_logprobs:
             raise InvalidRequest("echo with logprobs cannot be streamed", param="echo")
+        if self.max_tokens == 0 and self.logprob_token_ids:
+            raise InvalidRequest("logprob_token_ids needs max_tokens of at least 1", param="logprob_token_ids")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1 unless echo is true", param="max_tokens")
 
@@ -358,12 +439,16 @@ class ChatRequest(GenerationRequest):
         "service_tier",
         "store",
     }
+    MAX_ALTERNATIVES: ClassVar[Mapping[str, int]] = {
+        **GenerationRequest.MAX_ALTERNATIVES,
+        "top_logprobs": MAX_CHAT_LOGPROBS,
+    }
     PROMPT: ClassVar[str] = "messages"
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_CHAT_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=-1, le=MAX_CHAT_LOGPROBS)
 
     tools: Tools | None = None
     tool_choice: ToolChoiceField = None
@@ -371,6 +456,7 @@ class ChatRequest(GenerationRequest):
 
     # Options of the chat template and the reasoning. All except `reasoning_effort` are vLLM extensions.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool | None = None
     thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -386,8 +472,12 @@ class ChatRequest(GenerationRequest):
     store: bool | None = None
 
     @property
+    def has_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
     def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return (self.num_alternatives("top_logprobs") or 0) if self.has_logprobs else None
 
     @property
     def max_thinking_tokens(self) -> int | None:

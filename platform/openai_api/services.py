@@ -59,6 +59,7 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     created_s: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

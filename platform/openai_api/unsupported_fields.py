@@ -22,7 +22,6 @@ BOTH: Neutral = {
     "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
-    "logprob_token_ids": (),
     "logits_processors": ([],),
     "mm_payload": ("tensors",),
     "mm_processor_kwargs": ({},),
@@ -31,7 +30,6 @@ BOTH: Neutral = {
     # Earlier versions of vLLM document true. Both values matter only for its render endpoints.
     "return_mm_kwargs": (True,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
     "return_weight_versions": (False,),
     "routed_experts_prompt_start": (0,),
     "session_id": (),
@@ -50,11 +48,9 @@ BOTH: Neutral = {
     "custom_params": ({},),
     "data_parallel_rank": (),
     "disagg_prefill_dp_rank": (),
-    "ebnf": (),
     "extra_key": (),
     "lora_path": (),
     "no_stop_trim": (False,),
-    "regex": (),
     "return_cached_tokens_details": (False,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
@@ -80,7 +76,6 @@ CHAT: Neutral = {
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
-    "include_reasoning": (True,),
     "media_io_kwargs": ({},),
     "return_prompt_text": (False,),
     # SGLang
@@ -100,7 +95,6 @@ COMPLETIONS: Neutral = {
     "thinking_token_budget": (-1,),
     # SGLang
     "custom_labels": ({},),
-    "json_schema": (),
 }
 
 FUNCTION: Neutral = {"defer_loading": (False,)}

@@ -47,7 +47,7 @@ def _check_output(output: SequenceOutput, stream: SequenceStream) -> None:
         raise FrameRefused("it sent more tokens than the sequence may have")
     if num_tokens and not 0 <= min(output.token_ids) <= max(output.token_ids) <= MAX_TOKEN_ID:
         raise FrameRefused("it sent a number that is no token")
-    if output.logprobs and len(output.logprobs) != num_tokens:
+    if output.logprobs and tuple(one.token_id for one in output.logprobs) != output.token_ids:
         raise FrameRefused("it sent log-probabilities of other tokens")
     if stream.num_scored + len(output.prompt_logprobs) > len(stream.add.prompt):
         raise FrameRefused("it sent log-probabilities of more tokens than the prompt has")
@@ -64,3 +64,5 @@ def _check_end(end: Finished, stream: SequenceStream) -> None:
         raise FrameRefused("it counted other tokens than the prompt has")
     if end.stop_token_id is not None and not 0 <= end.stop_token_id <= MAX_TOKEN_ID:
         raise FrameRefused("it sent a number that is no token")
+    if end.stop_logprobs is not None and end.stop_logprobs.token_id != end.stop_token_id:
+        raise FrameRefused("it sent log-probabilities of other tokens")

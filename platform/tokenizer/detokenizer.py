@@ -106,21 +106,22 @@ class StopStrings:
         self._stops = tuple(stops)
         self._is_shown = is_shown
         self._held = ""
-        self.is_found = False
+        self.found: str | None = None
+        """The stop string that was found, if any."""
 
     def feed(self, text: str) -> str:
         """Add `text` and return the text that can be shown now.
 
-        If it completes a stop string, set `is_found` and stop before the string, or after it if `is_shown`.
+        If it completes a stop string, set `found` and stop before the string, or after it if `is_shown`.
         """
         if not self._stops:
             return text
         text = self._held + text
         found = [(start, start + len(stop)) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            self.is_found = True
             self._held = ""
             start, end = min(found)
+            self.found = text[start:end]
             return text[: end if self._is_shown else start]
         num_held = max(_overlap(text, stop) for stop in self._stops)
         shown = text[: len(text) - num_held]

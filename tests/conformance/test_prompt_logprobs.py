@@ -22,7 +22,9 @@ PLANS = [
 PROMPTS = [(None, 1), ("r3", 5), (None, 33), ("both", 90), (None, 70), ("r3", 20)]
 """Adapter and prompt length of each request. Every other request is scored. A scored prompt exceeds SCORED_AT_ONCE."""
 
-Results = tuple[dict[str, list[PromptLogprob]], dict[str, list[int]], dict[str, list[TokenLogprobs]]]
+Results = tuple[
+    dict[str, list[PromptLogprob]], dict[str, list[int]], dict[str, list[TokenLogprobs]], dict[str, Finished]
+]
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("qwen3_5", marks=pytest.mark.campaign)])
@@ -58,6 +60,7 @@ def run(subject: Subject, backend: Backend | None, adds: list[tuple[str | None, 
     scores: dict[str, list[PromptLogprob]] = defaultdict(list)
     tokens: dict[str, list[int]] = defaultdict(list)
     logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+    ends: dict[str, Finished] = {}
     for _, add in adds:
         assembled.engine.add(b"", add)
     while assembled.engine.has_work:
@@ -69,11 +72,12 @@ def run(subject: Subject, backend: Backend | None, adds: list[tuple[str | None, 
                         scores[output.sequence_id] += output.prompt_logprobs
                         tokens[output.sequence_id] += output.token_ids
                         logprobs[output.sequence_id] += output.logprobs
-                case Finished(reason=reason):
-                    assert reason == "length", outbound.message
+                case Finished(sequence_id=sequence_id):
+                    assert outbound.message.reason in ("length", "stop"), outbound.message
+                    ends[sequence_id] = outbound.message
     assembled.engine.check_integrity()
     assembled.adapters.close()
-    return scores, tokens, logprobs
+    return scores, tokens, logprobs, ends
 
 
 @pytest.mark.parametrize("step_tokens", [24, 256], ids=["chunks", "whole prompts"])
@@ -81,9 +85,9 @@ def test_scores_equal_transformers_and_peft_and_change_nothing_else(
     subject: Subject, backend: Backend | None, step_tokens: int
 ) -> None:
     scoring = requests(subject, is_scoring=True)
-    scores, tokens, logprobs = run(subject, backend, scoring, max_batch_tokens=step_tokens)
+    scores, tokens, logprobs, _ = run(subject, backend, scoring, max_batch_tokens=step_tokens)
     plain = run(subject, backend, requests(subject, is_scoring=False), max_batch_tokens=step_tokens)
-    assert (tokens, logprobs) == plain[1:]
+    assert (tokens, logprobs) == plain[1:3]
     num_scored = 0
     for name, add in scoring:
         count, scored = add.sampling.num_prompt_logprobs, scores[add.sequence_id]
@@ -102,3 +106,56 @@ def test_scores_equal_transformers_and_peft_and_change_nothing_else(
             assert all(abs(value - row[token_id]) <= 2 * limit for token_id, value in one.top)
             num_scored += 1
     assert num_scored == 4 + 89 + 19
+
+
+def test_the_token_that_ends_a_sequence_is_scored_like_the_others(subject: Subject, backend: Backend | None) -> None:
+    asked = requests(subject, is_scoring=False)
+    _, tokens, logprobs, ends = run(subject, backend, asked)
+    assert all(end.stop_logprobs is None for end in ends.values())
+    stopping = [
+        (
+            name,
+            structs.replace(
+                add,
+                sampling=structs.replace(add.sampling, stop_token_ids=(tokens[add.sequence_id][-1],)),
+                tokens_at_once=1 + index % 3,
+            ),
+        )
+        for index, (name, add) in enumerate(asked)
+    ]
+    _, _, before, stopped = run(subject, backend, stopping)
+    for _, add in stopping:
+        expected, end = logprobs[add.sequence_id], stopped[add.sequence_id]
+        assert end.reason == "stop"
+        assert end.stop_logprobs is not None
+        # The token can occur before its place in the whole answer.
+        assert [*before[add.sequence_id], end.stop_logprobs] == expected[: end.completion_tokens]
+        assert end.stop_logprobs.token_id == end.stop_token_id == tokens[add.sequence_id][-1]
+
+
+def test_named_tokens_are_scored_in_place_of_the_likeliest(subject: Subject, backend: Backend | None) -> None:
+    asked = requests(subject, is_scoring=False)
+    _, tokens, logprobs, _ = run(subject, backend, asked)
+    named = {"0": (5, 9, 2), "2": (7,), "3": tuple(range(VOCAB_SIZE - 8, VOCAB_SIZE))}
+    naming = [
+        (
+            name,
+            structs.replace(
+                add, sampling=structs.replace(add.sampling, logprob_token_ids=named.get(add.sequence_id, ()))
+            ),
+        )
+        for name, add in asked
+    ]
+    _, same, found, _ = run(subject, backend, naming)
+    assert same == tokens
+    for name, add in naming:
+        ids = named.get(add.sequence_id)
+        if ids is None:
+            assert found[add.sequence_id] == logprobs[add.sequence_id]
+            continue
+        logits = subject.reference_logits(name, [*add.prompt, *tokens[add.sequence_id]])[len(add.prompt) - 1 : -1]
+        limit = TOLERANCE * logits.abs().max()
+        for one, row in zip(found[add.sequence_id], torch.log_softmax(logits, dim=1), strict=True):
+            assert [token_id for token_id, _ in one.top] == list(dict.fromkeys((one.token_id, *ids)))
+            assert one.top[0] == (one.token_id, one.logprob)
+            assert all(abs(value - row[token_id]) <= 2 * limit for token_id, value in one.top)

@@ -102,7 +102,9 @@ async def open_gateway(
         tokenizer=tokenizer,
         templates=TenantTemplates(read_special_tokens(DEMO_BASE)),
         grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
-        model=ModelInfo(served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000),
+        model=ModelInfo(
+            served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000, eos_token_ids=(1,)
+        ),
         executor=executor,
         settings=settings,
         spool=spool,

@@ -46,8 +46,12 @@ async def test_body_matches_openais_exactly(gateway: Any, tokenizer: Any) -> Non
                 "message": {"role": "assistant", "content": "Hi", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": None,
             }
         ],
+        "prompt_token_ids": None,
+        "prompt_logprobs": None,
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_answer,
@@ -79,10 +83,12 @@ async def test_stream_matches_openais_exactly(gateway: Any, tokenizer: Any) -> N
         *(({"content": tokenizer.decode([token])}, None) for token in ids),
         ({}, "length"),
     ]
-    assert chunks == [
+    expected = [
         {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
         for delta, reason in deltas
     ]
+    expected[-1]["choices"][0]["stop_reason"] = None
+    assert chunks == expected
 
 
 async def test_openai_client_parses_the_stream(gateway: Any, tokenizer: Any) -> None:

@@ -36,7 +36,18 @@ async def test_body_matches_openais_exactly(gateway: Any, tokenizer: Any) -> Non
         "object": "text_completion",
         "created": body["created"],
         "model": "base",
-        "choices": [{"text": "Hi", "index": 0, "logprobs": None, "finish_reason": "stop"}],
+        "choices": [
+            {
+                "text": "Hi",
+                "index": 0,
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": None,
+                "prompt_token_ids": None,
+                "prompt_logprobs": None,
+            }
+        ],
         "usage": {
             "prompt_tokens": len(tokenizer.encode("Yes")),
             "completion_tokens": len(tokenizer.encode("Hi")[1:]) + 1,
@@ -65,12 +76,14 @@ async def test_stream_matches_openais_exactly(gateway: Any, tokenizer: Any) -> N
         "model": "base",
     }
     texts = [tokenizer.decode([token]) for token in ids]
+
+    def chunk(text: str, finish_reason: str | None) -> dict[str, Any]:
+        choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+        return {**head, "choices": [choice], "usage": None}
+
     assert chunks == [
-        *(
-            {**head, "choices": [{"text": t, "index": 0, "logprobs": None, "finish_reason": None}], "usage": None}
-            for t in texts
-        ),
-        {**head, "choices": [{"text": "", "index": 0, "logprobs": None, "finish_reason": "stop"}], "usage": None},
+        *(chunk(text, None) for text in texts),
+        chunk("", "stop"),
         {
             **head,
             "choices": [],
@@ -227,7 +240,7 @@ async def test_logprobs_have_openais_legacy_form(gateway: Any, tokenizer: Any) -
     stream = await gateway.openai.completions.create(
         model="base", prompt="a", max_tokens=len(ids), logprobs=2, stream=True
     )
-    parts = [choice.logprobs async for chunk in stream for choice in chunk.choices]
+    parts = [choice.logprobs async for chunk in stream for choice in chunk.choices if choice.logprobs]
     assert [token for part in parts for token in part.tokens] == logprobs.tokens
     assert [offset for part in parts for offset in part.text_offset] == logprobs.text_offset
 

@@ -106,7 +106,7 @@ async def test_each_token_has_its_log_probability(gateway: Gateway) -> None:
     answers(gateway, f"{THOUGHT}{FINAL}Yes.")
     for completion in await asked(gateway, logprobs=True):
         tokens = [entry.token for entry in completion.choices[0].logprobs.content]
-        assert "".join(tokens) == f"{THOUGHT}{FINAL}Yes."
+        assert "".join(tokens) == f"{THOUGHT}{FINAL}Yes.<|return|>"
         assert completion.choices[0].message.content == "Yes."
 
 

@@ -16,11 +16,20 @@ TAG = {
     "structures": [{"begin": "<call>", "schema": SCHEMA, "end": "</call>"}],
     "triggers": ["<call>"],
 }
+NEW_TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<call>"],
+        "tags": [{"begin": "<call>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</call>"}],
+    },
+}
 FORMS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "person"}}},
     {"response_format": TAG},
+    {"response_format": NEW_TAG},
     {"structured_outputs": {"json": SCHEMA}},
     {"structured_outputs": {"json": json.dumps(SCHEMA)}},
     {"structured_outputs": {"json_object": True}},
@@ -28,10 +37,13 @@ FORMS: list[dict[str, Any]] = [
     {"structured_outputs": {"choice": ["yes", "no"]}},
     {"structured_outputs": {"grammar": 'start: "a"+'}},
     {"structured_outputs": {"structural_tag": TAG}},
+    {"structured_outputs": {"structural_tag": json.dumps(NEW_TAG)}},
     {"guided_json": SCHEMA},
     {"guided_regex": "[a-z]+", "guided_decoding_backend": "xgrammar"},
     {"guided_choice": ["yes", "no"]},
     {"guided_grammar": 'root ::= "a"'},
+    {"regex": "[a-z]+"},
+    {"ebnf": 'root ::= "a"'},
 ]
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
@@ -39,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_schema"}},
         "missing_required_parameter",
-        "response_format.json_schema.json_schema",
+        "response_format.json_schema",
     ),
     ({"structured_outputs": {"yaml": "a: 1"}}, "unknown_parameter", "structured_outputs.yaml"),
     ({"structured_outputs": {"choice": []}}, "invalid_value", "structured_outputs.choice"),

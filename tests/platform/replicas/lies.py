@@ -65,5 +65,7 @@ LIES: Mapping[str, Lie] = {
     "each output twice in one message": doubled,
     "an unknown sequence": output(sequence_id="req_of_another-0"),
     "log-probabilities without tokens": output(logprobs=(TokenLogprobs(5, -0.5),) * 7),
+    "log-probabilities of other tokens": output(logprobs=(TokenLogprobs(6, -0.5),)),
+    "log-probabilities of another end": ending(stop_logprobs=TokenLogprobs(6, -0.5)),
     "log-probabilities of a longer prompt": output(prompt_logprobs=(PromptLogprob(5, -0.5, 1),) * 100),
 }

@@ -165,13 +165,14 @@ def test_stop_strings_cut_pieces_like_the_whole_text(parts: list[str], stops: li
     for part in parts:
         shown += finder.feed(part)
         read += part
-        if finder.is_found:
+        if finder.found is not None:
             break
     # The first piece that completes a stop string decides. Within that piece, the stop string that begins first wins.
     found = [(read.find(stop), len(stop)) for stop in stops if stop in read]
-    assert finder.is_found == bool(found)
+    assert (finder.found is not None) == bool(found)
     if found:
         start, length = min(found)
+        assert finder.found == read[start : start + length]
         assert shown == read[: start + length if is_shown else start]
     else:
         assert shown + finder.flush() == read
