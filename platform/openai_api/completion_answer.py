@@ -180,9 +180,10 @@ class CompletionAnswer:
         }
 
     def _top(self, entry: TokenLogprobs | PromptLogprob, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Return the tokens in `top` and the entry's own token."""
-        ranked = {self._spelled(token_id): shown_logprob(logprob) for token_id, logprob in top}
-        ranked.setdefault(self._spelled(entry.token_id), shown_logprob(entry.logprob))
+        """Return the entry's own token first, as in vLLM, and then the tokens in `top`."""
+        ranked = {self._spelled(entry.token_id): shown_logprob(entry.logprob)}
+        for token_id, logprob in top:
+            ranked.setdefault(self._spelled(token_id), shown_logprob(logprob))
         return ranked
 
     def _spelled(self, token_id: int) -> str:

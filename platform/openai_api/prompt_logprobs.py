@@ -28,8 +28,10 @@ def shared_by_choices(choices: Sequence[ChoiceDelta], num_generated: int) -> lis
 
 
 def _position(tokenizer: ModelTokenizer, scored: PromptLogprob, count: int) -> Document:
-    shown = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(scored.top[:count], start=1)}
-    shown.setdefault(scored.token_id, (scored.logprob, scored.rank))
+    # As in vLLM, the prompt's own token comes first.
+    shown = {scored.token_id: (scored.logprob, scored.rank)}
+    for rank, (token_id, logprob) in enumerate(scored.top[:count], start=1):
+        shown.setdefault(token_id, (logprob, rank))
     return {
         str(token_id): {
             "logprob": shown_logprob(logprob),

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from loramux.engine.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.generation import Usage
+from loramux.platform.openai_api.completion_answer import CompletionAnswer
 from loramux.platform.openai_api.text_offsets import TextOffsets, prompt_offsets
 from loramux.platform.tokenizer.detokenizer import new_detokenizer
 from tests.platform.openai_api.test_request_fields import BOTH, CHAT, TEXT, answer_of, chunks_of, text_of
@@ -212,3 +216,33 @@ async def test_the_chunk_with_the_finish_reason_has_no_log_probabilities(
         assert (end["finish_reason"], end["logprobs"]) == ("stop", None)
         assert [choice["finish_reason"] for choice in before] == [None] * len(before)
         assert before[-1]["logprobs"]
+
+
+def test_the_own_token_is_listed_first(tokenizer: Any) -> None:
+    """As in vLLM: the first key is the position's own token, even if other tokens are likelier."""
+    top = ((300, -0.1), (301, -0.2), (302, -0.3))
+    own, prompt = TokenLogprobs(302, -0.3, top), PromptLogprob(303, -4.0, 9, top)
+    answer = CompletionAnswer(
+        id="cmpl-1",
+        model="m",
+        created_s=1,
+        tokenizer=tokenizer,
+        has_logprobs=True,
+        include_usage=False,
+        prompts=[(300, 303)],
+        echoes=["ab"],
+        echoes_logprobs=True,
+        num_alternatives=2,
+        names_tokens_by_id=True,
+        num_prompt_logprobs=3,
+    )
+    delta = ChoiceDelta(0, "c", (own,), "length", (302,), prompt_logprobs=(prompt,))
+    [choice] = answer.whole([delta], Usage(2, 1, 0))["choices"]
+    assert [one and list(one) for one in choice["logprobs"]["top_logprobs"]] == [
+        None,
+        ["token_id:303", "token_id:300", "token_id:301"],
+        ["token_id:302", "token_id:300", "token_id:301"],
+    ]
+    [_, shown] = choice["prompt_logprobs"]
+    assert {token: one["rank"] for token, one in shown.items()} == {"303": 9, "300": 1, "301": 2, "302": 3}
+    assert next(iter(shown)) == "303"
