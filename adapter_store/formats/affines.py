@@ -25,9 +25,10 @@ def dora_affine(
     magnitude: npt.NDArray[np.float32],
     base: WeightRows,
 ) -> npt.NDArray[np.float32]:
-    """Return the gain and shift of a DoRA module, float32 `[2, out_features]`.
+    """Return the gain and shift of a DoRA module, float32 `[2, num_outputs]`.
 
-    `A` is `[rank, in_features]` and `B` is `[out_features, rank]`. The shift restores the base's bias, which DoRA does
+    `A` is `[rank, in_features]`, `B` is `[num_outputs, rank]` and `magnitude` is `[num_outputs]`, for the module's
+    outputs `place.module_outputs`. The shift restores the base's bias, which DoRA does
     not scale. Raises AdapterRejected if a gain is not finite, for example because an output's norm is 0.
     """
     norm = np.sqrt(
@@ -39,8 +40,8 @@ def dora_affine(
         gain = magnitude / norm - 1
     if not np.isfinite(gain).all():
         raise AdapterRejected("invalid_magnitude", "a magnitude scales weights that are all zero", place.magnitude_name)
-    bias = base.bias(place.key)
-    shift = np.zeros_like(gain) if bias is None else -gain * bias
+    bias, outputs = base.bias(place.name), place.module_outputs
+    shift = np.zeros_like(gain) if bias is None else -gain * bias[outputs.start : outputs.stop]
     return np.stack([gain, shift]).astype(np.float32)
 
 
@@ -48,11 +49,13 @@ def _squares_of_rows(
     place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: WeightRows
 ) -> npt.NDArray[np.float64]:
     """Return the squared norms of the rows of `W + scale * B A`, one per output."""
-    num_rows, block = place.shape.out_features, max(1, _BLOCK_ELEMENTS // place.shape.in_features)
+    first, num_rows = place.module_outputs.start, len(B)
+    block = max(1, _BLOCK_ELEMENTS // place.shape.in_features)
     squares = np.empty(num_rows)
     for begin in range(0, num_rows, block):
         end = min(begin + block, num_rows)
-        changed = base.rows(place.key, begin, end) + np.float32(scale) * (B[begin:end] @ A)
+        weights = base.rows(place.name, first + begin, first + end)
+        changed = weights + np.float32(scale) * (B[begin:end] @ A)
         squares[begin:end] = np.einsum("ij,ij->i", changed, changed)
     return squares
 

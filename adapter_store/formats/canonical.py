@@ -68,9 +68,9 @@ def write_canonical(
             hashed.update(part)
             out.write(part)
         for name in sorted(originals):
-            data = file.raw(originals[name]).data
-            hashed.update(data)
-            out.write(data)
+            for block in file.stored(originals[name]):
+                hashed.update(block)
+                out.write(block)
     return hashed.hexdigest()
 
 

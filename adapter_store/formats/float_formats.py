@@ -7,18 +7,40 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loramux.kernels.quantized import E4M3
+
 STORAGE: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+"""The numpy dtype that stores values of each safetensors dtype that a base's floats may use."""
+
+ADAPTER_STORAGE: dict[str, np.dtype[Any]] = {
+    **STORAGE,
+    "F64": np.dtype("<f8"),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2"), np.dtype("u1")),
+}
 """The numpy dtype that stores values of each safetensors dtype that an adapter may use."""
 
 _BLOCK_ELEMENTS = 1 << 20
 
 
 def to_float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """Convert values stored in `STORAGE[dtype]` to float32, exactly. May return `values` itself."""
+    """Convert values stored in `ADAPTER_STORAGE[dtype]` to float32, exactly, except that F64 is rounded.
+
+    May return `values` itself.
+    """
     if dtype == "BF16":
         bits = values.astype(np.uint32)
         bits <<= np.uint32(16)
         return bits.view(np.float32)
+    if dtype == "F8_E4M3":
+        return np.asarray(E4M3[values], np.float32)
+    if dtype == "F8_E5M2":
+        # These are the upper 8 bits of float16.
+        half = values.astype(np.uint16)
+        half <<= np.uint16(8)
+        return half.view(np.float16).astype(np.float32)
+    if dtype == "F64":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float32)
     return values.astype(np.float32, copy=False)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
 
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.kernels.layout import ExpertModules, LinearShape
@@ -28,6 +31,10 @@ class ModulePlace:
     `expert`. As in PEFT, the rows of A are all ranks of expert 0, then all ranks of expert 1, and so on. The columns of
     B are rank 0 of every expert, then rank 1 of every expert, and so on. With `alternates`, the rows of B alternate
     between the gate and the up projection. In a packed file, all rows of the gate come first.
+
+    If the file divides the base's modules differently, the rows `b_rows` of a B with `num_b_rows` rows compute the
+    outputs `outputs` of the module: see `rearranged_places`. Otherwise, all three are None, and row `i` computes output
+    `i`.
     """
 
     key: str
@@ -40,6 +47,23 @@ class ModulePlace:
     expert: int = 0
     num_experts: int = 1
     alternates: bool = False
+    num_b_rows: int | None = None
+    b_rows: range | None = None
+    outputs: range | None = None
+
+    @property
+    def file_outputs(self) -> int:
+        """The number of rows of the tensor B, and the number of magnitudes and biases."""
+        return self.shape.out_features if self.num_b_rows is None else self.num_b_rows
+
+    @property
+    def module_outputs(self) -> range:
+        """The outputs of the module that the file's tensors change."""
+        return range(self.shape.out_features) if self.outputs is None else self.outputs
+
+    def of_module(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the rows of B, the magnitudes or the biases that belong to the module."""
+        return values if self.b_rows is None else values[self.b_rows.start : self.b_rows.stop]
 
     @property
     def name(self) -> str:

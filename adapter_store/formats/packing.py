@@ -16,11 +16,14 @@ from loramux.adapter_store.formats.affines import dora_affine
 from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import CanonicalAdapter, digest_of
 from loramux.adapter_store.formats.float_formats import to_pool_dtype
+from loramux.adapter_store.formats.ignored_tensors import is_ignored
 from loramux.adapter_store.formats.module_places import MAGNITUDE_SUFFIX, ModulePlace, module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.rearranged_places import in_order, rearranged_places
 from loramux.adapter_store.formats.replaced_rows import LoadedWeights, replaced_rows, write_rows
 from loramux.adapter_store.formats.trained_rows import outer_weight_names
 from loramux.kernels.layout import (
+    AFFINE,
     MAX_RANK,
     A,
     AdapterLayout,
@@ -73,28 +76,45 @@ def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None =
         num_layers = target.geometry.num_layers
         ranks, scales = _tables((num_layers, len(target.all_modules)))
         outer_ranks, outer_scales = _tables((len(target.outer_modules),))
+        parts = []
         for place in places:
             at = place.module if place.layer is None else (place.layer, place.module)
             into_ranks, into_scales = (outer_ranks, outer_scales) if place.layer is None else (ranks, scales)
-            into_ranks[at] = place.rank_of(file.header.tensors[place.a_name].shape)
-            into_scales[at] = file.scales[place.key]
+            rank = place.rank_of(file.header.tensors[place.a_name].shape)
+            parts.append(_Part(place, range(into_ranks[at], into_ranks[at] + rank)))
+            into_ranks[at] += rank
+            into_scales[at] = max(into_scales[at], file.scales[place.key])
         replaced = replaced_rows(file, target, base)
         layout = target.layout(ranks, outer_ranks, has_affines, replaced.counts)
         payload = np.zeros((layout.num_pages, num_layers, target.geometry.page_bytes), np.uint8)
         pages = payload.view(target.storage_dtype)  # [num_pages, num_layers, E]
         first, page_elements = layout.num_outer_pages, target.geometry.adapter_elements
-        for layer, members in groupby(places, lambda place: place.layer):
+        for layer, members in groupby(parts, lambda part: part.place.layer):
             is_outer = layer is None
             stream = pages[:first].reshape(-1) if is_outer else np.zeros(layout.num_pages * page_elements, pages.dtype)
-            for _, same_key in groupby(members, lambda place: place.key):
+            for _, same_key in groupby(members, lambda part: part.place.key):
                 stack = _StackedB(file, target.dtype)
-                for place in same_key:
-                    _write(file, place, stack, layout, stream, target, base)
+                for part in same_key:
+                    index = part.place.module
+                    scale = float(outer_scales[index] if layer is None else scales[layer, index])
+                    _write(file, part, scale, stack, layout, stream, target, base)
             if not is_outer:
                 pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
         write_rows(file, replaced, layout, pages[:first].reshape(-1), target)
     fingerprint = base.fingerprint if base else None
     return PackedAdapter(digest_of(canonical), layout, scales, payload, outer_scales, fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tensors of one module in the file, with the module's ranks that they fill.
+
+    Usually, a module has one part and `ranks` are all of its ranks. If the file divides a fused module, each of its
+    parts fills its own ranks and outputs.
+    """
+
+    place: ModulePlace
+    ranks: range
 
 
 def _tables(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -104,7 +124,8 @@ def _tables(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[
 def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
     """List the adapter's modules. Raises AdapterRejected if the base has no module of the same name and shape."""
     entries = file.header.tensors
-    places = [place for place in module_places(target) if place.key in file.scales]
+    every = (*module_places(target), *rearranged_places(target))
+    places = in_order([place for place in every if place.key in file.scales])
     for place in places:
         a, b = entries.get(place.a_name), entries.get(place.b_name)
         rank = place.rank_of(a.shape) if a else 0
@@ -114,11 +135,12 @@ def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
             or not b
             or not 0 < rank <= MAX_RANK
             or a.shape != (num_rows, place.shape.in_features)
-            or b.shape != (place.shape.out_features, num_rows)
+            or b.shape != (place.file_outputs, num_rows)
         ):
             raise AdapterRejected("base_mismatch", "the adapter was made for another base model", place.key)
     known = {name for place in places for name in (place.a_name, place.b_name, place.magnitude_name, place.bias_name)}
     known.update(name for module in target.outer_modules for name in outer_weight_names(module.name))
+    known.update(filter(is_ignored, entries))
     if len({place.key for place in places}) != len(file.scales) or not known.issuperset(entries):
         raise AdapterRejected("base_mismatch", "the adapter has modules that the base model does not have")
     return places
@@ -130,30 +152,45 @@ def _needs_base(file: CanonicalAdapter) -> bool:
 
 
 class _StackedB:
-    """Reads a stack's B once for all its experts, because the experts' columns are interleaved."""
+    """Reads a B once for all modules that share it, such as all experts of a stack, whose columns are interleaved."""
 
     def __init__(self, file: CanonicalAdapter, dtype: str) -> None:
         self._file = file
         self._dtype = dtype
         self._whole: npt.NDArray[Any] | None = None
 
-    def of(self, place: ModulePlace) -> npt.NDArray[Any]:
+    def of(self, place: ModulePlace, scale: float) -> npt.NDArray[Any]:
+        """Return the module's B `[out_features, rank]`, for an A and B that are multiplied by `scale`.
+
+        Parts of one module that have different scales have to be multiplied by the ratio.
+        """
         if self._whole is None:
-            self._whole = self._file.converted(place.b_name, self._dtype)
-        of_expert = self._whole[:, place.b_columns]
-        return np.concatenate((of_expert[::2], of_expert[1::2])) if place.alternates else of_expert
+            own = self._file.scales[place.key]
+            if np.float32(own) == np.float32(scale):
+                self._whole = self._file.converted(place.b_name, self._dtype)
+            else:
+                scaled = self._file.float32(place.b_name) * np.float32(own / scale)
+                self._whole = to_pool_dtype(scaled, self._dtype)
+        B = place.of_module(self._whole[:, place.b_columns])
+        if place.outputs is not None:
+            whole = np.zeros((place.shape.out_features, B.shape[1]), B.dtype)
+            whole[place.outputs.start : place.outputs.stop] = B
+            return whole
+        return np.concatenate((B[::2], B[1::2])) if place.alternates else B
 
 
 def _write(
     file: CanonicalAdapter,
-    place: ModulePlace,
+    part: _Part,
+    scale: float,
     stack: _StackedB,
     layout: AdapterLayout,
     stream: npt.NDArray[Any],
     target: PackTarget,
     base: BaseWeights | None,
 ) -> None:
-    """Write all parts of a module into its stream."""
+    """Write all stream parts of a module, with `scale`, into its stream."""
+    place = part.place
     geometry = target.geometry.flat if place.layer is None else target.geometry
     rank, offsets = layout.rank_and_offsets(place.layer, place.module)
     shard = target.shard(place.shape)
@@ -161,10 +198,10 @@ def _write(
     for index in layout.parts:
         # A is [rank, in_features], B is [out_features, rank]; an embedding's A is laid out by token.
         if index == A:
-            rows = _rows(file.converted(place.a_name, target.dtype, place.a_rows(rank)).T, shard.inputs)
+            rows = _rows(file.converted(place.a_name, target.dtype, place.a_rows(len(part.ranks))).T, shard.inputs)
             rows = rows if place.shape.is_embedding else rows.T
         elif index == B:
-            rows = _rows(stack.of(place), shard.outputs).T
+            rows = _rows(stack.of(place, scale), shard.outputs).T
         else:
             affine = _affine(file, place, base)
             if target.tp_rank and shape.out_features == place.shape.out_features:
@@ -172,22 +209,31 @@ def _write(
                 # shift.
                 affine[1] = 0
             rows = _rows(to_pool_dtype(affine, target.dtype).T, shard.outputs).T
-        part = part_layout(shape, index, rank, geometry.adapter_elements)
+        layout_of_part = part_layout(shape, index, rank, geometry.adapter_elements)
         begin = offsets[index]
-        at = stream[begin : begin + part.num_elements].reshape(part.num_rows, part.row.padded_len)
-        at[:, : part.row.row_len] = rows
+        at = stream[begin : begin + layout_of_part.num_elements]
+        at = at.reshape(layout_of_part.num_rows, layout_of_part.row.padded_len)[:, : layout_of_part.row.row_len]
+        if index == AFFINE:
+            # The parts of a module have different outputs, and zeros elsewhere.
+            np.copyto(at, rows, where=rows != 0)
+        else:
+            first = 0 if place.shape.is_embedding else part.ranks.start
+            at[first : first + len(rows)] = rows
 
 
 def _affine(file: CanonicalAdapter, place: ModulePlace, base: BaseWeights | None) -> npt.NDArray[np.float32]:
     """Return a module's gain and shift, float32 `[2, out_features]`. Without DoRA and `lora_bias`, both are zero."""
-    scale = file.scales[place.key]
+    scale, outputs = file.scales[place.key], place.module_outputs
+    affine = np.zeros((2, place.shape.out_features), np.float32)
     if place.magnitude_name in file.header.tensors:
         assert base is not None, "packing a DoRA adapter needs the base's weights"
         A, B, magnitude = (file.float32(name) for name in (place.a_name, place.b_name, place.magnitude_name))
-        return dora_affine(place, A, B, scale, magnitude, LoadedWeights(file, base))
-    affine = np.zeros((2, place.shape.out_features), np.float32)
-    if place.bias_name in file.header.tensors:
-        affine[1] = scale * file.float32(place.bias_name)
+        weights = LoadedWeights(file, base)
+        affine[:, outputs.start : outputs.stop] = dora_affine(
+            place, A, place.of_module(B), scale, place.of_module(magnitude), weights
+        )
+    elif place.bias_name in file.header.tensors:
+        affine[1, outputs.start : outputs.stop] = scale * place.of_module(file.float32(place.bias_name))
     return affine
 
 

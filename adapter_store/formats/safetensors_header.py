@@ -16,7 +16,8 @@ from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.file_names import TENSORS_FILE
-from loramux.adapter_store.formats.float_formats import STORAGE
+from loramux.adapter_store.formats.float_formats import ADAPTER_STORAGE
+from loramux.adapter_store.formats.ignored_tensors import MAX_DIMENSIONS, is_ignored
 from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
 
 LENGTH_BYTES = 8
@@ -50,7 +51,10 @@ _ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in the file, at bytes `[begin, end)` of the data: a matrix, or a vector of magnitudes or biases."""
+    """One tensor in the file, at bytes `[begin, end)` of the data.
+
+    It is a matrix, or a vector of magnitudes or biases. A tensor that is ignored can have any shape.
+    """
 
     name: str
     dtype: str
@@ -126,23 +130,27 @@ def _entry(name: str, value: Any) -> TensorEntry:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise AdapterRejected("invalid_header", "dtype, shape or data_offsets is malformed", name)
-    if dtype not in STORAGE:
+    if dtype not in ADAPTER_STORAGE:
         found = f", not {dtype}" if dtype in _OTHER_DTYPES else ""
-        raise AdapterRejected("unsupported_dtype", f"the dtype must be one of {', '.join(STORAGE)}{found}", name)
+        raise AdapterRejected("unsupported_dtype", f"the dtype must be one of {', '.join(ADAPTER_STORAGE)}{found}", name)
     if 0 in shape:
         raise AdapterRejected("empty_tensor", f"the tensor has the shape {shape} and no values: {_NOT_GATHERED}", name)
-    if len(shape) != 2 and not (len(shape) == 1 and _may_be_vector(name)):
+    if len(shape) != 2 and not (len(shape) == 1 and _may_be_vector(name)) and not _may_have_any_shape(name, shape):
         raise AdapterRejected(
             "tensor_not_2d", f"the tensor has the shape {shape[:8]}, but it must have two dimensions", name
         )
     begin, end = offsets
-    if end - begin != math.prod(shape) * STORAGE[dtype].itemsize:
+    if end - begin != math.prod(shape) * ADAPTER_STORAGE[dtype].itemsize:
         raise AdapterRejected("invalid_offsets", "data_offsets do not match dtype and shape", name)
     return TensorEntry(name, dtype, tuple(shape), begin, end)
 
 
 def _may_be_vector(name: str) -> bool:
     return ".lora_magnitude_vector" in name or name.endswith(".bias")
+
+
+def _may_have_any_shape(name: str, shape: list[int]) -> bool:
+    return len(shape) <= MAX_DIMENSIONS and is_ignored(name)
 
 
 def _are_sizes(value: Any) -> bool:

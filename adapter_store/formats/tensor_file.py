@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.file_names import TENSORS_FILE
-from loramux.adapter_store.formats.float_formats import STORAGE, to_float32, to_pool_dtype
+from loramux.adapter_store.formats.float_formats import ADAPTER_STORAGE, to_float32, to_pool_dtype
 from loramux.adapter_store.formats.safetensors_header import MAX_HEADER_BYTES, header_length, parse_header
 
 BLOCK_ELEMENTS = 1 << 20
 """Number of elements of a large matrix that are read at a time."""
+_BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 
 
 class TensorFile:
@@ -50,22 +51,32 @@ class TensorFile:
         self._file.close()
 
     def raw(self, name: str) -> npt.NDArray[Any]:
-        """Read a tensor as stored: float32, float16, or the bits of bfloat16."""
+        """Read a tensor as stored, in `ADAPTER_STORAGE`."""
         return self.raw_rows(name, range(self.header.tensors[name].shape[0]))
 
     def raw_rows(self, name: str, rows: range) -> npt.NDArray[Any]:
         """Read consecutive rows of a matrix, or elements of a vector, as stored."""
         entry = self.header.tensors[name]
-        dtype, row_shape = STORAGE[entry.dtype], entry.shape[1:]
+        dtype, row_shape = ADAPTER_STORAGE[entry.dtype], entry.shape[1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
         self._file.seek(self.header.data_start + entry.begin + rows.start * row_bytes)
         values: npt.NDArray[Any] = np.frombuffer(self._file.read(len(rows) * row_bytes), dtype)
         return values.reshape(len(rows), *row_shape)
 
+    def stored(self, name: str) -> Iterator[bytes]:
+        """Yield a tensor's bytes, a block at a time."""
+        entry = self.header.tensors[name]
+        self._file.seek(self.header.data_start + entry.begin)
+        remaining = entry.end - entry.begin
+        while remaining > 0:
+            block = self._file.read(min(remaining, _BLOCK_BYTES))
+            remaining -= len(block)
+            yield block
+
     def blocks(self, name: str) -> Iterator[range]:
-        """Divide a matrix into blocks of rows, so that a large matrix need not be in memory as a whole."""
-        num_rows, num_columns = self.header.tensors[name].shape
-        step = max(1, BLOCK_ELEMENTS // max(1, num_columns))
+        """Divide the rows of a tensor into blocks, so that a large matrix need not be in memory as a whole."""
+        num_rows, *others = self.header.tensors[name].shape
+        step = max(1, BLOCK_ELEMENTS // max(1, math.prod(others)))
         return (range(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
     def converted(self, name: str, dtype: str, rows: range | None = None) -> npt.NDArray[Any]:
@@ -75,6 +86,16 @@ class TensorFile:
         if dtype == "bfloat16" and stored == "BF16":
             return values
         return to_pool_dtype(to_float32(values, stored), dtype)
+
+    def is_rounded(self, name: str) -> bool:
+        """Return whether a tensor has finite values that float32 rounds."""
+        if self.header.tensors[name].dtype != "F64":
+            return False
+        for rows in self.blocks(name):
+            values = self.raw_rows(name, rows)
+            if (np.isfinite(values) & (to_float32(values, "F64") != values)).any():
+                return True
+        return False
 
     def float32(self, name: str) -> npt.NDArray[np.float32]:
         return to_float32(self.raw(name), self.header.tensors[name].dtype)

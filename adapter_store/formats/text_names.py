@@ -8,39 +8,41 @@ _TEXT = (
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
 )
-_OTHER_PARTS = (
-    # Layers for multi-token prediction. The model's ordinary output does not depend on them.
-    "mtp.",
-    *(
-        level + part
-        for level in ("", "model.")
-        for part in (
-            "aligner.",
-            "audio_tower.",
-            "connector.",
-            "embed_audio.",
-            "embed_vision.",
-            "image_newline",
-            "image_tower.",
-            "multi_modal_projector.",
-            "projector.",
-            "video_tower.",
-            "vision_embedder.",
-            "vision_encoder.",
-            "vision_model.",
-            "vision_projection.",
-            "vision_projector.",
-            "vision_tower.",
-            "visual.",
-            "visual_embeddings_table.",
-        )
-    ),
+_OTHER_PARTS = frozenset(
+    {
+        # Layers for multi-token prediction. The model's ordinary output does not depend on them.
+        "mtp",
+        "aligner",
+        "audio_tower",
+        "connector",
+        "embed_audio",
+        "embed_vision",
+        "image_newline",
+        "image_tower",
+        "multi_modal_projector",
+        "projector",
+        "video_tower",
+        "vision_embedder",
+        "vision_encoder",
+        "vision_model",
+        "vision_projection",
+        "vision_projector",
+        "vision_tower",
+        "visual",
+        "visual_embeddings_table",
+    }
 )
+"""The parts of a multimodal model beside its text decoder, by their names at the top or in `model`."""
+
+
+def is_other_part(module: str) -> bool:
+    """Return whether a module, given by its name or by the end of its name, is outside the text decoder."""
+    return not _OTHER_PARTS.isdisjoint(module.split("."))
 
 
 def text_name(stored: str) -> str | None:
     """Return the tensor's name in a text-only model, or None if a text-only model does not need the tensor."""
-    if stored.startswith(_OTHER_PARTS):
+    if stored.removeprefix("model.").partition(".")[0] in _OTHER_PARTS:
         return None
     for prefix, replacement in _TEXT:
         if stored.startswith(prefix):

@@ -21,7 +21,7 @@ from loramux.adapter_store.formats.module_places import (
 from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
 from loramux.adapter_store.formats.tensor_file import TensorFile
 from loramux.adapter_store.merging.methods import Matrix
-from loramux.adapter_store.validation.expected_modules import scale_of
+from loramux.adapter_store.validation.expected_modules import Scales
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
 from loramux.adapter_store.validation.tensor_names import current_names
 
@@ -68,7 +68,8 @@ class PlainLora:
         except AdapterRejected as error:
             raise self._refusal(error.code, error.message) from None
         try:
-            self._names = current_names(self._file.header.tensors).originals
+            self._tensors = current_names(self._file.header.tensors)
+            self._names = self._tensors.originals
             self.modules = self._find_modules()
         except AdapterRejected as error:
             self._file.__exit__(None, None, None)
@@ -118,9 +119,10 @@ class PlainLora:
             if match is None:
                 raise self._refusal("merge_unsupported", f"{name} is not a LoRA matrix of a module")
             halves.setdefault(match[1], set()).add(match[2])
-        return {key: self._module(key, halves[key]) for key in sorted(halves, key=_natural)}
+        scales = Scales(self.config, halves, self._tensors)
+        return {key: self._module(key, halves[key], scales) for key in sorted(halves, key=_natural)}
 
-    def _module(self, key: str, halves: set[str]) -> PlainModule:
+    def _module(self, key: str, halves: set[str], scales: Scales) -> PlainModule:
         pairs = ((A_SUFFIX, B_SUFFIX), (EMBEDDING_A_SUFFIX, EMBEDDING_B_SUFFIX))
         pair = next((pair for pair in pairs if halves == set(pair)), None)
         if pair is None:
@@ -131,7 +133,7 @@ class PlainLora:
             raise self._refusal("wrong_dimensions", f"A and B of {key} are not matrices")
         if a[0] != b[1] or a[0] == 0:
             raise self._refusal("rank_mismatch", f"A and B of {key} have ranks {a[0]} and {b[1]}")
-        return PlainModule(key, a_name, b_name, a[1], b[0], a[0], scale_of(self.config, key, a[0]))
+        return PlainModule(key, a_name, b_name, a[1], b[0], a[0], scales.of(key, a[0]))
 
     def _refusal(self, code: str, message: str) -> MergeRefused:
         return MergeRefused(code, f"{self.name} cannot be merged: {message}", self.name)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.module_places import TENSOR_PREFIX, ModulePlace, module_places
+from loramux.adapter_store.formats.ignored_tensors import is_ignored
+from loramux.adapter_store.formats.module_places import TENSOR_PREFIX, ModulePlace
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.validation.name_patterns import NamePatterns, name_set, suffixes
+from loramux.adapter_store.validation.name_patterns import MAX_NAME_LEN, NameSet, suffixes
+from loramux.adapter_store.validation.pattern_keys import PatternKeys
 from loramux.adapter_store.validation.peft_config import PeftConfig
+from loramux.adapter_store.validation.tensor_names import UNEMBEDDING, TensorNames
 from loramux.kernels.layout import MAX_EXPERT_RANK, MAX_RANK, ExpertModules
 
 
@@ -26,35 +30,56 @@ class ExpectedModule(ModulePlace):
     vector_name: str | None
 
 
-def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapping[str, int]) -> list[ExpectedModule]:
-    """Return the modules that PEFT would target, layer by layer.
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """The modules that the adapter changes, and the parts of the configuration that match none of them.
+
+    `total_ranks` contains the rank of each module of the base, which is the sum of its parts' ranks if the file divides
+    it.
+    """
+
+    modules: list[ExpectedModule]
+    unmatched: list[str]
+    total_ranks: Counter[str]
+
+
+def expected_modules(
+    config: PeftConfig,
+    target: PackTarget,
+    places: Sequence[ModulePlace],
+    ranks_in_file: Mapping[str, int],
+    names: TensorNames,
+) -> Expectation:
+    """Return the modules among `places` that PEFT would target, layer by layer.
 
     `ranks_in_file` maps the key of each module with tensors to its rank. It is used instead of the configuration's
-    regular expressions, and shows whether the experts are targeted: see `_Targets`.
+    regular expressions for modules, and shows whether the experts are targeted: see `_Targets`.
 
-    As in PEFT, `all-linear` leaves out `lm_head`, and with `layers_to_transform` the embedding must be named in full,
-    `model.embed_tokens`. Raises AdapterRejected for a name that matches no module, so that typos do not go unnoticed.
+    As in PEFT, `all-linear` leaves out `lm_head`, with `layers_to_transform` the embedding must be named in full,
+    `model.embed_tokens`, and a name that matches no module is left out. Raises AdapterRejected for such a name if the
+    file has tensors of this name.
     """
     num_layers = target.geometry.num_layers
-    places = list(module_places(target))
-    _check_names(config, target, places)
+    known = _KnownNames(places, target)
+    unmatched = known.unmatched(config, names)
     if config.layers is not None and not config.targets_from_tensors and max(config.layers) >= num_layers:
         raise AdapterRejected(
             "base_mismatch", f"the base has {num_layers} layers, numbered from 0", "layers_to_transform"
         )
-    targets, ranks = _Targets(config, target, places, ranks_in_file), NamePatterns(config.rank_pattern)
-    alphas = NamePatterns(config.alpha_pattern)
+    targets = _Targets(config, target, places, ranks_in_file, names)
+    modules = known.modules | known.parameters
+    ranks = PatternKeys("rank_pattern", config.rank_pattern, modules)
+    alphas = PatternKeys("alpha_pattern", config.alpha_pattern, modules)
     expected = []
     for place in places:
         name = targets.name_of(place)
         if name is None or place.key in config.modules_to_save:
             # PEFT adds no LoRA to a module whose own weight was trained.
             continue
-        rank = ranks.value(name, config.rank)
-        if config.ranks_from_tensors:
-            rank = ranks_in_file.get(place.key, rank)
-        _check_rank(rank, place, config)
-        scale = _scale(config, alphas.value(name, config.alpha), rank)
+        trained_name = names.trained_name(name)
+        rank = ranks.value(name, trained_name, config.rank)
+        _check_rank(rank, place)
+        scale = _scale(config, alphas.value(name, trained_name, config.alpha), rank)
         vector_name = place.magnitude_name if config.use_dora else place.bias_name if config.lora_bias else None
         if config.lora_bias and place.shape.is_embedding:
             raise AdapterRejected("unsupported_config", "PEFT does not support lora_bias for embeddings", "lora_bias")
@@ -63,26 +88,46 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
     if not expected:
         raise AdapterRejected("invalid_config", "the configuration targets no module of the base", "target_modules")
     targets.check_forms(expected)
-    return expected
+    total_ranks = _total_ranks(expected)
+    return Expectation(expected, unmatched + ranks.unmatched + alphas.unmatched, total_ranks)
 
 
-def scale_of(config: PeftConfig, key: str, rank: int) -> float:
-    """Return the factor that multiplies `B A` in the module `key`, whose rank is `rank`."""
-    return _scale(config, NamePatterns(config.alpha_pattern).value(key, config.alpha), rank)
+def _total_ranks(expected: Sequence[ExpectedModule]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for module in expected:
+        total[module.name] += module.rank
+        if total[module.name] > MAX_RANK:
+            raise AdapterRejected(
+                "rank_out_of_range",
+                f"the base fuses this layer with others, and their ranks add up to more than {MAX_RANK}",
+                module.key,
+            )
+    return total
+
+
+class Scales:
+    """The factors that multiply the products `B A` of the modules in a file, given the names of all its modules."""
+
+    def __init__(self, config: PeftConfig, modules: Iterable[str], names: TensorNames) -> None:
+        known = {name for module in modules for name in suffixes(module)}
+        self._config = config
+        self._names = names
+        self._alphas = PatternKeys("alpha_pattern", config.alpha_pattern, known)
+
+    def of(self, module: str, rank: int) -> float:
+        """Raises AdapterRejected for a regular expression that cannot be used."""
+        alpha = self._alphas.value(module, self._names.trained_name(module), self._config.alpha)
+        return _scale(self._config, alpha, rank)
 
 
 def _scale(config: PeftConfig, alpha: float, rank: int) -> float:
     return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
 
 
-def _check_rank(rank: int, place: ModulePlace, config: PeftConfig) -> None:
+def _check_rank(rank: int, place: ModulePlace) -> None:
     if place.is_expert and rank > MAX_EXPERT_RANK:
         raise AdapterRejected(
             "rank_out_of_range", f"the rank of an expert's module must be at most {MAX_EXPERT_RANK}", place.name
-        )
-    if config.ranks_from_tensors and not 1 <= rank <= MAX_RANK:
-        raise AdapterRejected(
-            "rank_out_of_range", f"a rank must be between 1 and {MAX_RANK}", TENSOR_PREFIX + place.key
         )
 
 
@@ -101,14 +146,16 @@ class _Targets:
         target: PackTarget,
         places: Sequence[ModulePlace],
         ranks_in_file: Mapping[str, int],
+        names: TensorNames,
     ) -> None:
         self._config = config
+        self._names = names
         self._experts = target.experts
         self._ranks_in_file = ranks_in_file
         self._kinds = {place.kind for place in places if place.key in ranks_in_file}
-        self._modules = None if config.target_modules is None else name_set(config.target_modules)
-        self._parameters = name_set(config.target_parameters)
-        self._excluded = name_set(config.exclude_modules)
+        self._modules = None if config.target_modules is None else NameSet(config.target_modules)
+        self._parameters = NameSet(config.target_parameters)
+        self._excluded = NameSet(config.exclude_modules)
 
     def name_of(self, place: ModulePlace) -> str | None:
         """Return the module's name for rank and alpha patterns, or None if the module is not targeted."""
@@ -133,7 +180,9 @@ class _Targets:
             return False
         if self._modules is None:
             # "All linear" means the linear layers inside the decoder layers. PEFT omits the head, and embeddings are
-            # not linear layers.
+            # not linear layers. Tinker trains the head too.
+            if UNEMBEDDING in self._names.originals.get(place.a_name, ""):
+                return True
             is_router = self._experts is not None and place.kind == self._experts.router
             if place.layer is None or ((place.is_expert or is_router) and place.kind not in self._kinds):
                 return False
@@ -161,25 +210,46 @@ def parameters_of(place: ModulePlace, experts: ExpertModules | None) -> list[str
     return names
 
 
-def _check_names(config: PeftConfig, target: PackTarget, places: Sequence[ModulePlace]) -> None:
-    modules = {name for place in places if not place.is_stacked for name in suffixes(place.key)}
-    parameters = {
-        name for place in places for parameter in parameters_of(place, target.experts) for name in suffixes(parameter)
-    }
-    named = []
-    if not config.targets_from_tensors:
-        named += [(f"target_modules[{index}]", name, modules) for index, name in enumerate(config.target_modules or ())]
-    named += [(f"target_parameters[{i}]", name, parameters) for i, name in enumerate(config.target_parameters)]
-    either = modules | parameters if config.target_parameters else modules
-    if not config.ranks_from_tensors:
-        named += [(f"rank_pattern.{name}", name, either) for name, _ in config.rank_pattern]
-    named += [(f"alpha_pattern.{name}", name, either) for name, _ in config.alpha_pattern]
-    for param, name, known in named:
-        if name in known:
-            continue
+class _KnownNames:
+    """The names that a configuration may use for the base's modules and parameters."""
+
+    def __init__(self, places: Sequence[ModulePlace], target: PackTarget) -> None:
+        self._places = places
+        self.modules = {name for place in places if not place.is_stacked for name in suffixes(place.key)}
+        self.parameters = {
+            name
+            for place in places
+            for parameter in parameters_of(place, target.experts)
+            for name in suffixes(parameter)
+        }
+
+    def unmatched(self, config: PeftConfig, names: TensorNames) -> list[str]:
+        """Return the targets that the base does not have.
+
+        Raises AdapterRejected if the file has tensors for one of them, or if the base has none of the targets.
+        """
+        modules = () if config.targets_from_tensors else config.target_modules or ()
+        named = [(f"target_modules[{index}]", name, self.modules) for index, name in enumerate(modules)]
+        named += [(f"target_parameters[{i}]", name, self.parameters) for i, name in enumerate(config.target_parameters)]
+        unknown = [(param, name) for param, name, known in named if name not in known]
+        if unknown:
+            in_file = {part for module in map(_module_of, names.originals) for part in suffixes(module)}
+            strange = next((param for param, name in unknown if name in in_file), None)
+            if strange is not None or len(unknown) == len(named):
+                raise self._refusal(strange or unknown[0][0])
+        return [param for param, _ in unknown]
+
+    def _refusal(self, param: str) -> AdapterRejected:
         # A base with fused q, k and v, for example, has no q_proj. The base's list of modules helps a tenant notice
         # that the adapter is for another base.
-        present = ", ".join(dict.fromkeys(place.key.rsplit(".", 1)[-1] for place in places))
-        raise AdapterRejected(
+        present = ", ".join(dict.fromkeys(place.key.rsplit(".", 1)[-1] for place in self._places))
+        return AdapterRejected(
             "unknown_module", f"the base has no module of this name; adapters may change {present}", param
         )
+
+
+def _module_of(tensor: str) -> str:
+    """Return the name of the module to which a tensor of an adapter belongs, or "" for a tensor that is ignored."""
+    module = tensor.removeprefix(TENSOR_PREFIX).partition(".lora_")[0]
+    # Listing the ends of a name that is much longer than any module's would take long.
+    return "" if len(module) > MAX_NAME_LEN or is_ignored(tensor) else module

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
 
-V = TypeVar("V")
+MAX_NAME_LEN = 200
+"""Longest name of a module, in characters."""
+
+
+def is_literal(name: str) -> bool:
+    """Return whether a text is a module's name, and not a regular expression."""
+    return 0 < len(name) <= MAX_NAME_LEN and name.isascii() and name.replace(".", "").replace("_", "").isalnum()
 
 
 def suffixes(key: str) -> Iterator[str]:
@@ -17,25 +22,12 @@ def suffixes(key: str) -> Iterator[str]:
         at = key.find(".", at + 1)
 
 
-class NamePatterns(Generic[V]):
-    """Looks up values by name. A lookup takes the same time for thousands of names as for one."""
+class NameSet:
+    """A set of names. A lookup takes the same time for thousands of names as for one."""
 
-    def __init__(self, pairs: Iterable[tuple[str, V]]) -> None:
-        self._values: dict[str, tuple[int, V]] = {}
-        for order, (name, value) in enumerate(pairs):
-            self._values.setdefault(name, (order, value))
-
-    def value(self, key: str, default: V) -> V:
-        """Return the value of the first name that stands for `key`, or `default`."""
-        if not self._values:
-            return default
-        found = [self._values[name] for name in suffixes(key) if name in self._values]
-        return min(found, key=lambda one: one[0])[1] if found else default
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
 
     def match(self, key: str) -> str | None:
         """Return the longest name that stands for `key`, or None."""
-        return next((name for name in suffixes(key) if name in self._values), None) if self._values else None
-
-
-def name_set(names: Iterable[str]) -> NamePatterns[None]:
-    return NamePatterns((name, None) for name in names)
+        return next((name for name in suffixes(key) if name in self._names), None) if self._names else None

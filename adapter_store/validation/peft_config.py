@@ -11,6 +11,7 @@ from loramux.adapter_store.formats.file_names import CONFIG_FILE
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
 from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
 from loramux.adapter_store.formats.text_names import text_module
+from loramux.adapter_store.validation.name_patterns import is_literal
 from loramux.adapter_store.validation.trained_config import parse_modules_to_save, parse_token_indices
 from loramux.kernels.layout import MAX_RANK
 
@@ -46,6 +47,7 @@ _UNDERSTOOD = frozenset(
 )
 
 # Keys with facts about training or notes for human readers. No value of the listed types changes the adapter's output.
+# What each key does is read from PEFT's own code, versions 0.1 to 0.21.
 _RECORDED = ("base_model_name_or_path", "revision", "peft_version", "task_type")
 _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_RECORDED, (str,)),
@@ -58,8 +60,12 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     # True for bases that store their weights transposed. No supported base does, and PEFT ignores the key for other
     # bases.
     "fan_in_fan_out": (bool,),
-    # The settings of an initialisation that leaves the base's weights unchanged.
-    "eva_config": (dict,),
+    # The settings of initialisations. `init_lora_weights` decides whether they were used.
+    **dict.fromkeys(("corda_config", "eva_config", "loftq_config", "lora_ga_config"), (dict,)),
+    # VeLoRA compresses what the backward pass keeps, and MonteCLoRA adds noise to A in training.
+    **dict.fromkeys(("monteclora_config", "velora_config"), (dict,)),
+    # PEFT ignores this key in a file.
+    "runtime_config": (dict,),
     # Written by PEFT before 0.3: true if weights were merged during evaluation.
     "merge_weights": (bool,),
 }
@@ -67,30 +73,28 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
 # Unsupported features, with the values that turn them off.
 _OFF: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
-    "loftq_config": (None, {}),
-    "use_qalora": (False, None),
+    # The base's biases are trained too, and stored in the file if the base has any: see `PeftConfig.trains_biases`.
+    "bias": ("none", "all", "lora_only"),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva", "mica"),
     **dict.fromkeys(
         (
             "arrow_config",
-            "corda_config",
             "enable_lora",
             "kasa_config",
             "layer_replication",
-            "lora_ga_config",
             "megatron_config",
-            "monteclora_config",
             "use_bdlora",
-            "velora_config",
+            "use_qalora",
         ),
         (None, [], {}, False),
     ),
 }
 
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values that turn an option off. PEFT writes all of its options, and newer versions have options not known here."""
+
 _CHANGES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Prefixes of the initialisations that change the base's weights. An adapter does not contain the changed weights."""
-_ANY_PARENT = r".*\."
 _LAYERS_PATTERNS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
 """The values of `layers_pattern` that stand for the list of layers in every supported base."""
 
@@ -99,12 +103,12 @@ _LAYERS_PATTERNS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
 class PeftConfig:
     """The fields of a LoRA configuration that affect the result.
 
-    Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers or for a
-    regular expression; `layers` is None for all layers. `modules_to_save` contains the keys of modules whose own
-    weights were trained as a whole. `token_indices` contains pairs of a module's key and the tokens whose rows in that
-    module were trained. A tenant's regular expressions never run: if one selects modules (`targets_from_tensors`) or
-    ranks (`ranks_from_tensors`), the tensors of the file show what it selected. `invocation_tokens` is empty unless the
-    adapter is an activated LoRA (aLoRA).
+    Patterns are `(key, value)` pairs, with the keys and the order of the file. `target_modules` is None for all linear
+    layers or for a regular expression; `layers` is None for all layers. `modules_to_save` contains the keys of modules
+    whose own weights were trained as a whole. `token_indices` contains pairs of a module's key and the tokens whose
+    rows in that module were trained. A regular expression that selects modules (`targets_from_tensors`) never runs,
+    because the tensors of the file show what it selected. `invocation_tokens` is empty unless the adapter is an
+    activated LoRA (aLoRA). With `trains_biases`, the file can replace biases of the base.
 
     `target_parameters` names tensors of the base that the adapter changes like modules, such as the stacked weights of
     experts. With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT does not
@@ -123,7 +127,7 @@ class PeftConfig:
     alpha_pattern: tuple[tuple[str, float], ...]
     layers: tuple[int, ...] | None
     targets_from_tensors: bool
-    ranks_from_tensors: bool
+    trains_biases: bool
     invocation_tokens: tuple[int, ...]
     modules_to_save: frozenset[str]
     token_indices: tuple[tuple[str, tuple[int, ...]], ...]
@@ -148,13 +152,14 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     _check_initialisation(document.get("init_lora_weights"))
     for key, value in document.items():
         if key in _OFF:
-            if not any(type(value) is type(off) and value == off for off in _OFF[key]):
+            found = value.lower() if key == "init_lora_weights" and isinstance(value, str) else value
+            if not any(type(found) is type(off) and found == off for off in _OFF[key]):
                 allowed = " or ".join(map(json.dumps, _OFF[key]))
                 _refuse("unsupported_config", f"this value of {key} is not supported: it must be {allowed}", key)
         elif key in _WITHOUT_EFFECT:
             if value is not None and type(value) not in _WITHOUT_EFFECT[key]:
                 _refuse("invalid_config", f"{key} is {_shown(value)}, which has the wrong type", key)
-        elif key not in _UNDERSTOOD:
+        elif key not in _UNDERSTOOD and value not in _NOTHING:
             _refuse("unknown_config_key", "unknown key in the configuration", key)
     if "peft_type" not in document:
         _refuse("invalid_config", 'peft_type is missing: for a LoRA, set it to "LORA"', "peft_type")
@@ -167,13 +172,6 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     parameters = _target_parameters(document)
     ranks = _pattern(document, "rank_pattern")
     alphas = _pattern(document, "alpha_pattern")
-    for name, _ in alphas:
-        if not _is_literal(name):
-            _refuse(
-                "unsupported_config",
-                "the keys of alpha_pattern must be literal module names, because the tensors do not determine alpha",
-                f"alpha_pattern.{name}",
-            )
     targets, exclusions = document.get("target_modules"), document.get("exclude_modules")
     layers = _layers(document.get("layers_to_transform"))
     is_regex = isinstance(targets, str) and targets.lower() != ALL_LINEAR
@@ -191,7 +189,7 @@ def parse_peft_config(text: bytes) -> PeftConfig:
         alpha_pattern=tuple((name, _alpha(value, f"alpha_pattern.{name}")) for name, value in alphas),
         layers=layers,
         targets_from_tensors=is_regex or bool(exclusions and isinstance(exclusions, str)) or has_own_layers,
-        ranks_from_tensors=not all(_is_literal(name) for name, _ in ranks),
+        trains_biases=document.get("bias", "none") != "none",
         invocation_tokens=invocation_tokens,
         modules_to_save=parse_modules_to_save(document.get("modules_to_save")),
         token_indices=parse_token_indices(document.get("trainable_token_indices")),
@@ -288,7 +286,7 @@ def _check_initialisation(value: Any) -> None:
 
 
 def _names(value: Any, param: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) and _is_literal(name) for name in value):
+    if not isinstance(value, list) or not all(isinstance(name, str) and is_literal(name) for name in value):
         _refuse("invalid_config", f"{param} must be a list of module names", param)
     if len(value) > MAX_NAMES:
         _refuse("invalid_config", f"{param} must have at most {MAX_NAMES} names", param)
@@ -310,13 +308,7 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
                 f"a pattern must be printable text of at most {_MAX_REGEX_LEN} characters",
                 f"{key}.{name}",
             )
-    return [(text_module(_without_prefix(name)), one) for name, one in value.items()]
-
-
-def _without_prefix(name: str) -> str:
-    """Turn `.*\\.gate_up_proj`, which PEFT writes for experts with fused gate and up weights, into `gate_up_proj`."""
-    literal = name.removeprefix(_ANY_PARENT).replace("\\.", ".")
-    return literal if name.startswith(_ANY_PARENT) and _is_literal(literal) else name
+    return list(value.items())
 
 
 def _layers(value: Any) -> tuple[int, ...] | None:
@@ -354,10 +346,6 @@ def _shown(value: Any) -> str:
 
 def _recorded(value: str | None) -> str | None:
     return printable(value, _MAX_RECORDED_LEN) if value else None
-
-
-def _is_literal(name: str) -> bool:
-    return 0 < len(name) <= 200 and name.isascii() and name.replace(".", "").replace("_", "").isalnum()
 
 
 def _refuse(code: str, message: str, param: str) -> NoReturn:

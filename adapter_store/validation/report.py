@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.errors import AdapterRejected, printable
+from loramux.adapter_store.formats.ignored_tensors import is_of_training
 from loramux.adapter_store.formats.trained_rows import TrainedRows
 from loramux.adapter_store.validation.weight_checks import Effect
 
@@ -16,6 +17,7 @@ CHECKS = ("configuration", "container", "modules", "names", "shapes", "weights",
 """All checks, in order. Validation stops at the first check that fails."""
 
 _MAX_LISTED = 20
+_MAX_PARAM_LEN = 200
 
 
 class CheckList:
@@ -118,6 +120,31 @@ def without_effect(effects: Sequence[Effect]) -> list[Warn]:
     return [
         Warn("module_without_effect", "the product B A of these modules is zero", len(idle), tuple(idle[:_MAX_LISTED]))
     ]
+
+
+def unmatched(params: Sequence[str]) -> list[Warn]:
+    """Return a warning about the names and patterns in the configuration that match no module."""
+    if not params:
+        return []
+    message = "these parts of the configuration match no module that the adapter changes, and are ignored"
+    return [_listed("unmatched_names", message, params)]
+
+
+def tensor_warnings(ignored: Sequence[str], rounded: Sequence[str]) -> list[Warn]:
+    """Return the warnings about tensors that are not used, or not used exactly as they are."""
+    of_training = [name for name in ignored if is_of_training(name)]
+    of_other_parts = [name for name in ignored if not is_of_training(name)]
+    found = (
+        ("other_parts_ignored", "loramux serves only the text decoder, so these tensors are not used", of_other_parts),
+        ("training_state_ignored", "these tensors are used only in training", of_training),
+        ("values_rounded", "these float64 values were rounded to float32", rounded),
+    )
+    return [_listed(code, message, params) for code, message, params in found if params]
+
+
+def _listed(code: str, message: str, params: Sequence[str]) -> Warn:
+    shown = tuple(printable(param, _MAX_PARAM_LEN) for param in params[:_MAX_LISTED])
+    return Warn(code, message, len(params), shown)
 
 
 def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.validation.name_patterns import name_set
+from loramux.adapter_store.validation.name_patterns import NameSet
 from loramux.adapter_store.validation.peft_config import PeftConfig
 from loramux.adapter_store.validation.tensor_names import TensorNames
 
@@ -30,7 +30,7 @@ def _translations(config: PeftConfig, target: PackTarget) -> dict[str, str]:
     """Map each module's name in the file to its current name, both without a tensor's suffix."""
     experts = target.experts
     assert experts is not None
-    named = name_set(config.target_parameters)
+    named = NameSet(config.target_parameters)
     stacks = [linear.stack for linear in experts.linears if linear.stack is not None]
     layers = range(target.geometry.num_layers) if experts.layers is None else experts.layers
     found: dict[str, str] = {}

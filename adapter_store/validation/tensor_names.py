@@ -2,12 +2,14 @@
 
 A current name is `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`. Other names may
 
-- lack PEFT's prefix `base_model.model.`, lack the `model.` of a base that was trained without its head, or have an
-  additional `model.` from a wrapper around the base;
+- lack PEFT's prefix `base_model.model.`, or repeat it, because PEFT wrapped a model that it had wrapped before;
+- lack the `model.` of a base that was trained without its head, or have an additional `model.` from a wrapper around
+  the base;
 - begin with `module.`, or contain `_orig_mod.`, `_fsdp_wrapped_module.` or `_checkpoint_wrapped_module.`, because
   distributed training, compilation or checkpointing wrapped a module;
 - contain `language_model.` or `text_model.`, before or after the base's `model.`, because the base is multimodal;
-- contain the adapter's name, as in `lora_A.default.weight`, because the state dict was saved without PEFT.
+- contain the adapter's name, as in `lora_A.default.weight`, because the state dict was saved without PEFT;
+- call the head `unembed_tokens` and put it into `model`, as Tinker does.
 
 Each of these names identifies its module. But two naming styles in one file might belong to different adapters, so all
 names in a file must follow one style. After translation to current names, equal weights have equal digests.
@@ -20,12 +22,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.ignored_tensors import WRAPPERS
 from loramux.adapter_store.formats.trained_rows import BASE_SUFFIXES, DELTA_SUFFIX, UNUSED_SUFFIXES
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PEFT_PREFIX = "base_model.model."
 _PARALLEL = "module."
-_HEAD = "lm_head"
+_HEAD, UNEMBEDDING = "lm_head", "unembed_tokens"
 _MAX_DEPTH = 2
 # PEFT stores the two matrices of an embedding's LoRA as plain tensors, not as modules with a weight. Magnitude vectors
 # are stored either way, depending on PEFT's version.
@@ -39,12 +41,12 @@ _WEIGHTS = {
 _OUTER_SUFFIXES = "|".join(re.escape(suffix) for suffix in (*BASE_SUFFIXES, *UNUSED_SUFFIXES, DELTA_SUFFIX))
 _NAME = re.compile(
     rf"""
-    (?P<prefix>(?:base_model\.model\.)?)
+    (?P<prefix>(?:base_model\.model\.){{0,3}})
     (?P<outer>(?:language_model\.|text_model\.)?)
     (?P<models>(?:model\.){{0,2}})
     (?P<inner>(?:language_model\.|text_model\.)?)
     (?:
-        (?P<place>layers\.[0-9]{{1,4}}\.[a-z0-9_.]+|embed_tokens|lm_head)
+        (?P<place>layers\.[0-9]{{1,4}}\.[a-z0-9_.]+|embed_tokens|unembed_tokens|lm_head)
         \.(?P<half>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)
         (?P<adapter>(?:\.[A-Za-z0-9_-]{{1,64}})??)
         (?P<weight>(?:\.weight|\.bias)?)
@@ -58,7 +60,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """A file's naming style: the wrapper, PEFT's prefix, the number of `model.` levels, and the adapter name.
+    """A file's naming style: the wrapper, PEFT's prefixes, the number of `model.` levels, and the adapter name.
 
     `outer_part` is the text decoder's name if it precedes `model.`, and `inner_part` is its name if it follows
     `model.`. `inner_part` is None for the head, which is outside `model`. `adapter` is None for the weights of the
@@ -66,7 +68,7 @@ class _Spelling:
     """
 
     is_parallel: bool
-    has_prefix: bool
+    prefix: str
     outer_part: str
     depth: int
     inner_part: str | None
@@ -86,10 +88,23 @@ class _Spelling:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Maps current names to the file's own names. A name in no known style is kept unchanged."""
+    """Maps current names to the file's own names. A name in no known style is kept unchanged.
+
+    `spelling` is the file's naming style, or None if no name has a known style.
+    """
 
     originals: dict[str, str]
     are_current: bool
+    spelling: _Spelling | None = None
+
+    def trained_name(self, module: str) -> str:
+        """Return a module's name in the model that was trained, such as `model.language_model.layers.0.mlp.up_proj`."""
+        if self.spelling is None:
+            return module
+        outer, inner, depth = self.spelling.outer_part, self.spelling.inner_part or "", self.spelling.depth
+        if module == _HEAD:
+            return outer + "model." * (depth - 1) + module
+        return outer + "model." * depth + inner + module.removeprefix("model.")
 
 
 def current_names(names: Iterable[str]) -> TensorNames:
@@ -108,11 +123,11 @@ def current_names(names: Iterable[str]) -> TensorNames:
             raise AdapterRejected("ambiguous_names", "two tensors have names for the same module", original)
         originals[name] = original
         are_current = are_current and (found is None or name == original)
-    return TensorNames(originals, are_current)
+    return TensorNames(originals, are_current, spelling)
 
 
 def _parse(original: str) -> tuple[str, _Spelling | None]:
-    parts = [part for part in original.removeprefix(_PARALLEL).split(".") if part not in _WRAPPERS]
+    parts = [part for part in original.removeprefix(_PARALLEL).split(".") if part not in WRAPPERS]
     match = _NAME.fullmatch(".".join(parts))
     if match is None:
         return original, None
@@ -131,9 +146,9 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
         depth += 1
         inside = place
     else:
-        inside = "model." + place
+        inside = _HEAD if place == UNEMBEDDING else "model." + place
     if depth > _MAX_DEPTH:
         return original, None
     inner_part = None if place == _HEAD else inner
-    spelling = _Spelling(original.startswith(_PARALLEL), prefix != "", outer, depth, inner_part, adapter)
+    spelling = _Spelling(original.startswith(_PARALLEL), prefix, outer, depth, inner_part, adapter)
     return f"{_PEFT_PREFIX}{inside}{suffix}", spelling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.text_names import text_module
+from loramux.adapter_store.formats.text_names import is_other_part, text_module
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 _KEYS = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
@@ -14,16 +14,16 @@ _SAVED, _TOKENS = "modules_to_save", "trainable_token_indices"
 
 
 def parse_modules_to_save(value: Any) -> frozenset[str]:
-    """Return the modules that were trained as a whole. Raises AdapterRejected."""
+    """Return the modules of the text decoder that were trained as a whole. Raises AdapterRejected."""
     if not value and (value is None or isinstance(value, (list, dict, bool))):
         return frozenset()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         _refuse("invalid_config", f"{_SAVED} must be a list of module names", _SAVED)
     names = list(map(text_module, value))
     for index, name in enumerate(names):
-        if name not in _KEYS:
+        if name not in _KEYS and not is_other_part(name):
             _refuse("unsupported_config", f"{_SAVED} may name only embed_tokens and lm_head", f"{_SAVED}[{index}]")
-    return frozenset(_KEYS[name] for name in names)
+    return frozenset(_KEYS[name] for name in names if name in _KEYS)
 
 
 def parse_token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:

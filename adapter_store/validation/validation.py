@@ -13,17 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.ignored_tensors import is_ignored
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
-from loramux.adapter_store.formats.module_places import module_places
+from loramux.adapter_store.formats.module_places import A_SUFFIX, TENSOR_PREFIX, ModulePlace
 from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.rearranged_places import places_in_file
 from loramux.adapter_store.formats.safetensors_header import TensorEntry
 from loramux.adapter_store.formats.tensor_file import TensorFile
 from loramux.adapter_store.formats.trained_rows import max_row_counts, outer_weight_names
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
 from loramux.adapter_store.validation.peft_config import PeftConfig, parse_peft_config
-from loramux.adapter_store.validation.report import CheckList, Report, Warn, without_effect
+from loramux.adapter_store.validation.report import CheckList, Report, Warn, tensor_warnings, unmatched, without_effect
 from loramux.adapter_store.validation.stacked_names import with_stacked_names
-from loramux.adapter_store.validation.tensor_names import current_names
+from loramux.adapter_store.validation.tensor_names import TensorNames, current_names
 from loramux.adapter_store.validation.trained_parts import TrainedParts, trained_parts
 from loramux.adapter_store.validation.weight_checks import WeightChecks
 
@@ -44,9 +46,12 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         with checks.check("container"):
             file = stack.enter_context(TensorFile(tensors, target.max_header_bytes))
         with checks.check("modules"):
-            needs_tensors = parsed.targets_from_tensors or parsed.ranks_from_tensors
-            reads_tensors = needs_tensors or target.experts is not None
-            expected = expected_modules(parsed, target, _ranks(file, parsed, target) if reads_tensors else {})
+            names = with_stacked_names(current_names(file.header.tensors), parsed, target)
+            ignored = sorted(filter(is_ignored, file.header.tensors))
+            entries = _used(file, names, ignored)
+            places = places_in_file(target, _modules(entries))
+            expectation = expected_modules(parsed, target, places, _ranks(entries, places), names)
+            expected = expectation.modules
             if parsed.invocation_tokens and any(module.shape.is_embedding for module in expected):
                 raise AdapterRejected(
                     "unsupported_config",
@@ -54,8 +59,6 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     INVOCATION_KEY,
                 )
         with checks.check("names"):
-            names = with_stacked_names(current_names(file.header.tensors), parsed, target)
-            entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
             parts = trained_parts(parsed, target, entries, {module.key for module in expected})
             # Copies of the base's weights are allowed, because packing compares them with the base.
             has_trained = parsed.modules_to_save or parsed.token_indices or parts.vocab_size is not None
@@ -66,7 +69,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     "use them even before the invocation",
                     INVOCATION_KEY,
                 )
-            _check_names(entries, expected, parts, target)
+            _check_names(parsed, entries, expected, parts, target)
             if parts.vocabulary is not None:
                 parts.vocabulary.check(parts.rows, target, {module.key for module in expected})
         with checks.check("shapes"):
@@ -81,13 +84,14 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     check_vector = weights.check_magnitude if parsed.use_dora else weights.check_bias
                     check_vector(vector, file.float32(vector))
             parts.check_values(file, entries)
+            rounded = sorted(entry.name for entry in entries.values() if file.is_rounded(entry.name))
     with checks.check("effect"):
         if weights.largest_effect == 0.0 and not weights.has_vectors and not parts.rows:
             raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
-    warnings = without_effect(weights.effects)
+    warnings = without_effect(weights.effects) + unmatched(expectation.unmatched) + tensor_warnings(ignored, rounded)
     if not names.are_current:
         warnings.append(Warn("older_names", "the tensor names differ from PEFT's current names and were translated"))
-    if needs_tensors:
+    if parsed.targets_from_tensors:
         warnings.append(
             Warn(
                 "selected_by_tensors",
@@ -114,7 +118,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             if module.name in parts.rows
         },
         names=names.originals,
-        max_rank=max(module.rank for module in expected),
+        max_rank=max(expectation.total_ranks.values()),
         num_pages=_num_pages(expected, parts, target),
         num_parameters=sum(math.prod(entry.shape) for entry in entries.values()),
         dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
@@ -150,15 +154,31 @@ def _matrices(
             if stack is None:
                 stack = file.float32(entries[module.a_name].name), file.float32(entries[module.b_name].name)
             rows = module.a_rows(module.rank)
-            yield module, stack[0][rows.start : rows.stop], stack[1][:, module.b_columns]
+            yield module, stack[0][rows.start : rows.stop], module.of_module(stack[1][:, module.b_columns])
 
 
-def _ranks(file: TensorFile, config: PeftConfig, target: PackTarget) -> dict[str, int]:
+def _used(file: TensorFile, names: TensorNames, ignored: Collection[str]) -> dict[str, TensorEntry]:
+    """Return the tensors that are not ignored, by their current names."""
+    skipped = frozenset(ignored)
+    used = {name: original for name, original in names.originals.items() if original not in skipped}
+    if skipped and not used:
+        raise AdapterRejected(
+            "unsupported_config",
+            "the adapter changes only parts of the model other than its text decoder, which loramux does not serve",
+            "target_modules",
+        )
+    return {name: file.header.tensors[original] for name, original in used.items()}
+
+
+def _modules(entries: Mapping[str, TensorEntry]) -> set[str]:
+    """Return the names of the modules with an A in the file, except embeddings."""
+    return {name.removeprefix(TENSOR_PREFIX).removesuffix(A_SUFFIX) for name in entries if name.endswith(A_SUFFIX)}
+
+
+def _ranks(entries: Mapping[str, TensorEntry], places: Sequence[ModulePlace]) -> dict[str, int]:
     """Return the rank of each of the base's modules that has an A in the file, by the module's key."""
-    names = with_stacked_names(current_names(file.header.tensors), config, target)
-    shapes = {name: file.header.tensors[original].shape for name, original in names.originals.items()}
-    places = ((place, shapes.get(place.a_name)) for place in module_places(target))
-    return {place.key: place.rank_of(shape) for place, shape in places if shape is not None}
+    found = ((place, entries.get(place.a_name)) for place in places)
+    return {place.key: place.rank_of(entry.shape) for place, entry in found if entry is not None and entry.shape}
 
 
 def _num_pages(expected: Sequence[ExpectedModule], parts: TrainedParts, target: PackTarget) -> int:
@@ -168,7 +188,8 @@ def _num_pages(expected: Sequence[ExpectedModule], parts: TrainedParts, target: 
         if module.layer is None:
             outer_ranks[module.module] = module.rank
         else:
-            ranks[module.layer, module.module] = module.rank
+            # A module that the file divides has the ranks of all its parts.
+            ranks[module.layer, module.module] += module.rank
     has_affines = any(module.vector_name is not None for module in expected)
     try:
         rows = max_row_counts(parts.rows, target, parts.vocab_size)
@@ -182,7 +203,11 @@ def _num_pages(expected: Sequence[ExpectedModule], parts: TrainedParts, target: 
 
 
 def _check_names(
-    entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule], parts: TrainedParts, target: PackTarget
+    config: PeftConfig,
+    entries: Mapping[str, TensorEntry],
+    expected: Sequence[ExpectedModule],
+    parts: TrainedParts,
+    target: PackTarget,
 ) -> None:
     """Check that `entries`, keyed by current names, are the expected tensors.
 
@@ -219,6 +244,8 @@ def _check_names(
             "save it with save_pretrained(..., save_embedding_layers=False)",
             entries[min(base_weights)].name,
         )
+    if config.trains_biases and any(name.endswith(".bias") for name in unexpected):
+        raise AdapterRejected("unsupported_config", "the file has trained biases of the base", "bias")
     if unexpected:
         raise AdapterRejected(
             "unexpected_tensor", "the configuration does not target this tensor", entries[min(unexpected)].name
@@ -255,8 +282,8 @@ def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[Expecte
         out_features, b_rank = b.shape
         for name, found, wanted in (
             (a.name, in_features, module.shape.in_features),
-            (b.name, out_features, module.shape.out_features),
-            *((one.name, one.shape[0], module.shape.out_features) for one in vector),
+            (b.name, out_features, module.file_outputs),
+            *((one.name, one.shape[0], module.file_outputs) for one in vector),
         ):
             if found != wanted:
                 raise AdapterRejected(

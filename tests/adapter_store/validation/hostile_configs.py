@@ -3,7 +3,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.adapter_store.validation.hostile import CONFIG, MARK, Hostile, good_files
+import numpy as np
+
+from tests.adapter_store.adapter_files import AdapterFiles, tensor_name
+from tests.adapter_store.validation.hostile import CONFIG, MARK, Q_A, Hostile, good_files
 
 
 def _config(name: str, code: str, param: str, **changes: Any) -> Hostile:
@@ -23,6 +26,18 @@ def _spelt(name: str, code: str, members: str, param: str = CONFIG) -> Hostile:
     return _text(name, code, json.dumps(good_files().config)[:-1].encode() + b", " + members.encode() + b"}", param)
 
 
+def _with_bias(files: AdapterFiles) -> None:
+    files.config["bias"] = "all"
+    files.tensors[Q_A.replace("lora_A.weight", "base_layer.bias")] = np.ones(32, np.float32)
+
+
+def _with_c_attn(files: AdapterFiles) -> None:
+    files.config["target_modules"].append("c_attn")
+    for half, shape in (("A", (4, 32)), ("B", (32, 4))):
+        files.tensors[tensor_name(0, "attn.c_attn", half)] = np.ones(shape, np.float32)
+
+
+_SLOW = r"(\w*.?)*!"
 _INVOCATION = "alora_invocation_tokens"
 _INVOKED = {_INVOCATION: [1, 2]}
 
@@ -145,22 +160,27 @@ UNSUPPORTED = [
     _config("another method", "unsupported_config", "peft_type", peft_type="IA3"),
     _config("method in lower case", "unsupported_config", "peft_type", peft_type="lora"),
     _config("DoRA with a bias", "unsupported_config", "lora_bias", use_dora=True, lora_bias=True),
-    _config("bias of LoRA", "unsupported_config", "bias", bias="lora_only"),
+    _config("bias of some modules", "unsupported_config", "bias", bias="lora-only"),
+    Hostile(name="trained biases", code="unsupported_config", param="bias", change=_with_bias),
     _config("bias is text", "invalid_config", "lora_bias", lora_bias="true"),
     _config("auto mapping", "invalid_config", "auto_mapping", auto_mapping=[MARK]),
     _config("transposed weights", "invalid_config", "fan_in_fan_out", fan_in_fan_out=MARK),
     _config("PiSSA", "unsupported_config", "init_lora_weights", init_lora_weights="pissa"),
     _config("OLoRA", "unsupported_config", "init_lora_weights", init_lora_weights="olora"),
-    _config("LoftQ", "unsupported_config", "loftq_config", loftq_config={"loftq_bits": 4}),
+    _config("LoftQ", "unsupported_config", "init_lora_weights", init_lora_weights="loftq", loftq_config={MARK: 4}),
+    _config("KaSA", "unsupported_config", "kasa_config", kasa_config={MARK: 1}),
+    _config("VeLoRA", "invalid_config", "velora_config", velora_config=[MARK]),
     _config("EVA", "invalid_config", "eva_config", eva_config=[MARK]),
-    _config("CorDA", "unsupported_config", "corda_config", corda_config={MARK: 1}),
+    _config("CorDA", "unsupported_config", "init_lora_weights", init_lora_weights="corda", corda_config={MARK: 1}),
     _config("activated LoRA with DoRA", "unsupported_config", "use_dora", use_dora=True, alora_invocation_tokens=[1]),
     _config("activated LoRA for no task", "unsupported_config", "task_type", task_type=None, **_INVOKED),
     _config("activated LoRA for another task", "unsupported_config", "task_type", task_type=MARK, **_INVOKED),
     _config("QALoRA", "unsupported_config", "use_qalora", use_qalora=True),
     _config("parts of a fused linear", "unsupported_config", "enable_lora", enable_lora=[True, False, True]),
     _config("replicated layers", "unsupported_config", "layer_replication", layer_replication=[[0, 2], [1, 2]]),
-    _config("target parameters", "unknown_module", "target_parameters[0]", target_parameters=[MARK]),
+    _config(
+        "target parameters", "unknown_module", "target_parameters[0]", target_modules=None, target_parameters=[MARK]
+    ),
     _config("Megatron", "unsupported_config", "megatron_config", megatron_config={MARK: 1}),
     _config("layers under another name", "invalid_config", "layers_pattern", layers_pattern={MARK: 1}),
     _config("a key of the future", "unknown_config_key", MARK, kilroy=1),
@@ -175,8 +195,9 @@ UNSUPPORTED = [
 NAMES = [
     _config("targets as an empty expression", "invalid_config", "target_modules", target_modules=""),
     _config("rank 0 of an expression", "rank_out_of_range", "rank_pattern.^q", rank_pattern={"^q": 0}),
-    _config("alpha of a slow expression", "unsupported_config", "alpha_pattern.(a*)*b", alpha_pattern={"(a*)*b": 4}),
-    _config("alpha of an expression", "unsupported_config", r"alpha_pattern.\w+.q", alpha_pattern={r"\w+.q": 4}),
+    _config("alpha of a slow expression", "unsupported_config", r"alpha_pattern.(\w*.?)*!", alpha_pattern={_SLOW: 4}),
+    _config("alpha of half an expression", "unsupported_config", "alpha_pattern.(q", alpha_pattern={"(q": 4}),
+    _config("rank of an expression", "rank_mismatch", Q_A, rank_pattern={r".*layers\.0\..*q_p\w+": 5}),
     _config("target that leads upwards", "invalid_config", "target_modules", target_modules=["../../etc/kilroy"]),
     _config("target as a path", "invalid_config", "target_modules", target_modules=["/etc/kilroy"]),
     _config("target as a URL", "invalid_config", "target_modules", target_modules=["http://kilroy/q_proj"]),
@@ -190,15 +211,14 @@ NAMES = [
     _config("target of 201 letters", "invalid_config", "target_modules", target_modules=["q" * 201]),
     _config("target with a blank", "invalid_config", "target_modules", target_modules=["q_proj "]),
     _config("all linears in a list", "invalid_config", "target_modules", target_modules=["all-linear"]),
-    _config("target that no module has", "unknown_module", "target_modules[1]", target_modules=["q_proj", "c_attn"]),
+    Hostile(name="target that no module has", code="unknown_module", param="target_modules[2]", change=_with_c_attn),
+    _config("targets that no module has", "unknown_module", "target_modules[0]", target_modules=["c_attn", "c_proj"]),
     _config("target that is a part of a name", "unknown_module", "target_modules[0]", target_modules=["proj"]),
     _config("target that is a whole layer", "unknown_module", "target_modules[0]", target_modules=["self_attn"]),
     _config(
         "target of another layer", "unknown_module", "target_modules[0]", target_modules=["layers.9.self_attn.q_proj"]
     ),
     _config("target in capitals", "unknown_module", "target_modules[0]", target_modules=["Q_PROJ"]),
-    _config("rank of no module", "unknown_module", "rank_pattern.kilroy", rank_pattern={"kilroy": 2}),
-    _config("alpha of no module", "unknown_module", "alpha_pattern.kilroy", alpha_pattern={"kilroy": 2}),
     _config("rank of a name with a NUL", "unsupported_config", "rank_pattern.kil?roy", rank_pattern={"kil\x00roy": 2}),
     _config(
         "every target excluded",

@@ -164,7 +164,7 @@ ENTRIES = [
     _file("dtype is an object", "invalid_header", lambda: header_file({MARK: entry(0, 512, dtype={"a": 1})}), MARK),
     *(
         _file(f"dtype {dtype}", "unsupported_dtype", header_file({MARK: entry(0, 512, dtype=dtype)}, bytes(512)), MARK)
-        for dtype in ("F64", "I8", "U8", "I16", "I32", "I64", "BOOL", "F8_E4M3", "F8_E5M2", "C64", "f32", "", MARK)
+        for dtype in ("I8", "U8", "I16", "I32", "I64", "BOOL", "F8_E8M0", "F4", "C64", "f32", "f64", "", MARK)
     ),
     _file("shape is a number", "invalid_header", _raw(_GOOD_ENTRY.replace("[4, 32]", "128")), MARK),
     _file("shape of floats", "invalid_header", _raw(_GOOD_ENTRY.replace("[4, 32]", "[4.0, 32]")), MARK),

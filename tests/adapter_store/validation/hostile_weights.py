@@ -184,9 +184,9 @@ COMBINATIONS = [
         lambda files: files.config.update(rank_pattern={"layers.1.self_attn.q_proj": 2}),
     ),
     _pair(
-        "an adapter of a fused base",
-        "unexpected_tensor",
-        Q_A.replace("q_proj", "qkv_proj"),
+        "half an adapter of a fused base",
+        "ambiguous_names",
+        Q_A.replace("q_proj", "v_proj"),
         _renamed("q_proj", "qkv_proj"),
     ),
     _pair("an adapter of GPT-2", "unexpected_tensor", None, _renamed("model.layers.", "transformer.h.")),

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loramux.adapter_store.validation.name_patterns import NamePatterns
 from loramux.adapter_store.validation.report import Report
 from loramux.adapter_store.validation.validation import validate_files
 from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
@@ -97,9 +96,3 @@ def test_the_report_gives_the_largest_effect_of_all_experts() -> None:
     a = files.tensors[large.replace("lora_B", "lora_A")]
     effect = float(np.abs(2.0 * (probes @ a.T) @ files.tensors[large].T).max())
     assert facts["largest_effect"] == pytest.approx(effect, rel=1e-3)
-
-
-def test_the_first_name_that_stands_for_a_module_counts() -> None:
-    patterns = NamePatterns([("b.c", 1), ("c", 2), ("a.b.c", 3), ("c", 4)])
-    assert [patterns.value(key, 0) for key in ("a.b.c", "c", "x.c", "bc", "b.c")] == [1, 2, 2, 0, 1]
-    assert [patterns.match(key) for key in ("a.b.c", "x.c", "b.cc", "")] == ["a.b.c", "c", None, None]

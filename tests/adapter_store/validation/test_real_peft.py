@@ -90,6 +90,26 @@ def fused_base() -> Any:
             "float32",
             id="one layer and the head",
         ),
+        pytest.param(
+            {
+                "r": 4,
+                "target_modules": ["q_proj", "k_proj", "v_proj", "up_proj"],
+                "rank_pattern": {r".*\.layers\.1\..*v_proj": 6, "v_proj": 3},
+                "alpha_pattern": {r".*\.layers\.1\..*(q_proj|k_proj)$": 3, r"^model\.layers\.0\..*": 9, "q_proj": 5},
+            },
+            "float32",
+            id="expressions",
+        ),
+        pytest.param({"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "mica"}, "float32", id="MiCA"),
+        pytest.param(
+            {"r": 4, "target_modules": ["q_proj"], "velora_config": {"num_groups": 8}}, "float32", id="VeLoRA"
+        ),
+        pytest.param(
+            {"r": 4, "target_modules": ["up_proj"], "monteclora_config": {"num_samples": 2, "buffer_size": 2}},
+            "float32",
+            id="MonteCLoRA",
+        ),
+        pytest.param({"r": 4, "target_modules": ["q_proj"], "bias": "all"}, "float32", id="biases of a base without"),
     ],
 )
 def test_saved_adapter_packs_to_the_same_products(

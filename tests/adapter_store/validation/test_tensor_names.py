@@ -40,6 +40,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "with another adapter's name": of_adapter("my-adapter_2"),
     "of a wrapped base": deeper,
     "of a wrapped base, without the prefix": lambda name: deeper(name).removeprefix(PREFIX),
+    "of a model that PEFT wrapped twice": lambda name: PREFIX + name,
     "of a parallel model": lambda name: "module." + name,
     "compiled as a whole": lambda name: "_orig_mod." + name,
     "compiled by layers": lambda name: name.replace("self_attn.", "_orig_mod.self_attn."),
@@ -98,6 +99,17 @@ def test_current_names_are_not_changed() -> None:
     assert names.originals == {name: name for name in files.tensors}
 
 
+def test_names_of_tinker_are_translated(tmp_path: Path) -> None:
+    files = AdapterMaker(TARGET)(modules=(*(shape.name for shape in TARGET.modules), "lm_head"))
+    wanted = digest(files, tmp_path / "todays")
+    files.config["target_modules"] = "all-linear"
+    assert digest(files, tmp_path / "tinker", lambda name: name.replace("lm_head", "model.unembed_tokens")) == wanted
+    # PEFT does not load tensors of the head for this configuration.
+    with pytest.raises(AdapterRejected) as refused:
+        digest(files, tmp_path / "peft")
+    assert refused.value.code == "unexpected_tensor"
+
+
 @pytest.mark.parametrize(
     "second",
     [
@@ -105,6 +117,7 @@ def test_current_names_are_not_changed() -> None:
         pytest.param(PREFIX + "layers.1.self_attn.q_proj.lora_A.weight", id="one without the model"),
         pytest.param(PREFIX + "model.model.layers.1.self_attn.q_proj.lora_A.weight", id="one wrapped"),
         pytest.param(PREFIX + "model.layers.1.self_attn.q_proj.lora_A.default.weight", id="one of an adapter"),
+        pytest.param(PREFIX * 2 + "model.layers.1.self_attn.q_proj.lora_A.weight", id="one wrapped twice"),
         pytest.param("module." + PREFIX + "model.layers.1.self_attn.q_proj.lora_A.weight", id="one parallel"),
         pytest.param(PREFIX + "model.language_model.layers.1.self_attn.q_proj.lora_A.weight", id="one in a text part"),
         pytest.param(PREFIX + "language_model.model.layers.1.self_attn.q_proj.lora_A.weight", id="one of a text part"),

@@ -17,7 +17,11 @@ import pytest
 from safetensors.numpy import save
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.canonical import write_canonical
+from loramux.adapter_store.formats.float_formats import to_float32
 from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.ingest.originals import KeptHeader
 from loramux.adapter_store.validation.validation import validate_files
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -111,11 +115,189 @@ def test_layer_selection_matches_peft(make_adapter: Any, target: PackTarget, con
     assert list(report.scales) == ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]
 
 
-def test_ranks_selected_by_a_regex_are_those_of_the_tensors(make_adapter: Any, target: PackTarget) -> None:
-    files = make_adapter(rank=4, rank_pattern={r".*v_proj$": 9, "(a*)*b": 200}, r=8, lora_alpha=16)
+def test_ranks_and_alphas_selected_by_expressions(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(
+        rank=4,
+        ranks=lambda layer, module: 9 if "v" in module else 4,
+        rank_pattern={r".*v_proj$": 9},
+        alpha_pattern={r".*\.layers\.1\..*(q_proj|v_proj)$": 3, ".*q_proj": 5, "q_proj": 7},
+    )
+    files.config["rank_pattern"] = {r".*v_proj$": 9}
     report = validate_files(files.config_bytes, files.tensor_bytes, target)
-    assert set(report.scales.values()) == {16 / 4}
-    assert [warning.code for warning in report.warnings] == ["selected_by_tensors"]
+    assert dict(report.scales) == {
+        "model.layers.0.self_attn.q_proj": 5 / 4,
+        "model.layers.0.self_attn.v_proj": 8 / 9,
+        "model.layers.1.self_attn.q_proj": 3 / 4,
+        "model.layers.1.self_attn.v_proj": 3 / 9,
+    }
+    assert not report.warnings
+
+
+def test_expressions_see_the_names_of_the_trained_model(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(rank=4, alpha_pattern={r"^model\.language_model\.layers\.1\..*": 3, "^model.layers.0": 5})
+    tensors = {name.replace(".layers.", ".language_model.layers."): one for name, one in files.tensors.items()}
+    report = validate_files(files.config_bytes, save(tensors), target)
+    assert [report.scales[f"model.layers.{layer}.self_attn.q_proj"] for layer in (0, 1)] == [8 / 4, 3 / 4]
+    assert ("unmatched_names", ("alpha_pattern.^model.layers.0",)) in [
+        (one.code, one.params) for one in report.warnings
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "params"),
+    [
+        pytest.param({"rank_pattern": {"kilroy": 2}}, ["rank_pattern.kilroy"], id="rank"),
+        pytest.param(
+            {"alpha_pattern": {"kilroy": 2, "q_proj": 5, r"q\d": 3}},
+            ["alpha_pattern.kilroy", r"alpha_pattern.q\d"],
+            id="alphas",
+        ),
+        pytest.param(
+            {"rank_pattern": {"mlp.up_proj": 2}}, ["rank_pattern.mlp.up_proj"], id="module that is not adapted"
+        ),
+        pytest.param({"target_modules": ["q_proj", "c_attn", "v_proj"]}, ["target_modules[1]"], id="target"),
+        pytest.param({"target_parameters": ["experts.w1"]}, ["target_parameters[0]"], id="parameter"),
+    ],
+)
+def test_names_that_match_nothing_are_reported(
+    make_adapter: Any, target: PackTarget, config: dict[str, Any], params: list[str]
+) -> None:
+    files = make_adapter(**config)
+    (warning,) = validate_files(files.config_bytes, files.tensor_bytes, target).document()["warnings"]
+    assert (warning["code"], warning["count"], warning["params"]) == ("unmatched_names", len(params), params)
+
+
+def test_a_warning_shows_a_tenants_text_safely(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(alpha_pattern={"kilroy" * 100: 2})
+    (warning,) = validate_files(files.config_bytes, files.tensor_bytes, target).warnings
+    assert warning.params == (("alpha_pattern." + "kilroy" * 100)[:197] + "...",)
+
+
+def test_trained_biases_matter_only_if_the_file_has_some(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(bias="all")
+    assert not validate_files(files.config_bytes, files.tensor_bytes, target).warnings
+
+
+VISION = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"
+OTHER_PARTS: dict[str, tuple[int, ...]] = {
+    VISION: (4, 8),
+    "base_model.model.model.visual.patch_embed.proj.lora_A.weight": (4, 3, 2, 14, 14),
+    "base_model.model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.lora_A.default.weight": (4, 8),
+    "base_model.model.base_model.model.model.multi_modal_projector.linear_1.bias": (8,),
+    "model.audio_tower.layers.0.fc1.lora_B.weight": (8, 4),
+    "module.base_model.model.model.vision_tower._orig_mod.layers.0.fc1.lora_magnitude_vector": (8,),
+    "base_model.model.mtp.layers.0.mlp.up_proj.lora_A.weight": (4, 8),
+    "base_model.model.model.image_newline": (8,),
+}
+
+
+def test_tensors_of_other_parts_are_ignored(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+    files = make_adapter(
+        modules_to_save=["multi_modal_projector", "model.visual.merger"],
+        target_modules=["q_proj", "v_proj", "qkv", "fc1"],
+    )
+    plain = validate_files(files.config_bytes, files.tensor_bytes, target)
+    for name, shape in OTHER_PARTS.items():
+        # Their values do not matter either.
+        files.tensors[name] = np.full(shape, np.nan, np.float32)
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    warnings = {warning.code: warning for warning in report.warnings}
+    assert warnings.keys() == {"unmatched_names", "other_parts_ignored"}
+    assert warnings["other_parts_ignored"].count == len(OTHER_PARTS)
+    assert warnings["other_parts_ignored"].params == tuple(sorted(OTHER_PARTS))
+    assert (report.scales, report.num_parameters, report.num_pages) == (
+        plain.scales,
+        plain.num_parameters,
+        plain.num_pages,
+    )
+    for path, tensors, names in (
+        ("with", files.tensor_bytes, report.names),
+        ("without", save({n: t for n, t in files.tensors.items() if n not in OTHER_PARTS}), plain.names),
+    ):
+        write_canonical(tensors, report.scales, tmp_path / path, names)
+    packed = [pack(tmp_path / path, target) for path in ("with", "without")]
+    np.testing.assert_array_equal(packed[0].payload, packed[1].payload)
+    # The file as it was uploaded can still be rebuilt.
+    (tmp_path / "uploaded").write_bytes(files.tensor_bytes)
+    kept = KeptHeader.of(tmp_path / "uploaded", tmp_path / "with")
+    with (tmp_path / "with").open("rb") as canonical:
+        assert b"".join(kept.rebuild(canonical)) == files.tensor_bytes
+
+
+def test_an_adapter_of_other_parts_alone_is_refused(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(target_modules=".*")
+    tensors = save({VISION: np.ones((4, 8), np.float32)})
+    assert_refused(files.config_bytes, tensors, target, "unsupported_config", "target_modules")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.model.layers.0.visual.q_proj.lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.connector.lora_A.weight",
+        "base_model.model.model.visuals.q_proj.lora_A.weight",
+        "base_model.model.lm_head.visual.weight",
+        "base_model.model.model.language_model.visual.q_proj.lora_A.weight",
+    ],
+)
+def test_tensors_inside_the_text_decoder_are_not_ignored(make_adapter: Any, target: PackTarget, name: str) -> None:
+    files = make_adapter(target_modules=".*")
+    files.tensors[name] = ONES
+    assert_refused(files.config_bytes, files.tensor_bytes, target, "unexpected_tensor", name)
+
+
+def test_the_state_of_a_training_method_is_ignored(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(monteclora_config={"num_samples": 8}, velora_config={"num_groups": 8})
+    module = Q_A.removesuffix("lora_A.weight")
+    files.tensors[module + "lora_velora_embed"] = np.ones(8, np.float32)
+    files.tensors[module + "lora_monteclora_sampler.gaussian_var_prior"] = np.ones((4, 4), np.float32)
+    (warning,) = validate_files(files.config_bytes, files.tensor_bytes, target).warnings
+    assert (warning.code, warning.count) == ("training_state_ignored", 2)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F64"])
+def test_other_floats_are_converted_exactly(
+    make_adapter: Any, any_target: PackTarget, tmp_path: Path, dtype: str
+) -> None:
+    import torch
+    from safetensors.torch import save as save_torch
+
+    stored = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F64": torch.float64}[dtype]
+    files = make_adapter()
+    rounded = {name: torch.from_numpy(one).to(torch.float8_e5m2).to(stored) for name, one in files.tensors.items()}
+    packed = []
+    for name, tensors in (("exact", rounded), ("wide", {name: one.float() for name, one in rounded.items()})):
+        data = save_torch(tensors)
+        report = validate_files(files.config_bytes, data, any_target)
+        assert not report.warnings
+        write_canonical(data, report.scales, tmp_path / name, report.names)
+        packed.append(pack(tmp_path / name, any_target))
+    assert report.dtypes == ("F32",)
+    np.testing.assert_array_equal(packed[0].payload, packed[1].payload)
+
+
+def test_every_8_bit_float_has_its_value() -> None:
+    import torch
+
+    codes = np.arange(256, dtype=np.uint8)
+    for dtype, of_torch in (("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)):
+        wanted = torch.from_numpy(codes).view(of_torch).float().numpy()
+        np.testing.assert_array_equal(to_float32(codes, dtype), wanted)
+
+
+def test_rounding_of_float64_is_reported(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter()
+    files.tensors[Q_A] = files.tensors[Q_A].astype(np.float64) + 1e-12
+    (warning,) = validate_files(files.config_bytes, files.tensor_bytes, target).warnings
+    assert (warning.code, warning.params) == ("values_rounded", (Q_A,))
+
+
+@pytest.mark.parametrize("value", [1e300, np.nan, -np.inf], ids=str)
+def test_float64_that_float32_cannot_hold_is_refused(make_adapter: Any, target: PackTarget, value: float) -> None:
+    files = make_adapter()
+    files.tensors[Q_A] = files.tensors[Q_A].astype(np.float64)
+    files.tensors[Q_A][1, 2] = value
+    assert_refused(files.config_bytes, files.tensor_bytes, target, "not_finite", Q_A)
 
 
 def test_a_regex_does_not_admit_tensors_of_other_modules(make_adapter: Any, target: PackTarget) -> None:
@@ -329,7 +511,6 @@ LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
         pytest.param(with_tensor("lm_head.weight", ONES), "unexpected_tensor", "lm_head.weight", id="foreign tensor"),
         pytest.param(with_tensor(MAGNITUDE, ONES), "unexpected_tensor", MAGNITUDE, id="DoRA magnitudes"),
         pytest.param(with_tensor(Q_A, np.ones(32, np.float32)), "tensor_not_2d", Q_A, id="one dimension"),
-        pytest.param(with_tensor(Q_A, ONES.astype(np.float64)), "unsupported_dtype", Q_A, id="float64"),
         pytest.param(with_tensor(Q_A, ONES.astype(np.int8)), "unsupported_dtype", Q_A, id="integers"),
         pytest.param(with_value(Q_A, np.nan), "not_finite", Q_A, id="NaN"),
         pytest.param(with_value(Q_B, -np.inf), "not_finite", Q_B, id="infinity"),
@@ -338,10 +519,7 @@ LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
         pytest.param(zeroed("B"), "zero_effect", None, id="B never trained"),
         pytest.param(zeroed("A"), "zero_effect", None, id="A is zero"),
         pytest.param(
-            with_config(target_modules=["q_proj", "c_attn"]), "unknown_module", "target_modules[1]", id="unknown"
-        ),
-        pytest.param(
-            with_config(rank_pattern={"x_proj": 2}), "unknown_module", "rank_pattern.x_proj", id="pattern of nothing"
+            with_config(target_modules=["c_attn", "c_proj"]), "unknown_module", "target_modules[0]", id="unknown"
         ),
         pytest.param(
             with_config(layers_to_transform=[0, 2]),
@@ -523,25 +701,25 @@ def test_a_module_of_few_layers_is_expected_only_in_these(
         del files.tensors[down.replace("lora_A", f"lora_{half}")]
     report = validate_files(files.config_bytes, save(files.tensors), partial)
     assert len(report.scales) == 3
-    files.config["target_modules"] = ["q_proj", "layers.0.mlp.down_proj"]
-    assert_refused(files.config_bytes, save(files.tensors), partial, "unknown_module", "target_modules[1]")
+    files.config["target_modules"] = ["layers.0.mlp.down_proj"]
+    assert_refused(files.config_bytes, save(files.tensors), partial, "unknown_module", "target_modules[0]")
 
 
 @pytest.mark.parametrize("name", ["q_proj", "self_attn.v_proj", "layers.0.mlp.gate_proj", "up_proj"])
-def test_part_of_a_fused_linear_is_refused_by_name(
+def test_a_part_of_a_fused_linear_without_tensors_is_reported(
     fused_target: PackTarget, adapter_maker: Callable[[PackTarget], Any], name: str
 ) -> None:
     files = adapter_maker(fused_target)(modules=("self_attn.qkv_proj",))
-    validate_files(files.config_bytes, files.tensor_bytes, fused_target)
     files.config["target_modules"] = ["qkv_proj", name]
-    with pytest.raises(AdapterRejected, match="adapters may change qkv_proj, o_proj, gate_up_proj, down_proj"):
-        validate_files(files.config_bytes, files.tensor_bytes, fused_target)
-    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules[1]")
+    (warning,) = validate_files(files.config_bytes, files.tensor_bytes, fused_target).warnings
+    assert (warning.code, warning.params) == ("unmatched_names", ("target_modules[1]",))
 
 
-def test_adapter_for_separate_projections_is_refused_by_a_fused_base(
-    make_adapter: Any, target: PackTarget, fused_target: PackTarget
+def test_an_adapter_of_another_architecture_names_the_bases_modules(
+    fused_target: PackTarget, adapter_maker: Callable[[PackTarget], Any]
 ) -> None:
-    files = make_adapter(modules=("self_attn.q_proj", "mlp.down_proj"))
-    validate_files(files.config_bytes, files.tensor_bytes, target)
-    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules[0]")
+    files = adapter_maker(fused_target)(modules=("self_attn.qkv_proj",), target_modules=["c_attn"])
+    tensors = save({name.replace("qkv_proj", "c_attn"): tensor for name, tensor in files.tensors.items()})
+    with pytest.raises(AdapterRejected, match="adapters may change qkv_proj, o_proj, gate_up_proj, down_proj"):
+        validate_files(files.config_bytes, tensors, fused_target)
+    assert_refused(files.config_bytes, tensors, fused_target, "unknown_module", "target_modules[0]")
