@@ -36,6 +36,7 @@ class AdapterRejected(Refused):
     - the tensors file: `not_a_file`, `truncated_file`, `pickle_not_allowed`, `archive_not_allowed`, `not_safetensors`,
       `header_too_large`, `invalid_header`, `duplicate_key`, `invalid_offsets`, `unsupported_dtype`, `empty_tensor`,
       `tensor_not_2d`;
+    - the shards of a tensors file: `invalid_index`, `missing_shard`, `duplicate_key`, `missing_tensor`;
     - the configuration: `config_too_large`, `invalid_json`, `duplicate_key`, `invalid_config`, `unknown_config_key`,
       `unsupported_config`, `rank_out_of_range`, `alpha_out_of_range`, `unknown_module`;
     - the optional files: `file_too_large`, `invalid_template`, `invalid_json`, `duplicate_key`,

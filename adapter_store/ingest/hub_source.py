@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.file_names import FURTHER_FILES, UPLOAD_FILES
+from loramux.adapter_store.formats.sharded_tensors import INDEX_FILE, is_shard
 from loramux.adapter_store.ingest.hub_client import HubClient, HubFile
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -70,7 +71,7 @@ class HubSource:
         assert location.commit is not None
         self._hub = hub
         self._repository, self._commit = location.repository, location.commit
-        self._files = hub.files(self._repository, self._commit, (*UPLOAD_FILES, *FURTHER_FILES))
+        self._files = hub.files(self._repository, self._commit, (*UPLOAD_FILES, *FURTHER_FILES, INDEX_FILE))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -99,6 +100,8 @@ class HubSource:
             raise AdapterRejected("checksum_mismatch", "the file does not match the hash that the hub declares", name)
 
     def _file(self, name: str) -> HubFile:
+        if name not in self._files and is_shard(name):
+            self._files = {**self._files, **self._hub.files(self._repository, self._commit, (name,))}
         if name not in self._files:
             raise AdapterRejected("source_not_found", "the source has no such file", name)
         return self._files[name]

@@ -24,6 +24,7 @@ from loramux.adapter_store.ingest.claims import ClaimedVersion, ClaimRenewal, Ve
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook
 from loramux.adapter_store.ingest.file_validation import FileValidation
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
+from loramux.adapter_store.ingest.sharded_source import JoinedSource
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
@@ -150,7 +151,7 @@ class VersionProcessor:
         tensors_bytes = self._validation.target.max_tensors_bytes
         max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: tensors_bytes, **MAX_FURTHER_BYTES}
         try:
-            source = self._sources.open(url)
+            source = JoinedSource(self._sources.open(url), scratch)
         except UploadRefused as error:
             raise AdapterRejected(error.code, error.message, error.param) from None
         names = (*UPLOAD_FILES, *(name for name in FURTHER_FILES if source.has(name)))

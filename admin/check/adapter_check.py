@@ -26,6 +26,7 @@ from loramux.admin.check.verdict import Problem, Verdict
 from loramux.admin.client.added_tokens import added_vocabulary, has_tokenizer
 from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.push import PushRefused, adapter_files
+from loramux.admin.client.sharded_source import joined_directory
 from loramux.engine.config import pack_target, resolve_device, resolve_dtype
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.model_config import ModelConfig
@@ -71,6 +72,17 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
     except OSError as error:
         return _refused(directory, Problem("not_a_file", str(error), None))
     return Verdict("adapter", str(directory), _facts(accepted, further, target), warnings=_warnings(accepted))
+
+
+def check_directory(path: Path, base: Path, dtype: str = "auto") -> Verdict:
+    """Check an adapter whose tensors may be divided into shards. Raises the same errors as `check_adapter`."""
+    try:
+        with joined_directory(path) as directory:
+            return replace(check_adapter(directory, base, dtype), path=str(path))
+    except AdapterRejected as error:
+        return _refused(path, Problem.of(error))
+    except OSError as error:
+        return _refused(path, Problem("not_a_file", str(error), None))
 
 
 def check_gguf(path: Path, base: Path, dtype: str = "auto") -> Verdict:

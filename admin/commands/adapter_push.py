@@ -60,10 +60,10 @@ def push(
 
     A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version, and
     so do the tokens that the directory's tokenizer adds to the base's. --tool-parser and --reasoning-parser take
-    precedence over parsers.json. A .gguf file is converted on this machine. The server itself fetches all files of an
-    s3:// or hf:// source, which its operator must allow.
+    precedence over parsers.json. On this machine, a .gguf file is converted, and shards of the tensors are joined. The
+    server itself fetches all files of an s3:// or hf:// source, which its operator must allow.
     """
-    from loramux.adapter_store.errors import ConversionRefused
+    from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
     from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser
     from loramux.admin.client.gguf_source import converted_gguf
     from loramux.admin.client.named_adapter import find_named
@@ -76,6 +76,7 @@ def push(
         push_adapter,
         register_source,
     )
+    from loramux.admin.client.sharded_source import joined_directory
 
     left_out = {
         TEMPLATE_NAME: no_template,
@@ -99,15 +100,19 @@ def push(
     if is_remote and parsers:
         raise typer.BadParameter("put a parsers.json into the source", param_hint="--tool-parser")
     try:
-        num_bytes = None if is_remote or is_file else num_bytes_of(path, without)
-        with connected(as_json) as client, transfer_progress(num_bytes, as_json) as progress, ExitStack() as stack:
+        with ExitStack() as stack:
+            directory = path if is_remote or is_file else stack.enter_context(joined_directory(path))
+            num_bytes = None if is_remote or is_file else num_bytes_of(directory, without)
+            client = stack.enter_context(connected(as_json))
+            progress = stack.enter_context(transfer_progress(num_bytes, as_json))
             if is_remote:
                 pushed = register_source(client, source, tenant, name, timeout_s)
             else:
-                directory = stack.enter_context(converted_gguf(path, model, progress)) if is_file else path
+                if is_file:
+                    directory = stack.enter_context(converted_gguf(path, model, progress))
                 pushed = push_adapter(client, directory, tenant, name, timeout_s, progress, without, parsers)
             default = find_named(client, pushed.model).document["aliases"].get(DEFAULT_ALIAS, ())
-    except (PushRefused, ConversionRefused) as error:
+    except (PushRefused, ConversionRefused, AdapterRejected) as error:
         document = error_document(error.message, error.code, error.param)
         fail(f"rejected ({error.code}): {located(error.message, error.param)}", REFUSED, document if as_json else None)
     except OSError as error:

@@ -45,7 +45,7 @@ def check(
     and in the same sandbox. The memory of this machine and a server's settings are not checked.
     """
     from loramux.adapter_store.validation.validator import ValidationFailed
-    from loramux.admin.check.adapter_check import check_adapter, check_gguf
+    from loramux.admin.check.adapter_check import check_directory, check_gguf
     from loramux.admin.check.base_check import check_base
     from loramux.platform.errors import Unavailable
 
@@ -60,7 +60,7 @@ def check(
             if model is None:
                 verdict = check_base(path, dtype)
             else:
-                verdict = (check_gguf if is_file else check_adapter)(path, model, dtype)
+                verdict = (check_gguf if is_file else check_directory)(path, model, dtype)
     except (ValidationFailed, Unavailable) as error:
         fail(str(error), REFUSED, error_document(str(error), "check_failed") if as_json else None)
     print_json(verdict.document()) if as_json else _show(verdict)

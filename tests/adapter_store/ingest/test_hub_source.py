@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from huggingface_hub import HfApi, hf_hub_download, hf_hub_url
+from safetensors.numpy import load, save
 
 from loramux.adapter_store.errors import AdapterRejected, Refused, SourceUnavailable, UploadRefused
+from loramux.adapter_store.formats.sharded_tensors import INDEX_FILE
 from loramux.adapter_store.ingest import hub_client
 from loramux.adapter_store.ingest.hub_client import HubClient
+from loramux.adapter_store.ingest.sharded_source import JoinedSource
 from loramux.adapter_store.ingest.sources import AdapterSources, Source
 from tests.adapter_store.ingest.local_hub import TOKEN, Answer, LocalHub, running_hub
 
@@ -97,6 +102,46 @@ def test_optional_files_are_found(hub: LocalHub, sources: AdapterSources, tmp_pa
     assert source.has("chat_template.jinja")
     source.fetch_file("chat_template.jinja", tmp_path / "template", 64)
     assert (tmp_path / "template").read_bytes() == b"{{ messages }}"
+
+
+SHARDS = tuple(f"adapter_model-0000{number}-of-00002.safetensors" for number in (1, 2))
+
+
+def sharded_files() -> dict[str, bytes]:
+    tensors = {name: {f"tensor{i}": np.full((i + 1, 2), i, np.float32)} for i, name in enumerate(SHARDS)}
+    index = {"weight_map": {tensor: name for name, shard in tensors.items() for tensor in shard}}
+    return {CONFIG: b"{}", INDEX_FILE: json.dumps(index).encode()} | {name: save(tensors[name]) for name in SHARDS}
+
+
+def test_shards_are_fetched_and_joined(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
+    hub.push("acme/support", sharded_files())
+    source = JoinedSource(opened(sources), tmp_path)
+    files = fetched(source, tmp_path)
+    assert {name: tensor.shape for name, tensor in load(files[TENSORS]).items()} == {
+        "tensor0": (1, 2),
+        "tensor1": (2, 2),
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG, TENSORS]
+
+
+def test_a_missing_or_foreign_shard_is_refused(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
+    files = sharded_files()
+    hub.push("acme/support", {name: content for name, content in files.items() if name != SHARDS[1]})
+    with pytest.raises(AdapterRejected) as error:
+        fetched(JoinedSource(opened(sources), tmp_path), tmp_path)
+    assert (error.value.code, error.value.param) == ("source_not_found", SHARDS[1])
+    hub.push("acme/support", {**files, INDEX_FILE: files[INDEX_FILE].replace(SHARDS[1].encode(), b"../optimizer.pt")})
+    assert code_of(lambda: fetched(JoinedSource(opened(sources), tmp_path), tmp_path)) == "invalid_index"
+    assert not any("optimizer" in path for path, _ in hub.requests)
+
+
+def test_shards_count_together(hub: LocalHub, sources: AdapterSources, tmp_path: Path) -> None:
+    files = sharded_files()
+    hub.push("acme/support", files)
+    source = JoinedSource(opened(sources), tmp_path)
+    total = sum(len(files[name]) for name in SHARDS)
+    assert source.size(TENSORS, total) == total
+    assert code_of(lambda: source.size(TENSORS, total - 1)) == "file_too_large"
 
 
 @pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/3", "feature/one"])

@@ -1,0 +1,61 @@
+"""Presents a source whose tensors are divided into shards like a source with one tensors file."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.file_names import TENSORS_FILE
+from loramux.adapter_store.formats.sharded_tensors import INDEX_FILE, MAX_INDEX_BYTES, ShardIndex, join_shards
+from loramux.adapter_store.ingest.sources import Source
+
+
+class JoinedSource:
+    """The files of `source`, with its shards joined in the directory `scratch`; see `Source`.
+
+    A source that has the tensors file, or no index of shards, is left as it is.
+    """
+
+    def __init__(self, source: Source, scratch: Path) -> None:
+        self._source = source
+        self._scratch = scratch
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self._source.facts
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def size(self, name: str, max_bytes: int) -> int:
+        """Return the size of a file. For shards, it is their total size, which differs from the joined file's by the
+        headers.
+        """
+        if name != TENSORS_FILE or self._index is None:
+            return self._source.size(name, max_bytes)
+        total = sum(self._source.size(shard, max_bytes) for shard in self._index.shards)
+        if total > max_bytes:
+            raise AdapterRejected("file_too_large", f"the shards are larger than {max_bytes} bytes", INDEX_FILE)
+        return total
+
+    def fetch_file(self, name: str, destination: Path, max_bytes: int) -> None:
+        if name != TENSORS_FILE or self._index is None:
+            self._source.fetch_file(name, destination, max_bytes)
+            return
+        for shard in self._index.shards:
+            self._source.fetch_file(shard, self._scratch / shard, self._source.size(shard, max_bytes))
+        join_shards(self._index, self._scratch, destination)
+        for shard in self._index.shards:
+            (self._scratch / shard).unlink()
+
+    @cached_property
+    def _index(self) -> ShardIndex | None:
+        if self._source.has(TENSORS_FILE) or not self._source.has(INDEX_FILE):
+            return None
+        path = self._scratch / INDEX_FILE
+        self._source.fetch_file(INDEX_FILE, path, self._source.size(INDEX_FILE, MAX_INDEX_BYTES))
+        index = ShardIndex.parse(path.read_bytes())
+        path.unlink()
+        return index
