@@ -233,8 +233,11 @@ class _KnownNames:
         named += [(f"target_parameters[{i}]", name, self.parameters) for i, name in enumerate(config.target_parameters)]
         unknown = [(param, name) for param, name, known in named if name not in known]
         if unknown:
-            in_file = {part for module in map(_module_of, names.originals) for part in suffixes(module)}
-            strange = next((param for param, name in unknown if name in in_file), None)
+            in_file = {part for module in map(_module_of, names.originals) for part in suffixes(module)} - {""}
+            # A parameter's tensors are named after its module.
+            strange = next(
+                (param for param, name in unknown if not in_file.isdisjoint((name, name.rpartition(".")[0]))), None
+            )
             if strange is not None or len(unknown) == len(named):
                 raise self._refusal(strange or unknown[0][0])
         return [param for param, _ in unknown]

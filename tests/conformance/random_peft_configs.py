@@ -49,6 +49,11 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
             settings[key] = {name: chance.choice(values) for name in names}
     if chance.random() < 0.2:
         settings.setdefault("rank_pattern", {})[rf"layers\.[01]\..*{chance.choice(ALL_LINEARS)[:-4]}.*"] = 7
+    for expression in (rf".*\.layers\.1\..*{chance.choice(ALL_LINEARS)}$", r"^model\.(?!layers\.0).*_proj"):
+        if chance.random() < 0.2:
+            settings.setdefault("alpha_pattern", {})[expression] = chance.choice([2, 9])
+    if chance.random() < 0.2:
+        settings["bias"] = chance.choice(["all", "lora_only"])
     if chance.random() < 0.3:
         excluded = [random_name(chance) for _ in range(chance.randint(1, 2))]
         settings["exclude_modules"] = rf".*\.{chance.choice(ALL_LINEARS)}" if chance.random() < 0.3 else excluded
@@ -82,8 +87,6 @@ def random_trained_parts(chance: random.Random) -> dict[str, Any]:
 
 
 REFUSED: tuple[dict[str, Any], ...] = (
-    {"bias": "lora_only"},
-    {"bias": "all"},
     {"init_lora_weights": "pissa"},
     {"init_lora_weights": "pissa_niter_2"},
     {"init_lora_weights": "olora"},
@@ -94,7 +97,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
 )
 """Options that peft can save but loramux does not serve. The first key is the option's name."""
 
-INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
+INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 """Initialisations that leave a plain LoRA."""
 
 

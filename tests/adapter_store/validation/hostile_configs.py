@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ def _with_bias(files: AdapterFiles) -> None:
     files.tensors[Q_A.replace("lora_A.weight", "base_layer.bias")] = np.ones(32, np.float32)
 
 
-def _with_c_attn(files: AdapterFiles) -> None:
-    files.config["target_modules"].append("c_attn")
+def _with_c_attn(files: AdapterFiles, **config: Any) -> None:
+    files.config |= config
     for half, shape in (("A", (4, 32)), ("B", (32, 4))):
         files.tensors[tensor_name(0, "attn.c_attn", half)] = np.ones(shape, np.float32)
 
@@ -211,7 +212,18 @@ NAMES = [
     _config("target of 201 letters", "invalid_config", "target_modules", target_modules=["q" * 201]),
     _config("target with a blank", "invalid_config", "target_modules", target_modules=["q_proj "]),
     _config("all linears in a list", "invalid_config", "target_modules", target_modules=["all-linear"]),
-    Hostile(name="target that no module has", code="unknown_module", param="target_modules[2]", change=_with_c_attn),
+    Hostile(
+        name="target that no module has",
+        code="unknown_module",
+        param="target_modules[2]",
+        change=partial(_with_c_attn, target_modules=["q_proj", "v_proj", "c_attn"]),
+    ),
+    Hostile(
+        name="parameter that no module has",
+        code="unknown_module",
+        param="target_parameters[0]",
+        change=partial(_with_c_attn, target_parameters=["attn.c_attn.weight"]),
+    ),
     _config("targets that no module has", "unknown_module", "target_modules[0]", target_modules=["c_attn", "c_proj"]),
     _config("target that is a part of a name", "unknown_module", "target_modules[0]", target_modules=["proj"]),
     _config("target that is a whole layer", "unknown_module", "target_modules[0]", target_modules=["self_attn"]),
