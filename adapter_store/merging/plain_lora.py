@@ -11,6 +11,7 @@ from typing import Any, Self
 from loramux.adapter_store.errors import AdapterRejected, MergeRefused
 from loramux.adapter_store.formats.canonical import MAX_HEADER_BYTES
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.ignored_tensors import is_of_training
 from loramux.adapter_store.formats.module_places import (
     A_SUFFIX,
     B_SUFFIX,
@@ -69,7 +70,8 @@ class PlainLora:
             raise self._refusal(error.code, error.message) from None
         try:
             self._tensors = current_names(self._file.header.tensors)
-            self._names = self._tensors.originals
+            named = self._tensors.originals.items()
+            self._names = {name: original for name, original in named if not is_of_training(original)}
             self.modules = self._find_modules()
         except AdapterRejected as error:
             self._file.__exit__(None, None, None)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
+from loramux.adapter_store.formats.ignored_tensors import is_ignored
 from loramux.engine.config import pack_target
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.model.model_config import ModelConfig
@@ -44,7 +46,19 @@ def forms(base: Any) -> dict[str, dict[str, Any]]:
         "saved-embedding": {"target_modules": projections, "modules_to_save": [embedding]},
         "tokens": {"target_modules": projections, "trainable_token_indices": {embedding: TOKENS}},
         "regex": {"target_modules": rf".*{part}\.layers\.[0-9]+\.self_attn\.(q|v)_proj"},
+        "pattern": {"target_modules": ["q_proj"], "alpha_pattern": {rf"^model\..*{part}\.layers\.1\..*q_proj$": 11}},
+        # These also change the other parts of the model, which do not matter for text.
+        "every-linear": {"target_modules": "all-linear"},
+        "every-part": {"target_modules": r".*(vis|connect|project|layers\.1\.).*(q_proj|qkv|proj|fc1|fc2|linear_1)"},
+        "saved-projector": {"target_modules": projections, "modules_to_save": [_projector(base)]},
     }
+
+
+def _projector(base: Any) -> str:
+    """The module between the vision tower and the text decoder."""
+    ends = ("visual.merger", "multi_modal_projector", "connector")
+    [name] = [name for name, _ in base.named_modules() if name.endswith(ends) and ".layers." not in name]
+    return str(name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,6 +76,8 @@ def test_names_of_the_whole_model_are_accepted(family: str, tmp_path: Path, monk
                 if parameter.requires_grad:
                     parameter.normal_(0, 0.05 if "lora_" in parameter_name else 0.3)
         model.save_pretrained(tmp_path / name, save_embedding_layers=False)
+        if name in ("every-linear", "every-part", "saved-projector"):
+            assert any(map(is_ignored, load_file(tmp_path / name / "adapter_model.safetensors")))
         packed = pack_peft_directory(tmp_path / name, target, tmp_path / "base")
         subject.saved[name], subject.digests[name] = tmp_path / name, packed.digest
         subject.adapters[packed.digest], subject.num_pages[name] = packed, packed.num_pages

@@ -72,8 +72,11 @@ def refuse_in_a_process(hostile: Hostile, directory: Path, validator: Subprocess
     return report
 
 
-@pytest.mark.parametrize("hostile", [*PLACES, *GIANTS], ids=lambda hostile: hostile.name)
-def test_process_refuses_entries_that_cannot_be_uploaded(
+SLOW = [hostile for hostile in CONFIGS if hostile.name == "alpha of a slow expression"]
+
+
+@pytest.mark.parametrize("hostile", [*PLACES, *GIANTS, *SLOW], ids=lambda hostile: hostile.name)
+def test_process_refuses_entries_that_depend_on_the_sandbox(
     hostile: Hostile, tmp_path: Path, subprocess_validator: SubprocessValidator
 ) -> None:
     report = refuse_in_a_process(hostile, tmp_path, subprocess_validator)
