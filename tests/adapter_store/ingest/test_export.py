@@ -128,7 +128,7 @@ def test_only_ready_versions_are_exported(
     quarantined = VersionStates(database, world.registry).quarantine(world.adapter_id, 1)
     with pytest.raises(VersionNotReady):
         export.open(quarantined, CONFIG_FILE)
-    rejected = world.push(make_adapter(seed=1, bias="all"))
+    rejected = world.push(make_adapter(seed=1, bias="some"))
     with pytest.raises(VersionNotReady):
         export.open(rejected, CONFIG_FILE)
     upload = world.upload(make_adapter(seed=2).config_bytes, make_adapter(seed=2).tensor_bytes)

@@ -417,7 +417,7 @@ def test_worker_processes_new_versions_and_survives_failures(world: IngestWorld,
 
 
 def test_rejection_names_the_error_and_its_location(world: IngestWorld, make_adapter: Any) -> None:
-    version = world.push(make_adapter(bias="all"))
+    version = world.push(make_adapter(bias="some"))
     error = version.report["error"]
     assert (error["code"], error["param"]) == ("unsupported_config", "bias")
     assert isinstance(AdapterRejected(**error), AdapterRejected)

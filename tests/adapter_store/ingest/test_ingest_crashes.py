@@ -99,7 +99,7 @@ def open_lab(
         registry = AdapterRegistry(opened)
         adapter_id = registry.create_adapter(add_tenant(opened, "acme"), "support").id
         opened.close()
-        files = make_adapter(bias="none" if is_valid else "all")
+        files = make_adapter(bias="none" if is_valid else "some")
         lab = Lab(
             makers=makers,
             database_url=database_url,

@@ -44,7 +44,7 @@ async def test_alias_moves_only_to_a_ready_version(http: httpx.AsyncClient, make
     base = f"/admin/v1/adapters/{adapter_id}"
     assert (await http.put(f"{base}/aliases/default", json={"version": 2})).status_code == 200
     assert (await http.get(f"{base}/aliases/default")).json()["targets"] == [{"version": 2, "weight": 100}]
-    rejected = await push(http, adapter_id, make_adapter(config={"bias": "all"}))
+    rejected = await push(http, adapter_id, make_adapter(config={"bias": "some"}))
     refused = await http.put(f"{base}/aliases/default", json={"version": rejected["number"]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "version_not_ready")
     missing = await http.put(f"{base}/aliases/default", json={"version": 9})
@@ -68,7 +68,7 @@ def pickled(directory: Path) -> None:
         pytest.param({"config": {"r": 0}}, None, id="rank 0"),
         pytest.param({}, truncated, id="truncated"),
         pytest.param({}, pickled, id="pickle"),
-        pytest.param({"config": {"bias": "all"}}, None, id="bias"),
+        pytest.param({"config": {"bias": "some"}}, None, id="bias"),
     ],
 )
 async def test_invalid_adapter_is_rejected_with_a_code_and_leaves_no_blob(

@@ -45,7 +45,7 @@ async def test_unavailable_file_gets_a_specific_error(
 ) -> None:
     adapter_id = await new_adapter(http)
     version = await push(http, adapter_id, make_adapter())
-    rejected = await push(http, adapter_id, make_adapter(config={"bias": "all"}))
+    rejected = await push(http, adapter_id, make_adapter(config={"bias": "some"}))
     base = f"/admin/v1/adapters/{adapter_id}/versions"
     await new_adapter(http, "globex", "other")
     stranger = await new_bearer(http, "globex")
@@ -78,7 +78,7 @@ async def test_version_report_is_kept(http: httpx.AsyncClient, make_adapter: Cal
     assert [(file["name"], file["size"]) for file in report["files"]] == [
         (name, (directory / name).stat().st_size) for name in FILES
     ]
-    await push(http, adapter_id, make_adapter(config={"bias": "all"}))
+    await push(http, adapter_id, make_adapter(config={"bias": "some"}))
     refused = (await http.get(f"/admin/v1/adapters/{adapter_id}/versions/2/report")).json()
     assert (refused["state"], refused["error"]["code"]) == ("rejected", "unsupported_config")
 
