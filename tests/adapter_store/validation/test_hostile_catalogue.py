@@ -14,11 +14,12 @@ from tests.adapter_store.validation.hostile import MARK, TARGET, Hostile, good_f
 from tests.adapter_store.validation.hostile_configs import CONFIGS
 from tests.adapter_store.validation.hostile_containers import CONTAINERS, GIANTS, PLACES
 from tests.adapter_store.validation.hostile_experts import EXPERTS
+from tests.adapter_store.validation.hostile_forms import FORMS
 from tests.adapter_store.validation.hostile_trained import TRAINED
 from tests.adapter_store.validation.hostile_weights import WEIGHTS
 
 MAX_BYTES = 512 << 20
-CATALOGUE = [*CONTAINERS, *CONFIGS, *WEIGHTS, *TRAINED, *EXPERTS]
+CATALOGUE = [*CONTAINERS, *CONFIGS, *WEIGHTS, *TRAINED, *EXPERTS, *FORMS]
 
 
 def test_catalogue_is_long_and_its_names_are_unique() -> None:
