@@ -136,7 +136,9 @@ class _Header:
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         if self._start[:4] != b"GGUF":
-            raise ConversionRefused("not_gguf", "the file is not in GGUF format")
+            raise ConversionRefused(
+                "not_gguf", "the file is not in GGUF format: to push an adapter in PEFT's format, choose its directory"
+            )
         self._at = 4
         version = self._number("I")
         if version not in (2, 3):

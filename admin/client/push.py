@@ -17,6 +17,7 @@ from loramux.adapter_store.formats.added_vocabulary import encode_added_vocabula
 from loramux.admin.client.added_tokens import added_vocabulary, has_tokenizer
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
 from loramux.admin.client.given_files import is_given
+from loramux.admin.client.missing_files import missing_file
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 TEMPLATE_NAME = "chat_template.jinja"
@@ -207,14 +208,8 @@ def _file_of(directory: Path, file_name: str) -> Path:
     path = directory / file_name
     if is_given(path):
         return path
-    others = sorted(found.name for found in directory.iterdir() if found.suffix in (".bin", ".pt", ".pth", ".pkl"))
-    if file_name.endswith(".safetensors") and others:
-        raise PushRefused(
-            f"{others[0]} is a pickle, which loramux never reads: save the adapter again with safe_serialization=True",
-            "pickle_refused",
-            others[0],
-        )
-    raise PushRefused(f"{directory} has no {file_name}: choose a directory saved by PEFT", "file_missing", file_name)
+    code, message, param = missing_file(directory, file_name)
+    raise PushRefused(message, code, param)
 
 
 def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
