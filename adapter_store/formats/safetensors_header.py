@@ -146,7 +146,7 @@ def _entry(name: str, value: Any) -> TensorEntry:
 
 
 def _may_be_vector(name: str) -> bool:
-    return ".lora_magnitude_vector" in name or name.endswith(".bias")
+    return ".lora_magnitude" in name or name.endswith(".bias")
 
 
 def _may_have_any_shape(name: str, shape: list[int]) -> bool:

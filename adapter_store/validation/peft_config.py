@@ -68,11 +68,16 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "runtime_config": (dict,),
     # Written by PEFT before 0.3: true if weights were merged during evaluation.
     "merge_weights": (bool,),
+    # Written by ms-swift's own LoRA: the dtype of the weights, and the learning rates of LoRA+.
+    "lora_dtype": (str,),
+    **dict.fromkeys(("lorap_emb_lr", "lorap_lr_ratio"), (int, float)),
 }
 
 # Unsupported features, with the values that turn them off.
 _OFF: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
+    # ms-swift's name for `peft_type`.
+    "swift_type": ("LORA", None),
     # The base's biases are trained too, and stored in the file if the base has any: see `PeftConfig.trains_biases`.
     "bias": ("none", "all", "lora_only"),
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva", "mica"),
@@ -93,8 +98,9 @@ _OFF: dict[str, tuple[Any, ...]] = {
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values that turn an option off. PEFT writes all of its options, and newer versions have options not known here."""
 
-_CHANGES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
+_CHANGES_BASE = ("corda", "lora_ga", "olora", "pissa")
 """Prefixes of the initialisations that change the base's weights. An adapter does not contain the changed weights."""
+_CLASSIFICATION = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 _LAYERS_PATTERNS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
 """The values of `layers_pattern` that stand for the list of layers in every supported base."""
 
@@ -149,6 +155,7 @@ class PeftConfig:
 def parse_peft_config(text: bytes) -> PeftConfig:
     """Parse a configuration. Raises AdapterRejected, which names the offending key."""
     document = _parse(text)
+    _check_task(document)
     _check_initialisation(document.get("init_lora_weights"))
     for key, value in document.items():
         if key in _OFF:
@@ -274,8 +281,26 @@ def _layers_pattern(value: Any) -> Any:
     return value
 
 
+def _check_task(document: dict[str, Any]) -> None:
+    """Refuse classifiers, whose head PEFT adds to the modules that it saves."""
+    if document.get("task_type") in _CLASSIFICATION and document.get("modules_to_save"):
+        _refuse(
+            "unsupported_config",
+            "the adapter has a trained head for classification, but only adapters for text generation are served "
+            "(task_type CAUSAL_LM)",
+            "task_type",
+        )
+
+
 def _check_initialisation(value: Any) -> None:
     """Refuse initialisations that changed the base's weights, and say how to convert the adapter."""
+    if isinstance(value, str) and value.lower() == "loftq":
+        _refuse(
+            "unsupported_config",
+            "loftq fits an adapter to weights that LoftQ quantised, and PEFT cannot convert it: train the adapter "
+            "again with another init_lora_weights, such as true",
+            "init_lora_weights",
+        )
     if isinstance(value, str) and value.lower().startswith(_CHANGES_BASE):
         _refuse(
             "unsupported_config",

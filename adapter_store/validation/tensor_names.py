@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.ignored_tensors import WRAPPERS
+from loramux.adapter_store.formats.module_places import MAGNITUDE_SUFFIX
 from loramux.adapter_store.formats.trained_rows import BASE_SUFFIXES, DELTA_SUFFIX, UNUSED_SUFFIXES
 
 _PEFT_PREFIX = "base_model.model."
@@ -30,13 +31,14 @@ _PARALLEL = "module."
 _HEAD, UNEMBEDDING = "lm_head", "unembed_tokens"
 _MAX_DEPTH = 2
 # PEFT stores the two matrices of an embedding's LoRA as plain tensors, not as modules with a weight. Magnitude vectors
-# are stored either way, depending on PEFT's version.
+# are stored either way, depending on PEFT's version. NeMo Automodel calls them `lora_magnitude` for a quantised base.
 _WEIGHTS = {
     "lora_A": (".weight",),
     "lora_B": (".weight", ".bias"),
     "lora_embedding_A": ("",),
     "lora_embedding_B": ("",),
     "lora_magnitude_vector": ("", ".weight"),
+    "lora_magnitude": ("",),
 }
 _OUTER_SUFFIXES = "|".join(re.escape(suffix) for suffix in (*BASE_SUFFIXES, *UNUSED_SUFFIXES, DELTA_SUFFIX))
 _NAME = re.compile(
@@ -47,7 +49,7 @@ _NAME = re.compile(
     (?P<inner>(?:language_model\.|text_model\.)?)
     (?:
         (?P<place>layers\.[0-9]{{1,4}}\.[a-z0-9_.]+|embed_tokens|unembed_tokens|lm_head)
-        \.(?P<half>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)
+        \.(?P<half>lora_[AB]|lora_embedding_[AB]|lora_magnitude(?:_vector)?)
         (?P<adapter>(?:\.[A-Za-z0-9_-]{{1,64}})??)
         (?P<weight>(?:\.weight|\.bias)?)
     |
@@ -139,7 +141,7 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
         # PEFT saves these weights only with its prefix.
         return original, None
     if half:
-        suffix = f".{half}" + ("" if half == "lora_magnitude_vector" else weight)
+        suffix = MAGNITUDE_SUFFIX if half.startswith("lora_magnitude") else f".{half}{weight}"
     depth = models.count("model.")
     if place == _HEAD:
         # The head is a sibling of the base's `model`, one level above all other modules.

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.file_names import CONFIG_FILE
 from loramux.adapter_store.formats.ignored_tensors import is_ignored
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
-from loramux.adapter_store.formats.module_places import A_SUFFIX, TENSOR_PREFIX, ModulePlace
+from loramux.adapter_store.formats.module_places import A_SUFFIX, MAGNITUDE_SUFFIX, TENSOR_PREFIX, ModulePlace
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.rearranged_places import places_in_file
 from loramux.adapter_store.formats.safetensors_header import TensorEntry
@@ -90,7 +91,12 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
     warnings = without_effect(weights.effects) + unmatched(expectation.unmatched) + tensor_warnings(ignored, rounded)
     if not names.are_current:
-        warnings.append(Warn("older_names", "the tensor names differ from PEFT's current names and were translated"))
+        warnings.append(
+            Warn(
+                "older_names",
+                "the tensor names differ from those that PEFT now writes for a text-only model, and were translated",
+            )
+        )
     if parsed.targets_from_tensors:
         warnings.append(
             Warn(
@@ -246,9 +252,24 @@ def _check_names(
         )
     if config.trains_biases and any(name.endswith(".bias") for name in unexpected):
         raise AdapterRejected("unsupported_config", "the file has trained biases of the base", "bias")
+    magnitudes = [name for name in unexpected if name.endswith(MAGNITUDE_SUFFIX)]
+    if magnitudes and not any(name.endswith(MAGNITUDE_SUFFIX) for name in wanted):
+        raise AdapterRejected(
+            "unexpected_tensor",
+            "the file has magnitudes of DoRA, but the configuration does not mention DoRA: set use_dora to true in "
+            + CONFIG_FILE,
+            entries[min(magnitudes)].name,
+        )
     if unexpected:
         raise AdapterRejected(
             "unexpected_tensor", "the configuration does not target this tensor", entries[min(unexpected)].name
+        )
+    if all(name.endswith(MAGNITUDE_SUFFIX) for name in missing):
+        raise AdapterRejected(
+            "missing_tensor",
+            "the configuration has use_dora, but the file lacks this module's magnitudes: save the adapter again with "
+            "its magnitudes",
+            min(missing),
         )
     wanted_layers = {module.layer for module in expected if module.layer is not None}
     if len(wanted_layers) == num_layers > len(layers) > 0 and layers == set(range(len(layers))):

@@ -42,6 +42,11 @@ def test_invocation_tokens_are_read(tokens: list[int]) -> None:
         pytest.param({"use_dora": False, "bias": "none", "modules_to_save": None, "loftq_config": {}}, id="left off"),
         pytest.param({"exclude_modules": ["lm_head"], "layers_pattern": None}, id="exclusions"),
         pytest.param({"auto_mapping": {"base_model_class": "LlamaForCausalLM"}, "task_type": None}, id="no task type"),
+        pytest.param({"task_type": "SEQ_CLS"}, id="another task without a head"),
+        pytest.param(
+            {"swift_type": "LORA", "lora_dtype": "AUTO", "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-6},
+            id="ms-swift's LoRA",
+        ),
         pytest.param({"fan_in_fan_out": True}, id="transposed weights"),
         pytest.param({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}, id="EVA"),
         pytest.param({"enable_lora": None, "merge_weights": False}, id="keys of the first versions of peft"),
@@ -100,6 +105,14 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
             pytest.param({"init_lora_weights": name}, "unsupported_config", "init_lora_weights", id=f"{name} weights")
             for name in ("pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga", "new")
         ),
+        pytest.param({"init_lora_weights": "LoftQ"}, "unsupported_config", "init_lora_weights", id="LoftQ in capitals"),
+        *(
+            pytest.param({"task_type": task, "modules_to_save": [head]}, "unsupported_config", "task_type", id=task)
+            for task, head in (("SEQ_CLS", "score"), ("TOKEN_CLS", "classifier"), ("QUESTION_ANS", "qa_outputs"))
+        ),
+        pytest.param({"swift_type": "ADAPTER"}, "unsupported_config", "swift_type", id="another tuner of ms-swift"),
+        pytest.param({"lora_dtype": 16}, "invalid_config", "lora_dtype", id="dtype as number"),
+        pytest.param({"lorap_lr_ratio": "16"}, "invalid_config", "lorap_lr_ratio", id="learning rate as text"),
         pytest.param({"eva_config": [2.0]}, "invalid_config", "eva_config", id="EVA as list"),
         pytest.param({"velora_config": True}, "invalid_config", "velora_config", id="VeLoRA as switch"),
         pytest.param({"kasa_config": {"beta": 1e-4}}, "unsupported_config", "kasa_config", id="KaSA"),

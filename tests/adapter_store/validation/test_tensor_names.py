@@ -58,6 +58,15 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["lora_magnitude", "lora_magnitude_vector.weight", "lora_magnitude_vector.default"])
+def test_magnitudes_have_one_current_name(name: str) -> None:
+    adapter, module = name.removeprefix("lora_magnitude_vector").strip("."), f"{PREFIX}model.layers.0.mlp.up_proj"
+    a = f"{module}.lora_A.default.weight" if adapter == "default" else f"{module}.lora_A.weight"
+    names = current_names([a, f"{module}.{name}"])
+    assert names.originals[f"{module}.lora_magnitude_vector"] == f"{module}.{name}"
+    assert not names.are_current
+
+
 def digest(files: Any, path: Path, names: Callable[[str], str] = lambda name: name) -> str:
     tensors = save({names(name): tensor for name, tensor in files.tensors.items()})
     report = validate_files(files.config_bytes, tensors, TARGET)

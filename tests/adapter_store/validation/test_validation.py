@@ -539,6 +539,29 @@ def test_invalid_adapter_is_refused(
     assert_refused(files.config_bytes, files.tensor_bytes, target, code, param)
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        pytest.param(with_tensor(MAGNITUDE, ONES[0]), "unexpected_tensor", "set use_dora to true", id="no use_dora"),
+        pytest.param(with_config(use_dora=True), "missing_tensor", "lacks this module's magnitudes", id="none"),
+        pytest.param(
+            lambda files: (with_config(use_dora=True, target_modules=["v_proj"])(files), files.tensors.pop(Q_A)),
+            "unexpected_tensor",
+            "does not target this tensor",
+            id="another module",
+        ),
+    ],
+)
+def test_magnitudes_and_configuration_must_agree(
+    make_adapter: Any, target: PackTarget, change: Callable[[Any], object], code: str, says: str
+) -> None:
+    files = make_adapter()
+    change(files)
+    with pytest.raises(AdapterRejected, match=says) as refused:
+        validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert refused.value.code == code
+
+
 def header_file(header: object, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
