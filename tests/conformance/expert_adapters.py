@@ -164,7 +164,7 @@ def make_expert_subject(
     for seed, plan in enumerate(plans):
         torch.manual_seed(seed)
         path = directory / plan.name
-        make = _with_peft if plan.parameters else _merged
+        make = _with_peft if plan.parameters else merged
         references[plan.name] = make(copy.deepcopy(base), family, plan, path)
         packed[plan.name] = pack_peft_directory(path, target, directory / "base")
     return ExpertSubject(
@@ -194,7 +194,7 @@ def _with_peft(base: PreTrainedModel, _: str, plan: ExpertPlan, directory: Path)
     return model.eval()
 
 
-def _merged(base: PreTrainedModel, family: str, plan: ExpertPlan, directory: Path) -> Any:
+def merged(base: PreTrainedModel, family: str, plan: ExpertPlan, directory: Path) -> Any:
     """Write a file with a tensor for each expert, and merge the adapter into `base`."""
     tensors = {}
     for key, weight in linears(base, family).items():
