@@ -104,9 +104,30 @@ class ModulePlace:
         return TENSOR_PREFIX + self.key + BIAS_SUFFIX
 
 
+def module_of(tensor: str) -> str:
+    """Return the name of the module to which a LoRA's tensor belongs."""
+    return tensor.removeprefix(TENSOR_PREFIX).partition(".lora_")[0]
+
+
 def module_key(layer: int, module: LinearShape) -> str:
     """Return the name of a layer's module in the base model."""
     return f"model.layers.{layer}.{module.name}"
+
+
+def unused_projections(target: PackTarget) -> frozenset[str]:
+    """Return the keys of the K and V projections of layers that read the K and V of an earlier layer.
+
+    In Gemma 3n and Gemma 4, earlier releases of transformers had these modules but did not use them. PEFT ignores their
+    tensors if the base lacks the modules.
+    """
+    layers_with_q, layers_with_k = (_layers_with(target, name) for name in ("self_attn.q_proj", "self_attn.k_proj"))
+    sharing = layers_with_q - layers_with_k if layers_with_k else ()
+    return frozenset(f"model.layers.{layer}.self_attn.{name}" for layer in sharing for name in ("k_proj", "v_proj"))
+
+
+def _layers_with(target: PackTarget, name: str) -> set[int]:
+    shapes = [shape for shape in target.modules if shape.name == name]
+    return {layer for layer in range(target.geometry.num_layers) for shape in shapes if shape.is_in(layer)}
 
 
 def module_places(target: PackTarget) -> Iterator[ModulePlace]:

@@ -17,7 +17,13 @@ from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import CanonicalAdapter, digest_of
 from loramux.adapter_store.formats.float_formats import to_pool_dtype
 from loramux.adapter_store.formats.ignored_tensors import is_ignored
-from loramux.adapter_store.formats.module_places import MAGNITUDE_SUFFIX, ModulePlace, module_places
+from loramux.adapter_store.formats.module_places import (
+    MAGNITUDE_SUFFIX,
+    ModulePlace,
+    module_of,
+    module_places,
+    unused_projections,
+)
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.rearranged_places import in_order, rearranged_places
 from loramux.adapter_store.formats.replaced_rows import LoadedWeights, replaced_rows, write_rows
@@ -140,7 +146,8 @@ def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
             raise AdapterRejected("base_mismatch", "the adapter was made for another base model", place.key)
     known = {name for place in places for name in (place.a_name, place.b_name, place.magnitude_name, place.bias_name)}
     known.update(name for module in target.outer_modules for name in outer_weight_names(module.name))
-    known.update(filter(is_ignored, entries))
+    unused = unused_projections(target)
+    known.update(name for name in entries if is_ignored(name) or module_of(name) in unused)
     if len({place.key for place in places}) != len(file.scales) or not known.issuperset(entries):
         raise AdapterRejected("base_mismatch", "the adapter has modules that the base model does not have")
     return places

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.ignored_tensors import is_ignored
-from loramux.adapter_store.formats.module_places import TENSOR_PREFIX, ModulePlace
+from loramux.adapter_store.formats.module_places import ModulePlace, module_of, unused_projections
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.validation.name_patterns import MAX_NAME_LEN, NameSet, suffixes
 from loramux.adapter_store.validation.pattern_keys import PatternKeys
@@ -215,6 +215,7 @@ class _KnownNames:
 
     def __init__(self, places: Sequence[ModulePlace], target: PackTarget) -> None:
         self._places = places
+        self._unused = unused_projections(target)
         self.modules = {name for place in places if not place.is_stacked for name in suffixes(place.key)}
         self.parameters = {
             name
@@ -233,7 +234,8 @@ class _KnownNames:
         named += [(f"target_parameters[{i}]", name, self.parameters) for i, name in enumerate(config.target_parameters)]
         unknown = [(param, name) for param, name, known in named if name not in known]
         if unknown:
-            in_file = {part for module in map(_module_of, names.originals) for part in suffixes(module)} - {""}
+            modules_in_file = set(map(_module_of, names.originals)) - self._unused
+            in_file = {part for module in modules_in_file for part in suffixes(module)} - {""}
             # A parameter's tensors are named after its module.
             strange = next(
                 (param for param, name in unknown if not in_file.isdisjoint((name, name.rpartition(".")[0]))), None
@@ -253,6 +255,6 @@ class _KnownNames:
 
 def _module_of(tensor: str) -> str:
     """Return the name of the module to which a tensor of an adapter belongs, or "" for a tensor that is ignored."""
-    module = tensor.removeprefix(TENSOR_PREFIX).partition(".lora_")[0]
+    module = module_of(tensor)
     # Listing the ends of a name that is much longer than any module's would take long.
     return "" if len(module) > MAX_NAME_LEN or is_ignored(tensor) else module

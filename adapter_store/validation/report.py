@@ -130,13 +130,18 @@ def unmatched(params: Sequence[str]) -> list[Warn]:
     return [_listed("unmatched_names", message, params)]
 
 
-def tensor_warnings(ignored: Sequence[str], rounded: Sequence[str]) -> list[Warn]:
+def tensor_warnings(ignored: Sequence[str], unused: Sequence[str], rounded: Sequence[str]) -> list[Warn]:
     """Return the warnings about tensors that are not used, or not used exactly as they are."""
     of_training = [name for name in ignored if is_of_training(name)]
     of_other_parts = [name for name in ignored if not is_of_training(name)]
     found = (
         ("other_parts_ignored", "loramux serves only the text decoder, so these tensors are not used", of_other_parts),
         ("training_state_ignored", "these tensors are used only in training", of_training),
+        (
+            "shared_layers_ignored",
+            "these layers use the K and V of earlier layers, but not these tensors",
+            unused,
+        ),
         ("values_rounded", "these float64 values were rounded to float32", rounded),
     )
     return [_listed(code, message, params) for code, message, params in found if params]

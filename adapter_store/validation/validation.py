@@ -16,7 +16,14 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.file_names import CONFIG_FILE
 from loramux.adapter_store.formats.ignored_tensors import is_ignored
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
-from loramux.adapter_store.formats.module_places import A_SUFFIX, MAGNITUDE_SUFFIX, TENSOR_PREFIX, ModulePlace
+from loramux.adapter_store.formats.module_places import (
+    A_SUFFIX,
+    MAGNITUDE_SUFFIX,
+    TENSOR_PREFIX,
+    ModulePlace,
+    module_of,
+    unused_projections,
+)
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.rearranged_places import places_in_file
 from loramux.adapter_store.formats.safetensors_header import TensorEntry
@@ -49,7 +56,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         with checks.check("modules"):
             names = with_stacked_names(current_names(file.header.tensors), parsed, target)
             ignored = sorted(filter(is_ignored, file.header.tensors))
-            entries = _used(file, names, ignored)
+            unused = _of_modules(names, unused_projections(target))
+            entries = _used(file, names, [*ignored, *unused])
             places = places_in_file(target, _modules(entries))
             expectation = expected_modules(parsed, target, places, _ranks(entries, places), names)
             expected = expectation.modules
@@ -89,7 +97,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
     with checks.check("effect"):
         if weights.largest_effect == 0.0 and not weights.has_vectors and not parts.rows:
             raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
-    warnings = without_effect(weights.effects) + unmatched(expectation.unmatched) + tensor_warnings(ignored, rounded)
+    warnings = without_effect(weights.effects) + unmatched(expectation.unmatched)
+    warnings += tensor_warnings(ignored, unused, rounded)
     if not names.are_current:
         warnings.append(
             Warn(
@@ -174,6 +183,11 @@ def _used(file: TensorFile, names: TensorNames, ignored: Collection[str]) -> dic
             "target_modules",
         )
     return {name: file.header.tensors[original] for name, original in used.items()}
+
+
+def _of_modules(names: TensorNames, modules: Collection[str]) -> list[str]:
+    """Return the tensors of some modules, by their names in the file."""
+    return sorted(original for name, original in names.originals.items() if module_of(name) in modules)
 
 
 def _modules(entries: Mapping[str, TensorEntry]) -> set[str]:

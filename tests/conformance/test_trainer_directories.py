@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.admin.check.adapter_check import check_adapter, check_gguf
+from loramux.admin.check.adapter_check import check_directory, check_gguf
 from loramux.admin.check.verdict import Verdict
 from loramux.engine.config import pack_target
 from loramux.engine.messages import Add, SamplingParams
@@ -100,7 +100,7 @@ class TrainerSubject(Subject):
 
 def checked(path: Path, base_dir: Path) -> Verdict:
     """Check a path as `loramux check` does."""
-    return check_adapter(path, base_dir, "float32") if path.is_dir() else check_gguf(path, base_dir, "float32")
+    return check_directory(path, base_dir, "float32") if path.is_dir() else check_gguf(path, base_dir, "float32")
 
 
 def compare(recipes: list[Recipe], directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:

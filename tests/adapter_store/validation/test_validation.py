@@ -23,6 +23,9 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import pack
 from loramux.adapter_store.ingest.originals import KeptHeader
 from loramux.adapter_store.validation.validation import validate_files
+from loramux.kernels.layout import LinearShape
+from tests.adapter_store.adapter_files import AdapterMaker, tensor_name
+from tests.adapter_store.small_base import make_target
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 MAGNITUDE = Q_A.replace("lora_A.weight", "lora_magnitude_vector")
@@ -560,6 +563,28 @@ def test_magnitudes_and_configuration_must_agree(
     with pytest.raises(AdapterRejected, match=says) as refused:
         validate_files(files.config_bytes, files.tensor_bytes, target)
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize("by_full_names", [False, True])
+def test_projections_that_layers_do_not_use_are_ignored(by_full_names: bool, tmp_path: Path) -> None:
+    """The second layer reads the first layer's K and V. Earlier releases of transformers gave it projections too."""
+    names, layers = ("q_proj", "k_proj", "v_proj"), {"q_proj": None, "k_proj": (0,), "v_proj": (0,)}
+    target = make_target(modules=tuple(LinearShape(f"self_attn.{name}", 32, 32, layers=layers[name]) for name in names))
+    every = make_target(modules=tuple(LinearShape(f"self_attn.{name}", 32, 32) for name in names))
+    files = AdapterMaker(every)(modules=tuple(f"self_attn.{name}" for name in names))
+    if by_full_names:
+        modules = [f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in names]
+        files.config["target_modules"] = modules
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    [ignored] = [warning for warning in report.warnings if warning.code == "shared_layers_ignored"]
+    assert ignored.count == 4
+    assert all(".layers.1.self_attn." in name for name in ignored.params)
+    path = tmp_path / "canonical"
+    write_canonical(files.tensor_bytes, report.scales, path, report.names)
+    assert pack(path, target).num_pages == report.num_pages
+    files.config["target_modules"] = ["q_proj"]
+    name = tensor_name(0, "self_attn.k_proj", "A")
+    assert_refused(files.config_bytes, files.tensor_bytes, target, "unexpected_tensor", name)
 
 
 def header_file(header: object, data: bytes = b"") -> bytes:

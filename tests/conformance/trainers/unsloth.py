@@ -13,6 +13,7 @@ Sources: `get_peft_regex` in unsloth_zoo/peft_utils.py, `fix_lora_auto_mapping` 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -25,12 +26,14 @@ from tests.conformance.trainers import refusals
 from tests.conformance.trainers.recipe import Recipe, Refusal, Settings
 from tests.conformance.trainers.saved_files import (
     Change,
+    SavedFiles,
     has,
     has_files,
     is_another_format,
     is_classifier,
     is_in,
     is_whole_model,
+    lists_full_names,
     renames,
     sets,
 )
@@ -87,6 +90,15 @@ def _recipe(release: str, about: str, base: str, settings: Settings, *changes: C
 _BEFORE_4_52 = (r"^model\.language_model\.", "language_model.model.")
 _READ = ("older_names",)
 _BY_TENSORS = ("selected_by_tensors",)
+
+
+def shares_k_and_v(files: SavedFiles) -> None:
+    """Add K and V in the last two of six layers, which read earlier layers, as earlier releases of transformers did."""
+    own = [name for name in files.tensors if re.search(r"\.layers\.[01]\..*\.[kv]_proj\.", name)]
+    for name in own:
+        later = re.sub(r"\.layers\.([01])\.", lambda match: f".layers.{int(match[1]) + 4}.", name)
+        # Without an effect, B is never trained.
+        files.tensors[later] = (torch.ones_like if ".lora_A" in name else torch.zeros_like)(files.tensors[name])
 
 
 UNSLOTH = [
@@ -147,6 +159,29 @@ UNSLOTH = [
         },
     ),
     _recipe("2026.3", "experts by the names of transformers 4", "qwen3-moe", seven(4)),
+    *(
+        _recipe(
+            "2025.10",
+            f"layers of {base} that read the K and V of others",
+            base,
+            seven(4),
+            shares_k_and_v,
+            warnings=("shared_layers_ignored",),
+        )
+        for base in ("gemma3n", "gemma4")
+    ),
+    *(
+        _recipe(
+            "2025.10",
+            f"layers of {base} that read the K and V of others, by full names",
+            base,
+            seven(4),
+            shares_k_and_v,
+            lists_full_names,
+            warnings=("shared_layers_ignored", "unmatched_names"),
+        )
+        for base in ("gemma3n", "gemma4")
+    ),
     _recipe(
         "2024.8",
         "LoftQ",
