@@ -12,6 +12,7 @@ from loramux.platform.generation.plan import Reasoning
 from loramux.platform.openai_api.conversation import template_messages
 from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.platform.tokenizer.content_form import ContentForms
 from loramux.platform.tokenizer.conversation import TemplateRefused
 from loramux.platform.tokenizer.template_check import TemplateFeatures
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
@@ -86,7 +87,7 @@ def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -
 def _continued(body: ChatRequest) -> str:
     """Return the beginning of the answer if the request contains one, otherwise ""."""
     final = body.messages[-1]
-    return final.content or "" if body.continue_final_message and final.role == "assistant" else ""
+    return final.text if body.continue_final_message and final.role == "assistant" else ""
 
 
 def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str, Any]:
@@ -99,8 +100,9 @@ def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str
             "this model's chat template does not support tools", param="tools", code="unsupported_parameter"
         )
     as_text = features is not None and features.arguments_as_text
+    forms = ContentForms() if features is None else features.content
     return {
-        "messages": template_messages(body.messages, arguments_as_text=as_text),
+        "messages": template_messages(body.messages, forms, arguments_as_text=as_text),
         "tools": tools,
         "kwargs": _kwargs(body, features),
         "add_generation_prompt": body.add_generation_prompt is not False,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field, PlainValidator
+from pydantic_core import PydanticKnownError
+from typing_extensions import TypedDict
 
 from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.strict_model import StrictModel
+from loramux.platform.tokenizer.content_form import ContentForms, formed_content
 from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH, is_function_name
 
 MAX_ID_CHARACTERS = 256
@@ -17,18 +20,39 @@ MAX_ID_CHARACTERS = 256
 PART_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Fields of a text part that tell Anthropic's and OpenAI's servers where to cache the prompt. They have no effect."""
 
+T = TypeVar("T")
 
-def _content(value: Any) -> Any:
+Content: TypeAlias = str | tuple[str, ...]
+"""A message's content: a string, or the texts of the content parts that the client sent."""
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+def _content(value: Any) -> Content | None:
+    if value is None or isinstance(value, str):
+        return _encodable(value)
     if not isinstance(value, list):
-        return value
+        raise PydanticKnownError("string_type")
     texts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError('only parts {"type": "text", "text": ...} are supported')
         if not part.keys() <= {"type", "text", *PART_HINTS}:
             raise ValueError("a text part can have only the fields type, text and cache_control")
-        texts.append(part["text"])
-    return "\n".join(texts)
+        texts.append(_encodable(part["text"]))
+    return tuple(texts) or ""
+
+
+def _encodable(text: T) -> T:
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise PydanticKnownError("string_unicode") from None
+    return text
 
 
 def _called_name(name: str) -> str:
@@ -69,7 +93,9 @@ class ChatMessage(StrictModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content)] = None
+    content: Annotated[Content | None, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = (
+        None
+    )
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=MAX_ID_CHARACTERS)
@@ -85,18 +111,31 @@ class ChatMessage(StrictModel):
     reasoning_details: Any = None
     cache_control: Any = None
 
+    @property
+    def text(self) -> str:
+        """The content as a string."""
+        return self.content if isinstance(self.content, str) else "\n".join(self.content or ())
 
-def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
-    """Convert messages to dicts for a chat template, with the arguments of tool calls as objects or as text.
+
+def template_messages(
+    messages: Sequence[ChatMessage], forms: ContentForms, *, arguments_as_text: bool = False
+) -> list[dict[str, Any]]:
+    """Convert messages to dicts for a chat template, with contents in the form that it reads, and with the arguments of
+    tool calls as objects or as text.
 
     Raises InvalidRequest for missing content, for fields that do not suit a message's role, and for tool messages that
     answer no earlier call.
     """
     names: dict[str, str] = {}
-    return [_message(message, f"messages[{index}]", names, arguments_as_text) for index, message in enumerate(messages)]
+    return [
+        _message(message, f"messages[{index}]", names, forms, arguments_as_text)
+        for index, message in enumerate(messages)
+    ]
 
 
-def _message(message: ChatMessage, param: str, names: dict[str, str], as_text: bool) -> dict[str, Any]:
+def _message(
+    message: ChatMessage, param: str, names: dict[str, str], forms: ContentForms, as_text: bool
+) -> dict[str, Any]:
     """Convert one message. `names` maps the ID of each earlier call to the name of its function."""
     # "developer" is OpenAI's newer name for the system role. Chat templates use the older one.
     role = "system" if message.role == "developer" else message.role
@@ -105,7 +144,7 @@ def _message(message: ChatMessage, param: str, names: dict[str, str], as_text: b
             f"{param}.content is required", param=f"{param}.content", code="missing_required_parameter"
         )
     _check_role(message, param)
-    shown: dict[str, Any] = {"role": role, "content": message.content or ""}
+    shown: dict[str, Any] = {"role": role, "content": formed_content(forms.of(role), message.content or "")}
     if message.name is not None:
         shown["name"] = message.name
     if role == "tool":

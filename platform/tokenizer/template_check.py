@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from loramux.platform.tokenizer.content_form import ContentForm, ContentForms, formed_content
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -28,6 +29,9 @@ _TOOL = {
 }
 _ARGUMENTS = {"word": "fox"}
 _RESULT = {"role": "tool", "tool_call_id": "call00001", "name": _NAME, "content": "Result 1496."}
+_MORE = "Detail 7538."
+_UNREAD = "unread_4417"
+"""A key of content parts that no template reads. It appears in prompts of templates that print whole parts."""
 
 
 class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +49,8 @@ class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
     """The variable that turns thinking on and off, one of THINKING_SWITCHES, if there is one."""
     reasoning_effort: bool
     """True if the variable `reasoning_effort` changes the prompt."""
+    content: ContentForms
+    """The form in which each role's content appears in the prompt."""
 
 
 def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
@@ -57,41 +63,79 @@ def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
     def prompt(*messages: Mapping[str, Any], tools: bool = False, **kwargs: Any) -> str:
         return render(Conversation(messages=messages, tools=[_TOOL] if tools else None, kwargs=kwargs))
 
-    def shows(expected: list[str], *messages: Mapping[str, Any], tools: bool = False) -> bool:
+    def shows(expected: Sequence[str], *messages: Mapping[str, Any], tools: bool = False) -> bool:
         try:
             text = prompt(*messages, tools=tools)
         except TemplateRefused:
             return False
-        return all(part in text for part in expected)
+        return all(part in text for part in expected) and _UNREAD not in text
 
-    def changes(name: str, values: tuple[Any, ...]) -> bool:
+    def form(
+        message: Mapping[str, Any],
+        before: Sequence[Mapping[str, Any]] = (),
+        after: Sequence[Mapping[str, Any]] = (),
+        tools: bool = False,
+    ) -> ContentForm | None:
+        """Return the form in which the message's content is shown, or None if it is shown in no form."""
+
+        def reads(content: Any, *expected: str) -> bool:
+            return shows(expected, *before, {**message, "content": content}, *after, tools=tools)
+
+        text = message["content"]
+        reads_text = reads(text, text)
+        if reads(_parts(text, _MORE), text, _MORE):
+            return "as_sent" if reads_text else "parts"
+        if reads_text:
+            return "text"
+        return "one_part" if reads(_parts(text), text) else None
+
+    def changes(name: str, message: Mapping[str, Any], values: tuple[Any, ...]) -> bool:
         try:
-            return len({prompt(_USER, **{name: value}) for value in values}) > 1
+            return len({prompt(message, **{name: value}) for value in values}) > 1
         except TemplateRefused:
             return False
 
-    def shows_call(arguments: Any) -> bool:
-        return shows([_NAME, "fox", _RESULT["content"]], _USER, _called(arguments), _RESULT, tools=True)
-
-    plain = prompt(_USER)
-    if not plain.strip():
-        raise TemplateRefused("the chat template renders nothing", "chat_template")
-    if _USER["content"] not in plain:
+    user_form = form(_USER)
+    if user_form is None:
+        if not prompt(_USER).strip():
+            raise TemplateRefused("the chat template renders nothing", "chat_template")
         raise TemplateRefused("the chat template does not render the user's message", "chat_template")
-    reads_objects = shows_call(_ARGUMENTS)
-    reads_text = not reads_objects and shows_call(json.dumps(_ARGUMENTS))
+    user, again = _formed(_USER, user_form), _formed(_AGAIN, user_form)
+    # A role that is not shown gets the user's form.
+    system_form = form(_SYSTEM, after=[user]) or user_form
+    assistant_form = form(_ANSWER, before=[user], after=[again]) or user_form
+
+    def called(arguments: Any) -> dict[str, Any]:
+        # Mistral templates require an ID of nine characters.
+        call = {"id": _RESULT["tool_call_id"], "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        return _formed({"role": "assistant", "content": "", "tool_calls": [call]}, assistant_form)
+
+    objects, text = called(_ARGUMENTS), called(json.dumps(_ARGUMENTS))
+    tool_form = (
+        form(_RESULT, before=[user, objects], tools=True) or form(_RESULT, before=[user, text], tools=True) or user_form
+    )
+
+    def shows_call(call: Mapping[str, Any]) -> bool:
+        return shows([_NAME, "fox", _RESULT["content"]], user, call, _formed(_RESULT, tool_form), tools=True)
+
+    reads_objects = shows_call(objects)
+    reads_text = not reads_objects and shows_call(text)
+    system, answer = _formed(_SYSTEM, system_form), _formed(_ANSWER, assistant_form)
     return TemplateFeatures(
-        system=shows([_SYSTEM["content"], _USER["content"]], _SYSTEM, _USER),
-        several_turns=shows([one["content"] for one in (_USER, _ANSWER, _AGAIN)], _USER, _ANSWER, _AGAIN),
-        tools=shows([_NAME], _USER, tools=True),
+        system=shows([_SYSTEM["content"], _USER["content"]], system, user),
+        several_turns=shows([one["content"] for one in (_USER, _ANSWER, _AGAIN)], user, answer, again),
+        tools=shows([_NAME], user, tools=True),
         tool_results=reads_objects or reads_text,
         arguments_as_text=reads_text,
-        thinking_switch=next((one for one in THINKING_SWITCHES if changes(one, (True, False))), None),
-        reasoning_effort=changes("reasoning_effort", ("low", "high")),
+        thinking_switch=next((one for one in THINKING_SWITCHES if changes(one, user, (True, False))), None),
+        reasoning_effort=changes("reasoning_effort", user, ("low", "high")),
+        content=ContentForms(system=system_form, user=user_form, assistant=assistant_form, tool=tool_form),
     )
 
 
-def _called(arguments: Any) -> dict[str, Any]:
-    # Mistral templates require an ID of nine characters.
-    call = {"id": _RESULT["tool_call_id"], "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def _parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, _UNREAD: True} for text in texts]
+
+
+def _formed(message: Mapping[str, Any], form: ContentForm) -> dict[str, Any]:
+    return {**message, "content": formed_content(form, message["content"])}

@@ -261,6 +261,17 @@ def test_an_adapter_of_stacked_experts_is_accepted(tmp_path: Path) -> None:
     assert document["facts"]["max_rank"] == 3
 
 
+PARTS = "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
+
+
+def test_templates_that_read_lists_of_parts_are_served(base: Path, adapter: Path) -> None:
+    (base / "chat_template.jinja").write_text(PARTS)
+    document = checked(base)
+    assert (document["facts"]["chat_template"], document["warnings"]) == (True, [])
+    (adapter / "chat_template.jinja").write_text(PARTS)
+    assert checked(adapter, "--model", DEMO_BASE)["facts"]["chat_template"]["size"] == len(PARTS)
+
+
 def test_added_tokens_are_checked_against_the_bases_tokenizer(adapter: Path) -> None:
     flags = dict.fromkeys(("special", "lstrip", "rstrip", "single_word", "normalized"), False)
     for content, vocab_size, code, param in (

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from loramux.adapter_store.formats.file_names import PARSERS_FILE, TEMPLATE_FILE
+from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
-from tests.platform.gateways import Gateway
+from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.demo_base import DEMO_BASE
+from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.tokenizer.templates import BY_ROLE, EITHER, FIRST_PART, PARTS
 from tests.platform.tool_base import TEMPLATE
 
 pytestmark = pytest.mark.anyio
@@ -97,3 +104,60 @@ async def test_tokenize_uses_the_versions_template(gateway: Gateway) -> None:
     response = await gateway.http.post("/tokenize", json={"model": "support", "messages": ASKED})
     text = gateway.services.tokenizer.decode(response.json()["tokens"])
     assert text == "ACME: user Hello >"
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+CONTENTS: dict[str, tuple[str, str, str]] = {
+    "strings": (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}",
+        "<system>Be brief.</><user>Hello</><assistant></><user>One\nTwo</>",
+        "<user>One\nTwo</><assistant>Thr",
+    ),
+    "parts": (
+        PARTS,
+        "<system>Be brief.</><user>Hello</><assistant></><user>OneTwo</><assistant>",
+        "<user>OneTwo</><assistant>Thr",
+    ),
+    "first part": (
+        FIRST_PART,
+        "<system>Be brief.</><user>Hello</><assistant></><user>One\nTwo</>",
+        "<user>One\nTwo</><assistant>Thr",
+    ),
+    "both": (
+        EITHER,
+        "<system>Be brief.</><user>Hello</><assistant></><user>[One][Two]</>",
+        "<user>[One][Two]</><assistant>Thr",
+    ),
+    "by role": (
+        BY_ROLE,
+        "<system>Be brief.</><user>Hello</><assistant></><user>OneTwo</>",
+        "<user>OneTwo</><assistant>Thr",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_base", [False, True], ids=["adapter", "base"])
+@pytest.mark.parametrize(("source", "whole", "continued"), CONTENTS.values(), ids=CONTENTS.keys())
+async def test_a_template_gets_contents_in_the_form_that_it_reads(
+    accounts: Database, threads: ThreadPoolExecutor, source: str, whole: str, continued: str, is_base: bool
+) -> None:
+    raw = Tokenizer.from_file(str(DEMO_BASE / "tokenizer.json"))
+    base = ChatTemplate({"default": source if is_base else "{{ messages[0].content }}"}, {})
+    asked = {"role": "user", "content": parts("One", "Two")}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": []},
+        asked,
+    ]
+    begun = [asked, {"role": "assistant", "content": "Thr"}]
+    async with open_gateway(accounts, ModelTokenizer(raw, base), threads) as gateway:
+        model = "base" if is_base else "support"
+        if not is_base:
+            gateway.add_adapter("acme", model, files={TEMPLATE_FILE: source.encode()})
+        assert await prompt_of(gateway, model, gateway.key, messages=messages) == whole
+        fields = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+        assert await prompt_of(gateway, model, gateway.key, **fields) == continued

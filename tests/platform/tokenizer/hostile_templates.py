@@ -91,6 +91,7 @@ UNUSABLE = {
     "comment": "{# nothing #}",
     "fixed": "You are helpful.",
     "without the user": "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}",
+    "prints the dict of a part": "{{ messages[0].content[0] if messages[0].content is not string }}",
     "needs a field": "{{ messages[0].content + messages[0].mood }}",
     "needs a variable": "{{ mood.name }}{{ messages[0].content }}",
     "refuses": "{{ raise_exception('no') }}",

@@ -94,3 +94,44 @@ HEADERS = """\
 """Every kind of whitespace control, stripped messages, one call per turn, and `tojson` with arguments."""
 
 TEMPLATES = {"chatml": CHATML, "headers": HEADERS}
+
+PARTS = """\
+{%- for message in messages %}
+    {{- '<' + message.role + '>' }}
+    {%- for part in message['content'] %}
+        {%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}
+    {%- endfor %}
+    {{- '</>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}
+"""
+"""Reads only lists of parts. Strings appear as nothing, without an error."""
+
+FIRST_PART = "{% for message in messages %}<{{ message.role }}>{{ message['content'][0]['text'] }}</>{% endfor %}"
+"""Reads only the first part of a list."""
+
+EITHER = """\
+{%- for message in messages %}
+    {{- '<' + message.role + '>' }}
+    {%- if message.content is string %}
+        {{- message.content | trim }}
+    {%- else %}
+        {%- for part in message.content %}{{- '[' + part.text + ']' }}{%- endfor %}
+    {%- endif %}
+    {{- '</>' }}
+{%- endfor %}
+"""
+"""Reads strings and lists of parts, and shows them differently."""
+
+BY_ROLE = """\
+{%- for message in messages %}
+    {{- '<' + message.role + '>' }}
+    {%- if message.role == 'user' %}
+        {%- for part in message.content | selectattr('type', 'equalto', 'text') %}{{- part.text }}{%- endfor %}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '</>' }}
+{%- endfor %}
+"""
+"""Reads lists of the user and strings of all others. Lists of others would be printed as they are."""

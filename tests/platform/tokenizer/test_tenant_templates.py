@@ -13,6 +13,7 @@ from loramux.adapter_store.sandbox.confinement import CALLS, FILES
 from loramux.adapter_store.validation.validator import missing_measures
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.platform.tokenizer.content_form import ContentForm, ContentForms
 from loramux.platform.tokenizer.tenant_templates import (
     MAX_KEPT_PER_TENANT,
     MAX_TEMPLATE_CHARS,
@@ -21,7 +22,7 @@ from loramux.platform.tokenizer.tenant_templates import (
 )
 from tests.conformance.chat_templates import BOS, CASES, EOS
 from tests.platform.tokenizer.hostile_templates import COSTLY, ESCAPES, SLOW, UNUSABLE
-from tests.platform.tokenizer.templates import CHATML, TEMPLATES
+from tests.platform.tokenizer.templates import BY_ROLE, CHATML, EITHER, FIRST_PART, HEADERS, PARTS, TEMPLATES
 
 pytestmark = pytest.mark.anyio
 
@@ -139,6 +140,34 @@ async def test_check_names_the_features(templates: TenantTemplates) -> None:
     single = await templates.check("a", "{{ messages[0].content }}{{ reasoning_effort }}{% if thinking %}!{% endif %}")
     assert (single.several_turns, single.tools, single.tool_results) == (False, False, False)
     assert (single.thinking_switch, single.reasoning_effort) == ("thinking", True)
+
+
+@pytest.mark.parametrize(
+    ("source", "forms"),
+    [
+        (PLAIN, ("text", "text", "text", "text")),
+        ("{{ messages | tojson }}", ("text", "text", "text", "text")),
+        (HEADERS, ("text", "text", "text", "text")),
+        (CHATML, ("text", "as_sent", "text", "text")),
+        (PARTS, ("parts", "parts", "parts", "parts")),
+        (FIRST_PART, ("one_part", "one_part", "one_part", "one_part")),
+        (EITHER, ("as_sent", "as_sent", "as_sent", "as_sent")),
+        (BY_ROLE, ("text", "parts", "text", "text")),
+        ("{{ messages[-1].content[0].text }}", ("one_part", "one_part", "one_part", "one_part")),
+    ],
+    ids=[
+        *("strings", "everything as JSON", "trimmed strings", "both for the user", "parts", "first part", "both"),
+        *("by role", "one message"),
+    ],
+)
+async def test_check_finds_the_form_of_each_roles_content(
+    templates: TenantTemplates, source: str, forms: tuple[ContentForm, ...]
+) -> None:
+    system, user, assistant, tool = forms
+    features = await templates.check("a", source)
+    assert features.content == ContentForms(system=system, user=user, assistant=assistant, tool=tool)
+    base = ChatTemplate({"default": source}, SPECIAL_TOKENS)
+    assert base.features() == features
 
 
 async def test_slow_template_delays_only_its_own_tenant(templates: TenantTemplates) -> None:
