@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
@@ -20,6 +21,7 @@ from loramux.platform.openai_api.openapi_schemas import CompletionDocument
 from loramux.platform.openai_api.request_life import serve
 from loramux.platform.openai_api.schemas import CompletionRequest
 from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.tokenizer.detokenizer import echoed_text
 
 T = TypeVar("T")
 
@@ -89,11 +91,13 @@ def _known(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 
 
 def _echoes(target: Target, body: CompletionRequest, prompts: Prompts) -> list[str]:
-    skips = body.text_rules().skip_special_tokens
+    rules, tokenizer = body.text_rules(), target.tokenizer
+    # The tokens after a prompt can complete its last character.
+    decoded = tokenizer.decode if rules.only_prompt else partial(echoed_text, tokenizer)
     texts = [
         given
         if isinstance(given, str) and body.truncate_prompt_tokens is None
-        else target.tokenizer.decode(prompt, skip_special_tokens=skips)
+        else decoded(prompt, skip_special_tokens=rules.skip_special_tokens)
         for given, prompt in zip(body.prompt, prompts, strict=True)
     ]
     return _for_each_choice(body, texts)

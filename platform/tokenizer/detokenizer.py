@@ -20,6 +20,21 @@ def new_detokenizer(tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_sp
     return kind(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
 
 
+def echoed_text(tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """Return the text of a prompt, without an incomplete character at its end.
+
+    A detokenizer of the tokens after the prompt returns this character, once it is complete.
+    """
+    if tokenizer.joins_bytes:
+        return ByteDetokenizer(tokenizer, (), skip_special_tokens=skip_special_tokens).feed_all(prompt)
+    detokenizer = ContextDetokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+    end, num_held = len(prompt), detokenizer.num_held
+    while num_held:
+        end -= 1
+        num_held -= bool(detokenizer.spelled(prompt[end]))
+    return tokenizer.decode(prompt[:end], skip_special_tokens=skip_special_tokens)
+
+
 class Detokenizer(Protocol):
     """Decodes one sequence token by token. `feed`, `feed_all` and `finish` return the new text."""
 
@@ -61,15 +76,16 @@ class ContextDetokenizer:
     def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skips_special_tokens = skip_special_tokens
-        self._ids = list(prompt[-CONTEXT_TOKENS:])
-        self._start = 0
-        self._read = len(self._ids)
-        self._given = self._decoded(self._ids)
+        self.spelled = tokenizer.text_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._ids: list[int] = []
+        self._start = self._read = 0
+        self._given = ""
         self._utf8 = _Utf8("replace")
+        # The prompt can end with an incomplete character.
+        self.feed_all(prompt[-CONTEXT_TOKENS:])
 
     def feed(self, token_id: int) -> str:
-        tokenizer = self._tokenizer
-        spelled = tokenizer.text_bytes(token_id) if self._skips_special_tokens else tokenizer.token_bytes(token_id)
+        spelled = self.spelled(token_id)
         if not spelled:
             # A special token between the parts of a character does not split the character.
             return ""
@@ -78,6 +94,11 @@ class ContextDetokenizer:
         begun, _ = self._utf8.getstate()
         # An incomplete character has at most three bytes, so no token is held back for long.
         return "" if begun else self._give(self._decoded(self._ids[self._start :]))
+
+    @property
+    def num_held(self) -> int:
+        """Number of tokens that are held back. Tokens without text do not count."""
+        return len(self._ids) - self._read
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
         return "".join(map(self.feed, token_ids))

@@ -213,6 +213,21 @@ async def test_echo_begins_each_choice_with_its_prompt(gateway: Any, tokenizer: 
         assert list(texts.values()) == [f"{one} and on." for one in prompts for _ in range(2)]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_echo_of_a_prompt_that_ends_inside_a_character(gateway: Any, tokenizer: Any, stream: bool) -> None:
+    *prompt, last = tokenizer.encode("One 🦊")
+    more = tokenizer.encode(" and on.")[1:]
+    for token_ids, expected in (((last, *more), "One 🦊 and on."), (more, "One \ufffd and on.")):
+        gateway.engine.script = lambda add, token_ids=token_ids: Script(token_ids=token_ids)
+        answer = await gateway.openai.completions.create(
+            model="base", prompt=prompt, max_tokens=len(token_ids), echo=True, stream=stream
+        )
+        text = answer.choices[0].text if not stream else "".join([one.choices[0].text async for one in answer])
+        assert text == expected
+    answer = await gateway.openai.completions.create(model="base", prompt=prompt, max_tokens=0, echo=True)
+    assert answer.choices[0].text == "One \ufffd"
+
+
 async def test_stop_strings_are_not_matched_in_an_echo(gateway: Any, tokenizer: Any) -> None:
     gateway.engine.script = lambda add: Script(token_ids=tokenizer.encode(" yes. no")[1:])
     answer = await gateway.openai.completions.create(

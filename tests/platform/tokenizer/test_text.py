@@ -17,7 +17,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.chat_prompt import ChatPrompts
 from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
-from loramux.platform.tokenizer.detokenizer import StopStrings, new_detokenizer
+from loramux.platform.tokenizer.detokenizer import StopStrings, echoed_text, new_detokenizer
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
@@ -82,6 +82,38 @@ def test_no_character_is_lost_with_byte_tokens(text: str) -> None:
     given_out = pieces(sentencepiece_like(), [1], [4 + byte for byte in text.encode()])
     assert "".join(given_out).lstrip(" ") == text.lstrip(" ")
     assert given_out[-1] == ""
+
+
+def echoed(tokenizer: ModelTokenizer, ids: list[int], place: int) -> str:
+    """The echo of the first `place` tokens, and the text of the tokens after them."""
+    prompt = ids[:place]
+    return echoed_text(tokenizer, prompt, skip_special_tokens=True) + "".join(pieces(tokenizer, prompt, ids[place:]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(6, 1023), max_size=12), place=st.integers(0, 12))
+def test_an_echo_and_its_continuation_join_to_the_text_of_all_tokens(
+    tokenizer: Any, ids: list[int], place: int
+) -> None:
+    assert echoed(tokenizer, ids, place) == tokenizer.decode(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=6), place=st.integers(0, 20))
+def test_a_prompt_can_end_inside_a_character_of_byte_tokens(text: str, place: int) -> None:
+    tokenizer = sentencepiece_like()
+    ids = [1, *(4 + byte for byte in text.encode())]
+    assert echoed(tokenizer, ids, place + 1) == tokenizer.decode(ids) == f"Hello{text}"
+
+
+def test_an_echo_has_the_complete_characters_of_its_prompt(tokenizer: Any) -> None:
+    fox = list(tokenizer.encode("é🦊"))[1:]
+    special = tokenizer.encode("")[0]
+    assert echoed_text(tokenizer, [*fox[:-1], special], skip_special_tokens=True) == "é"
+    byte_tokens = sentencepiece_like()
+    ids = [1, *(4 + byte for byte in "é🦊".encode())]
+    assert echoed_text(byte_tokens, ids[:-1], skip_special_tokens=True) == "Helloé"
+    assert echoed_text(byte_tokens, ids, skip_special_tokens=True) == "Helloé🦊"
 
 
 def test_genuine_replacement_character_is_not_held_back(tokenizer: Any) -> None:
