@@ -179,6 +179,7 @@ class Engine:
             self._traces.added(sequence)
         if add.grammar:
             grammar = self._grammars.request(add.isolation_key, add.grammar, add.share_key, add.vocab_size)
+            grammar.let_end_with(add.sampling.stop_token_ids, self._limits.eos_token_ids)
             sequence.grammar = grammar
             self._constrained[grammar] = sequence
         self._scheduler.add(sequence)

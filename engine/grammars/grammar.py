@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +43,8 @@ class Grammar:
         self._vocab_size = vocab_size
         self._followers = followers
         self._mask: Mask | None = None
+        self._end_token_ids: Collection[int] = ()
+        self._eos_token_ids: Collection[int] = ()
         self.compile_s: float | None = None
         """Time to compile the grammar, in seconds. None if it was compiled already, or not yet."""
         self.tokens: list[int] = []
@@ -52,6 +54,10 @@ class Grammar:
         self.failure: str | None = None
         """Reason why no token can follow, for example because the grammar does not compile, exceeds a limit, or allows
         no token of the vocabulary. None if the grammar has not failed."""
+
+    def let_end_with(self, token_ids: Collection[int], eos_token_ids: Collection[int]) -> None:
+        """Allow `token_ids` wherever one of `eos_token_ids`, the only end tokens that the grammar knows, is allowed."""
+        self._end_token_ids, self._eos_token_ids = token_ids, eos_token_ids
 
     @property
     def has_ended(self) -> bool:
@@ -86,6 +92,9 @@ class Grammar:
         # An adapter can have a smaller vocabulary than the base.
         if self._vocab_size % 8:
             allowed[self._vocab_size // 8] &= (1 << self._vocab_size % 8) - 1
+        if any(one < 8 * len(bits) and bits[one // 8] >> one % 8 & 1 for one in self._eos_token_ids):
+            for one in self._end_token_ids:
+                allowed[one // 8] |= 1 << one % 8
         if allowed.any():
             self._mask = allowed
         else:

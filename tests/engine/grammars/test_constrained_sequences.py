@@ -95,6 +95,20 @@ def test_the_end_of_the_grammar_ends_the_sequence_whatever_its_settings(simulate
     assert (text(tokens["short"]) in {"yes", "no"}, ends["short"].reason) == (True, "stop")
 
 
+def test_stop_tokens_can_end_a_grammar_where_it_may_end(simulate: Simulate) -> None:
+    """Adapters have end tokens that the grammar's vocabulary does not know as such."""
+    simulation = simulate(eos=(EOS,))
+    for stop in (700, ord("a")):
+        bias = ((ord("a"), -100.0), (EOS, -100.0), (stop, 100.0))
+        sampling = SamplingParams(stop_token_ids=(stop,), logit_bias=tuple(sorted(dict(bias).items())), seed=1)
+        grammar = LLMatcher.grammar_from_regex("[a-c]{3,50}")
+        simulation.engine.add(b"", add(f"{stop}", grammar, max_tokens=40, sampling=sampling))
+    tokens, ends = run(simulation)
+    assert re.fullmatch("[a-c]{3,5}", text(tokens["700"])), "the first token after which the answer may end is 700"
+    assert ends["700"].stop_token_id == 700
+    assert (tokens[f"{ord('a')}"], ends[f"{ord('a')}"].stop_token_id) == ([], ord("a"))
+
+
 def test_min_tokens_keeps_a_grammar_from_ending_early_where_it_may_go_on(simulate: Simulate) -> None:
     simulation = simulate(eos=(EOS,))
     sampling = SamplingParams(min_tokens=30, seed=1)
