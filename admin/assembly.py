@@ -42,7 +42,7 @@ from loramux.adapter_store.validation.validator import SubprocessValidator
 from loramux.admin.app import create_admin_app
 from loramux.admin.doctor.self_check import SelfCheck
 from loramux.admin.errors import StartRefused
-from loramux.admin.rest.services import NUM_ADMIN_THREADS, NUM_REPORT_THREADS, AdminServices, BaseVocabulary
+from loramux.admin.rest.services import NUM_ADMIN_THREADS, NUM_REPORT_THREADS, AdminServices
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.server.settings import Settings
@@ -138,7 +138,9 @@ def assemble(
             validator = SubprocessValidator(required=required, base=BaseWeights(settings.model, quantized_dir))
             metrics = GatewayMetrics()
             metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
-            templates = TenantTemplates(read_special_tokens(settings.model))
+            special_tokens = read_special_tokens(settings.model)
+            vocabulary = tokenizer.base_vocabulary(model.vocab_size, special_tokens)
+            templates = TenantTemplates(special_tokens, tokenizer.chat_template)
             stack.callback(templates.close)
             hub = HubClient(settings.hf_endpoint, _revealed(settings.hf_token))
             ingest = Ingest(
@@ -151,6 +153,7 @@ def assemble(
                 is_presigning=settings.presigned_uploads,
                 check_template=templates.check_upload,
                 check_vocabulary=VersionTokenizers(tokenizer).check_upload,
+                base_vocabulary=vocabulary,
             )
             ingest.recover()
         except (ConfigNotUsable, DatabaseError, StoreError, ModelFilesError) as error:
@@ -235,7 +238,7 @@ def assemble(
                 served_name=served_name,
                 is_sandbox_required=settings.sandbox == "required",
             ),
-            vocabulary=BaseVocabulary(tokenizer.num_tokens, model.vocab_size),
+            vocabulary=vocabulary,
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback and not settings.trusted_proxies,
             executor=admin_executor,
@@ -276,7 +279,7 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
     base_defaults = NO_DEFAULTS
     if settings.generation_config == "auto" and path.is_file():
         try:
-            base_defaults = parse_generation_config(path.read_bytes())
+            base_defaults = parse_generation_config(path.read_bytes()).defaults
         except AdapterRejected as error:
             raise StartRefused(f"{path} cannot be used: {error}; correct it, or set generation_config to off") from None
     return GatewaySettings(

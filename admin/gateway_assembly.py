@@ -69,7 +69,7 @@ def assemble_gateway(
             raise StartRefused("the engine has just stopped: start the gateway again when its server is ready")
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         metrics = GatewayMetrics()
-        templates = TenantTemplates(read_special_tokens(settings.model))
+        templates = TenantTemplates(read_special_tokens(settings.model), tokenizer.chat_template)
         gateway = GatewayServices.compose(
             database=database,
             tenants=Tenants(database),

@@ -1,6 +1,7 @@
 """The names of an adapter's files.
 
-PEFT writes the two required files. transformers writes two of the optional files, and only loramux uses the other two.
+PEFT writes the two required files. transformers writes two of the optional files and the tokenizer's files, and only
+loramux uses the other two.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)
 """The names of an upload's two required files."""
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PARSERS_FILE = "parsers.json"
 VOCABULARY_FILE = "added_vocabulary.json"
 FURTHER_FILES = (TEMPLATE_FILE, GENERATION_FILE, PARSERS_FILE, VOCABULARY_FILE)

@@ -17,7 +17,7 @@ from loramux.adapter_store.formats.file_names import (
     TEMPLATE_FILE,
     VOCABULARY_FILE,
 )
-from loramux.adapter_store.formats.generation_config import SamplingDefaults
+from loramux.adapter_store.formats.generation_config import GenerationConfig
 
 MAX_FURTHER_BYTES: Mapping[str, int] = MappingProxyType(
     {TEMPLATE_FILE: 64 << 10, GENERATION_FILE: 16 << 10, PARSERS_FILE: 1 << 10, VOCABULARY_FILE: 128 << 10}
@@ -27,12 +27,16 @@ MAX_FURTHER_BYTES: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class FurtherFiles:
-    """A version's optional files as uploaded, by name, and the parsed contents of three of them, all validated."""
+    """A version's optional files as uploaded, by name, and the parsed contents of three of them, all validated.
+
+    `has_template` is False if the chat template is a copy of the base's.
+    """
 
     contents: Mapping[str, bytes] = field(default_factory=dict)
-    defaults: SamplingDefaults | None = None
+    generation: GenerationConfig | None = None
     parsers: AnswerParsers | None = None
     vocabulary: AddedVocabulary | None = None
+    has_template: bool = True
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -42,13 +46,13 @@ class FurtherFiles:
     def report(self) -> dict[str, Any]:
         """Return JSON values that describe the files, to store with the version."""
         facts: dict[str, Any] = {}
-        if TEMPLATE_FILE in self.contents:
+        if TEMPLATE_FILE in self.contents and self.has_template:
             facts["chat_template"] = {
                 "sha256": self.checksums[TEMPLATE_FILE],
                 "size": len(self.contents[TEMPLATE_FILE]),
             }
-        if self.defaults is not None:
-            facts["generation_config"] = self.defaults.document()
+        if self.generation is not None:
+            facts["generation_config"] = self.generation.document()
         if self.parsers is not None:
             facts["parsers"] = self.parsers.document()
         if self.vocabulary is not None:

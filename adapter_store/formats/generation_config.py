@@ -1,6 +1,7 @@
-"""The sampling defaults in `generation_config.json`, with the bounds of the API's fields.
+"""The sampling defaults and end tokens in `generation_config.json`, with the bounds of the API's fields.
 
-As in vLLM, only six settings have an effect. transformers writes many more, which are ignored.
+As in vLLM, only six settings and the end tokens have an effect. transformers writes many more. Those that change its
+answers are reported.
 """
 
 from __future__ import annotations
@@ -38,6 +39,38 @@ SETTINGS: Mapping[str, Bounds] = MappingProxyType(
 )
 """The settings that have an effect, and their bounds."""
 
+EOS_KEY = "eos_token_id"
+MAX_EOS_TOKENS = 64
+"""Maximum number of end tokens, as in a request's `stop_token_ids`."""
+
+IGNORED: Mapping[str, Any] = MappingProxyType(
+    {
+        "bad_words_ids": [],
+        "begin_suppress_tokens": [],
+        "do_sample": True,
+        "dola_layers": None,
+        "epsilon_cutoff": 0,
+        "eta_cutoff": 0,
+        "exponential_decay_length_penalty": None,
+        "forced_bos_token_id": None,
+        "forced_eos_token_id": None,
+        "guidance_scale": 1,
+        "min_length": 0,
+        "min_new_tokens": 0,
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+        "penalty_alpha": None,
+        "renormalize_logits": False,
+        "sequence_bias": {},
+        "stop_strings": [],
+        "suppress_tokens": [],
+        "top_h": None,
+        "typical_p": 1,
+        "watermarking_config": None,
+    }
+)
+"""Settings that change the answers of transformers, but not of loramux. The values, and null, change nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
@@ -62,7 +95,21 @@ class SamplingDefaults:
 NO_DEFAULTS = SamplingDefaults()
 
 
-def parse_generation_config(text: bytes) -> SamplingDefaults:
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """`ignored` names the settings that change the answers of transformers, but not of loramux."""
+
+    defaults: SamplingDefaults = NO_DEFAULTS
+    eos_token_ids: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """Return the settings that have an effect."""
+        found: dict[str, Any] = dict(self.defaults.document())
+        return {**found, EOS_KEY: list(self.eos_token_ids)} if self.eos_token_ids else found
+
+
+def parse_generation_config(text: bytes) -> GenerationConfig:
     """Read a `generation_config.json`. Raises AdapterRejected, whose `param` is the setting or the file's name."""
     try:
         document = parse_strict_json(text)
@@ -73,7 +120,17 @@ def parse_generation_config(text: bytes) -> SamplingDefaults:
     if not isinstance(document, dict):
         raise AdapterRejected("invalid_generation_config", f"{GENERATION_FILE} must be a JSON object", GENERATION_FILE)
     found = {name: _checked(name, document[name]) for name in SETTINGS if document.get(name) is not None}
-    return SamplingDefaults(**found)
+    ignored = tuple(name for name, neutral in IGNORED.items() if document.get(name) not in (None, neutral))
+    return GenerationConfig(SamplingDefaults(**found), _eos_token_ids(document.get(EOS_KEY)), ignored)
+
+
+def _eos_token_ids(value: Any) -> tuple[int, ...]:
+    """Return the end tokens without duplicates. Some files have -1, which transformers never generates."""
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if len(listed) > MAX_EOS_TOKENS or not all(type(one) is int and -1 <= one < 2**31 for one in listed):
+        message = f"{EOS_KEY} must be a token ID or a list of at most {MAX_EOS_TOKENS} token IDs"
+        raise AdapterRejected("invalid_generation_config", message, EOS_KEY)
+    return tuple(dict.fromkeys(one for one in listed if one >= 0))
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loramux.adapter_store.errors import AdapterCorrupt
@@ -15,6 +15,7 @@ from loramux.adapter_store.validation.further_checks import (
     VocabularyCheck,
     check_further_files,
     check_vocab_size,
+    further_warnings,
 )
 from loramux.adapter_store.validation.validator import Accepted, ValidationJob, Validator
 
@@ -57,6 +58,8 @@ class FileValidation:
         files = check_further_files(contents, self.check_template, self.check_vocabulary)
         accepted = self.validator.validate(job, self.target)
         check_vocab_size(files, accepted.vocab_size, self.target)
+        warnings = [*accepted.report["warnings"], *(one.document() for one in further_warnings(files))]
+        accepted = replace(accepted, report={**accepted.report, "warnings": warnings})
         # Do not trust the digest from a process that has parsed a tenant's bytes.
         if digest_of(job.canonical) != accepted.digest:
             raise AdapterCorrupt("the validation process wrote a file with a different digest")

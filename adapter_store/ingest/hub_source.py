@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.file_names import FURTHER_FILES, UPLOAD_FILES
+from loramux.adapter_store.formats.file_names import FURTHER_FILES, TOKENIZER_CONFIG_FILE, UPLOAD_FILES
 from loramux.adapter_store.formats.sharded_tensors import INDEX_FILE, is_shard
 from loramux.adapter_store.ingest.hub_client import HubClient, HubFile
 
+_FILES = (*UPLOAD_FILES, *FURTHER_FILES, TOKENIZER_CONFIG_FILE, INDEX_FILE)
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _URL = re.compile(
     rf"hf://(?P<repository>{_NAME}/{_NAME})@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]{{0,127}})(?:#(?P<commit>[0-9a-f]{{40}}))?"
@@ -71,7 +72,7 @@ class HubSource:
         assert location.commit is not None
         self._hub = hub
         self._repository, self._commit = location.repository, location.commit
-        self._files = hub.files(self._repository, self._commit, (*UPLOAD_FILES, *FURTHER_FILES, INDEX_FILE))
+        self._files = hub.files(self._repository, self._commit, _FILES)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES
 from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.tokenizer_files import BaseVocabulary
 from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook, no_op
@@ -54,7 +55,8 @@ class Ingest:
     Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
     operator can create versions from a bucket or a hub. `is_presigning` lets clients put their files into the blob
     store directly, if the store supports that. `check_template` decides whether an uploaded chat template can be
-    served, and `check_vocabulary` decides whether the adapter's tokens can be added to the base's tokenizer.
+    served, and `check_vocabulary` decides whether the adapter's tokens can be added to the base's tokenizer. The
+    tokenizers of sources are compared with `base_vocabulary`.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Ingest:
         is_presigning: bool = True,
         check_template: TemplateCheck = check_template_syntax,
         check_vocabulary: VocabularyCheck = accept_vocabulary,
+        base_vocabulary: BaseVocabulary | None = None,
         at_failpoint: FailpointHook = no_op,
     ) -> None:
         self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
@@ -88,6 +91,7 @@ class Ingest:
             scratch_dir,
             self._sources,
             at_failpoint,
+            base_vocabulary,
         )
         self.for_base: BaseValidation | None = None
         """Validates, for this server's base, versions that were accepted for other bases.

@@ -18,14 +18,21 @@ from loramux.adapter_store.errors import (
     UploadRefused,
 )
 from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.file_names import (
+    CONFIG_FILE,
+    FURTHER_FILES,
+    TENSORS_FILE,
+    TOKENIZER_CONFIG_FILE,
+    UPLOAD_FILES,
+)
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES
+from loramux.adapter_store.formats.tokenizer_files import MAX_BYTES, BaseVocabulary, tokenizer_files
 from loramux.adapter_store.ingest.claims import ClaimedVersion, ClaimRenewal, Verdict, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook
 from loramux.adapter_store.ingest.file_validation import FileValidation
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
 from loramux.adapter_store.ingest.sharded_source import JoinedSource
-from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.adapter_store.ingest.sources import AdapterSources, Source
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
@@ -54,6 +61,7 @@ class VersionProcessor:
         scratch_dir: Path,
         sources: AdapterSources,
         at_failpoint: FailpointHook,
+        base_vocabulary: BaseVocabulary | None,
     ) -> None:
         self._database = database
         self._upload_rows = UploadRows(database)
@@ -63,6 +71,7 @@ class VersionProcessor:
         self._scratch_dir = scratch_dir
         self._sources = sources
         self._at_failpoint = at_failpoint
+        self._base_vocabulary = base_vocabulary
 
     def process(self, version_id: str) -> AdapterVersion:
         """Publish, reject or postpone a version. Return it unchanged if this server cannot claim it
@@ -147,7 +156,6 @@ class VersionProcessor:
 
     def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> dict[str, Any]:
         """Copy the files of a source, and return the source's facts for the report."""
-        found = []
         tensors_bytes = self._validation.target.max_tensors_bytes
         max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: tensors_bytes, **MAX_FURTHER_BYTES}
         try:
@@ -159,10 +167,29 @@ class VersionProcessor:
         self._claims.announce(claimed, num_bytes)
         for name in names:
             source.fetch_file(name, scratch / name, num_bytes[name])
-            found.append(UploadFile(name, (scratch / name).stat().st_size, digest_of(scratch / name)))
+        own = self._fetch_tokenizer(source, scratch)
+        found = [
+            UploadFile(name, (scratch / name).stat().st_size, digest_of(scratch / name))
+            for name in dict.fromkeys((*names, *own))
+        ]
         self._claims.record_files(claimed, found)
         self._at_failpoint(Failpoint.SOURCE_RECORDED)
         return source.facts
+
+    def _fetch_tokenizer(self, source: Source, scratch: Path) -> tuple[str, ...]:
+        """Write the optional files that follow from a source's tokenizer, and return their names.
+
+        Only the small file of the tokenizer is read, which lists templates and added tokens. The adapter's tensors are
+        not read here, so added tokens need an embedding that was not resized.
+        """
+        base, name = self._base_vocabulary, TOKENIZER_CONFIG_FILE
+        if base is None or not source.has(name):
+            return ()
+        source.fetch_file(name, scratch / name, source.size(name, MAX_BYTES[name]))
+        files = tokenizer_files(scratch, base, num_rows=base.vocab_size)
+        for file_name, content in files.items():
+            (scratch / file_name).write_bytes(content)
+        return tuple(files)
 
     def _put(self, version: AdapterVersion, job: ValidationJob, accepted: Accepted, kept: KeptHeader) -> None:
         """Store an accepted version's blobs.

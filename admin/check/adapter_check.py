@@ -9,28 +9,35 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
-from loramux.adapter_store.formats.added_vocabulary import encode_added_vocabulary
 from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.file_names import (
+    CONFIG_FILE,
+    FURTHER_FILES,
+    TENSORS_FILE,
+    TOKENIZER_FILE,
+    VOCABULARY_FILE,
+)
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, FurtherFiles
 from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.tokenizer_files import tokenizer_files
 from loramux.adapter_store.validation.further_checks import (
     accept_vocabulary,
     check_further_files,
     check_vocab_size,
+    further_warnings,
 )
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.report import Warn
 from loramux.adapter_store.validation.validator import Accepted, SubprocessValidator, ValidationJob
 from loramux.admin.check.verdict import Problem, Verdict
-from loramux.admin.client.added_tokens import added_vocabulary, has_tokenizer
 from loramux.admin.client.gguf_source import converted_gguf
+from loramux.admin.client.given_files import has_tokenizer
 from loramux.admin.client.push import PushRefused, adapter_files
 from loramux.admin.client.sharded_source import joined_directory
 from loramux.engine.config import pack_target, resolve_device, resolve_dtype
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.model_config import ModelConfig
-from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
+from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError, read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
@@ -47,31 +54,33 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
     try:
         config = ModelConfig.load(base)
         target = pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
-        special_tokens = read_special_tokens(base)
+        special_tokens, template = read_special_tokens(base), ChatTemplate.load(base)
     except (ModelNotSupported, ModelFilesError) as error:
         return _refused(directory, Problem("model_not_supported", f"the base is not served: {error}", "config.json"))
     try:
         # Resolve links, which are common in a download cache and which validation would refuse.
         files = {path.name: path.resolve() for path in adapter_files(directory)}
         _check_sizes(files, target)
-        with closing(TenantTemplates(special_tokens)) as templates:
-            contents = {name: path.read_bytes() for name, path in files.items() if name in FURTHER_FILES}
-            tokenizer = None
-            if has_tokenizer(directory) or VOCABULARY_FILE in contents:
-                tokenizer = ModelTokenizer.load(base)
-                if VOCABULARY_FILE not in contents:
-                    vocabulary = added_vocabulary(directory, tokenizer.num_tokens, config.vocab_size)
-                    if vocabulary is not None:
-                        contents[VOCABULARY_FILE] = encode_added_vocabulary(vocabulary)
-            check_vocabulary = accept_vocabulary if tokenizer is None else VersionTokenizers(tokenizer).check_upload
+        needs_tokenizer = has_tokenizer(directory) or VOCABULARY_FILE in files
+        tokenizer = ModelTokenizer.load(base) if needs_tokenizer else None
+        contents = {name: path.read_bytes() for name, path in files.items() if name in FURTHER_FILES}
+        if tokenizer is not None and has_tokenizer(directory):
+            contents |= tokenizer_files(directory, tokenizer.base_vocabulary(config.vocab_size, special_tokens))
+        check_vocabulary = accept_vocabulary if tokenizer is None else VersionTokenizers(tokenizer).check_upload
+        with closing(TenantTemplates(special_tokens, template)) as templates:
             further = check_further_files(contents, templates.check_upload, check_vocabulary)
         accepted = _validate(files, target, base)
         check_vocab_size(further, accepted.vocab_size, target)
+    except ModelFilesError as error:
+        return _refused(
+            directory, Problem("model_files_not_usable", f"the base is not served: {error}", TOKENIZER_FILE)
+        )
     except (PushRefused, AdapterRejected) as error:
         return _refused(directory, Problem(error.code or "not_an_adapter", error.message, error.param))
     except OSError as error:
         return _refused(directory, Problem("not_a_file", str(error), None))
-    return Verdict("adapter", str(directory), _facts(accepted, further, target), warnings=_warnings(accepted))
+    warnings = (*_warnings(accepted), *further_warnings(further))
+    return Verdict("adapter", str(directory), _facts(accepted, further, target), warnings=warnings)
 
 
 def check_directory(path: Path, base: Path, dtype: str = "auto") -> Verdict:

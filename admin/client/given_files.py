@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from loramux.adapter_store.formats.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+
 
 def is_given(path: Path) -> bool:
     """Return whether a file exists. It can be a link, as in Hugging Face's cache.
@@ -16,3 +18,9 @@ def is_given(path: Path) -> bool:
     if os.path.lexists(path):
         raise OSError(f"{path} is not a regular file")
     return False
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory has a tokenizer or named templates. Raises OSError if a file is not a regular file."""
+    has_vocabulary, has_config = (is_given(directory / name) for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
+    return has_vocabulary or has_config or (directory / "additional_chat_templates").is_dir()

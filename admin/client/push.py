@@ -8,15 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.added_vocabulary import encode_added_vocabulary
-from loramux.admin.client.added_tokens import added_vocabulary, has_tokenizer
+from loramux.adapter_store.formats.tokenizer_files import BaseVocabulary, tokenizer_files
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
-from loramux.admin.client.given_files import is_given
+from loramux.admin.client.given_files import has_tokenizer, is_given
 from loramux.admin.client.missing_files import missing_file
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
@@ -57,6 +56,8 @@ class PushedVersion:
     digest: str
     version_digest: str
     max_rank: int
+    warnings: tuple[Document, ...]
+    """The warnings of the validation report."""
 
 
 def push_adapter(
@@ -72,18 +73,18 @@ def push_adapter(
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
     Optional files in the directory are uploaded too, except those named in `without`. `parsers` are settings that take
-    precedence over the directory's `parsers.json`. If the directory has a tokenizer and no `added_vocabulary.json`, the
-    tokens that the base lacks are extracted from the tokenizer. `tenant` is a slug or an identifier. A push that fails
-    or is interrupted cancels its upload.
+    precedence over the directory's `parsers.json`. If the directory has a tokenizer, the facts in which it differs from
+    the base's become a `chat_template.jinja` and an `added_vocabulary.json`, unless the directory has these files.
+    `tenant` is a slug or an identifier. A push that fails or is interrupted cancels its upload.
 
     Raises PushRefused if the directory is not an adapter, the server rejects it, an earlier version with the same files
     is out of service, or `timeout_s` passes. Raises AdminError if the server refuses a call.
     """
-    with _with_parsers(adapter_files(directory, without), parsers or {}) as paths:
-        if VOCABULARY_NAME in without or any(path.name == VOCABULARY_NAME for path in paths):
-            return _push_files(client, paths, tenant, name, timeout_s, progress)
-        with _with_vocabulary(client, directory, paths) as completed:
-            return _push_files(client, completed, tenant, name, timeout_s, progress)
+    with (
+        _with_parsers(adapter_files(directory, without), parsers or {}) as paths,
+        _with_tokenizer(client, directory, paths, without) as completed,
+    ):
+        return _push_files(client, completed, tenant, name, timeout_s, progress)
 
 
 def _push_files(
@@ -147,7 +148,12 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
     _check_ready(version)
     # The caller may have given the tenant's identifier, but model names use its slug.
     return PushedVersion(
-        adapter["model"], version["number"], version["digest"], version["version_digest"], version["max_rank"]
+        adapter["model"],
+        version["number"],
+        version["digest"],
+        version["version_digest"],
+        version["max_rank"],
+        tuple(version["report"].get("warnings", ())),
     )
 
 
@@ -171,23 +177,23 @@ def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[lis
 
 
 @contextmanager
-def _with_vocabulary(client: AdminClient, directory: Path, paths: list[Path]) -> Iterator[list[Path]]:
-    """Yield the files, with an `added_vocabulary.json` if the directory's tokenizer has tokens that the base lacks."""
-    if not has_tokenizer(directory):
+def _with_tokenizer(
+    client: AdminClient, directory: Path, paths: list[Path], without: Collection[str]
+) -> Iterator[list[Path]]:
+    """Yield the files, with those that follow from the directory's tokenizer."""
+    if not has_tokenizer(directory) or {TEMPLATE_NAME, VOCABULARY_NAME} <= set(without):
         yield paths
         return
-    base = client.get("server/vocabulary")
+    facts = client.get("server/vocabulary")
+    base = BaseVocabulary(**{field.name: facts[field.name] for field in fields(BaseVocabulary)})
     try:
-        vocabulary = added_vocabulary(directory, base["num_tokens"], base["vocab_size"])
+        files = tokenizer_files(directory, base, without)
     except AdapterRejected as error:
         raise PushRefused(error.message, error.code, error.param) from None
-    if vocabulary is None:
-        yield paths
-        return
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / VOCABULARY_NAME
-        path.write_bytes(encode_added_vocabulary(vocabulary))
-        yield [*paths, path]
+        for name, content in files.items():
+            (Path(scratch) / name).write_bytes(content)
+        yield [path for path in paths if path.name not in files] + [Path(scratch) / name for name in files]
 
 
 def num_bytes_of(directory: Path, without: Collection[str] = ()) -> int:

@@ -10,7 +10,7 @@ import typer
 
 from loramux.admin.commands.adapter_views import shown_targets
 from loramux.admin.commands.options import AsJson, Tenant
-from loramux.admin.commands.output import connected, error_document, fail, located, print_json
+from loramux.admin.commands.output import connected, error_document, fail, located, print_json, print_warnings
 from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
 
@@ -38,13 +38,14 @@ def push(
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for validation.")] = 300.0,
     no_template: Annotated[
-        bool, typer.Option("--no-template", help="Leave out the directory's chat_template.jinja.")
+        bool, typer.Option("--no-template", help="Leave out the directory's chat template.")
     ] = False,
     no_generation_config: Annotated[
         bool, typer.Option("--no-generation-config", help="Leave out the directory's generation_config.json.")
     ] = False,
     no_added_tokens: Annotated[
-        bool, typer.Option("--no-added-tokens", help="Leave out the tokens that the directory's tokenizer adds.")
+        bool,
+        typer.Option("--no-added-tokens", help="Leave out the tokens that the directory's tokenizer adds or renames."),
     ] = False,
     tool_parser: Annotated[
         str | None,
@@ -58,10 +59,11 @@ def push(
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
-    A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version, and
-    so do the tokens that the directory's tokenizer adds to the base's. --tool-parser and --reasoning-parser take
-    precedence over parsers.json. On this machine, a .gguf file is converted, and shards of the tensors are joined. The
-    server itself fetches all files of an s3:// or hf:// source, which its operator must allow.
+    A chat template, a generation_config.json and a parsers.json in the directory become part of the version, and so do
+    the facts in which the directory's tokenizer differs from the base's: added and renamed tokens, and special tokens.
+    --tool-parser and --reasoning-parser take precedence over parsers.json. On this machine, a .gguf file is converted,
+    and shards of the tensors are joined. The server itself fetches all files of an s3:// or hf:// source, which its
+    operator must allow.
     """
     from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
     from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser
@@ -119,8 +121,10 @@ def push(
         fail(str(error), REFUSED, error_document(str(error), "not_a_file") if as_json else None)
     if as_json:
         digests = {"digest": pushed.digest, "version_digest": pushed.version_digest}
-        print_json({"model": pushed.model, "version": pushed.version, **digests})
+        warnings = list(pushed.warnings)
+        print_json({"model": pushed.model, "version": pushed.version, **digests, "warnings": warnings})
     else:
+        print_warnings(pushed.warnings)
         print(
             f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.version_digest[:12]})"
         )

@@ -61,6 +61,10 @@ def print_version(adapter: Document, version: Document) -> None:
         rows.append(("invocation_tokens", " ".join(map(str, version["invocation_tokens"]))))
     if version["added_tokens"]:
         rows.append(("added_tokens", _shown_tokens(version["added_tokens"])))
+    own = version["report"].get("added_vocabulary", {})
+    if "renamed" in own:
+        rows.append(("renamed_tokens", _shown_tokens(own["renamed"])))
+    rows += [(f"special_tokens {role}", content) for role, content in own.get("special_tokens", {}).items()]
     settings = version["generation_config"] or {}
     rows += [(f"generation_config {name}", value) for name, value in settings.items()]
     rows += [(name, version[name]) for name in _PARSERS if version[name] is not None]
@@ -89,7 +93,7 @@ def _own_files(version: Document) -> str | None:
     names = [name for name, value in own.items() if value is not None]
     if any(version[name] is not None for name in _PARSERS):
         names.append("parsers")
-    if version["added_tokens"]:
+    if "added_vocabulary" in version["report"]:
         names.append("tokens")
     return " ".join(names) or None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import error_document, fail, print_json, print_table
+from loramux.admin.commands.output import error_document, fail, print_json, print_table, print_warnings
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ def _show(verdict: Verdict) -> None:
     rows = list(_rows(verdict.facts))
     if rows:
         print_table(("fact", "value"), rows)
-    for warning in verdict.warnings:
-        where = f" ({warning.count}: {', '.join(warning.params)})" if warning.params else ""
-        print(f"warning: {warning.message}{where}")
+    print_warnings(warning.document() for warning in verdict.warnings)
     for problem in verdict.problems:
         where = "" if problem.param is None else f" [{problem.param}]"
         print(f"problem: {problem.message} ({problem.code}){where}")

@@ -61,6 +61,13 @@ def connected_to(
         yield client, find_named(client, model, needs_version=needs_version)
 
 
+def print_warnings(warnings: Iterable[Mapping[str, Any]]) -> None:
+    """Print the warnings of a validation report."""
+    for warning in warnings:
+        where = f" ({warning['count']}: {', '.join(warning['params'])})" if warning["params"] else ""
+        print(f"warning: {warning['message']}{where}")
+
+
 def fail(message: str, exit_code: int, document: Document | None = None) -> NoReturn:
     """Report an error and exit. If `document` is given, print it as JSON on standard output."""
     if document is not None:

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from starlette.types import ASGIApp
 
+from loramux.adapter_store.formats.tokenizer_files import BaseVocabulary
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.jobs import IngestJobs
@@ -70,14 +71,6 @@ MAX_DOWNLOADS = 8
 """Maximum concurrent file downloads. Each keeps a copy on disk while its client reads."""
 MAX_DOWNLOADS_EACH = 4
 """Maximum concurrent file downloads per tenant."""
-
-
-@dataclass(frozen=True, slots=True)
-class BaseVocabulary:
-    """The base's tokenizer has `num_tokens` tokens. The base's embedding and head have `vocab_size` rows."""
-
-    num_tokens: int
-    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

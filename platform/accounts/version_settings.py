@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from loramux.adapter_store.formats.added_vocabulary import AddedVocabulary, parse_added_vocabulary
+from loramux.adapter_store.formats.added_vocabulary import AddedVocabulary, SpecialTokens, parse_added_vocabulary
 from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers, parse_answer_parsers
 from loramux.adapter_store.formats.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
 from loramux.adapter_store.formats.further_files import version_digest
@@ -30,6 +31,13 @@ class VersionSettings:
     defaults: SamplingDefaults
     parsers: AnswerParsers = NO_CHOICE
     vocabulary: AddedVocabulary | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer, in addition to the base's."""
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """The adapter's own special tokens."""
+        return () if self.vocabulary is None else self.vocabulary.special_tokens
 
 
 class VersionSettingsCache:
@@ -37,7 +45,8 @@ class VersionSettingsCache:
 
     A version without optional files has the base's settings. The settings of other versions are read from the database
     and cached by digest, because equal digests mean equal files. `applies_adapter_defaults` enables adapters' own
-    generation settings. A version with its own template does not use the base's parsers, which fit the base's template.
+    sampling defaults. A version with its own template does not use the base's parsers, which fit the base's template.
+    `is_copied_template` says whether a template, with a version's special tokens, is only a copy of the base's.
     """
 
     def __init__(
@@ -46,10 +55,12 @@ class VersionSettingsCache:
         base: SamplingDefaults = NO_DEFAULTS,
         applies_adapter_defaults: bool = True,
         base_parsers: AnswerParsers = NO_CHOICE,
+        is_copied_template: Callable[[str, SpecialTokens], bool] = lambda _source, _special_tokens: False,
     ) -> None:
         self._database = database
         self._base = VersionSettings(None, base, base_parsers)
         self._applies_adapter_defaults = applies_adapter_defaults
+        self._is_copied_template = is_copied_template
         self._lock = threading.Lock()
         # Least recently used first.
         self._recent: OrderedDict[str, VersionSettings] = OrderedDict()
@@ -81,13 +92,18 @@ class VersionSettingsCache:
             raise Unavailable("the adapter's files do not match its digest", code="adapter_unavailable")
         template, config = contents.get(TEMPLATE_FILE), contents.get(GENERATION_FILE)
         settings = self._base
+        if VOCABULARY_FILE in contents:
+            settings = replace(settings, vocabulary=parse_added_vocabulary(contents[VOCABULARY_FILE]))
         if template is not None:
-            settings = replace(settings, template=template.decode("utf-8"), parsers=NO_CHOICE)
-        if config is not None and self._applies_adapter_defaults:
-            settings = replace(settings, defaults=parse_generation_config(config).over(settings.defaults))
+            source = template.decode("utf-8")
+            if not self._is_copied_template(source, settings.special_tokens):
+                settings = replace(settings, template=source, parsers=NO_CHOICE)
+        if config is not None:
+            generation = parse_generation_config(config)
+            settings = replace(settings, eos_token_ids=generation.eos_token_ids)
+            if self._applies_adapter_defaults:
+                settings = replace(settings, defaults=generation.defaults.over(settings.defaults))
         if PARSERS_FILE in contents:
             chosen = parse_answer_parsers(contents[PARSERS_FILE])
             settings = replace(settings, parsers=chosen.over(settings.parsers))
-        if VOCABULARY_FILE in contents:
-            settings = replace(settings, vocabulary=parse_added_vocabulary(contents[VOCABULARY_FILE]))
         return settings

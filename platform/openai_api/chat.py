@@ -41,19 +41,19 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
 
 
 async def _prepare(services: GatewayServices, target: Target, received: Received[ChatRequest]) -> Prepared:
-    body, source, parsers = received.body, target.settings.template, target.settings.parsers
+    body, settings = received.body, target.settings
 
     def encoded(prompt: ChatPrompt) -> Prepared:
         limit, adds_special_tokens = longest_prompt(services, body), body.adds_special_tokens
         ids = target.tokenizer.encode_rendered(prompt.text, limit, add_special_tokens=adds_special_tokens)
         return _read_as(prompt, ids, target.tokenizer)
 
-    if source is None:
+    if settings.template is None:
         return await services.compute_if_long(
-            received.num_bytes, lambda: encoded(services.chat_prompts.render(body, parsers))
+            received.num_bytes, lambda: encoded(services.chat_prompts.render(body, settings.parsers))
         )
     with traced("render"), services.metrics.template_seconds.time():
-        prompt = await services.chat_prompts.render_with(target.tenant_id, source, body, parsers)
+        prompt = await services.chat_prompts.render_with(target.tenant_id, settings, body)
     return await services.compute_if_long(len(prompt.text), encoded, prompt)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loramux.adapter_store.formats.answer_parsers import AnswerParsers
+from loramux.platform.accounts.version_settings import VersionSettings
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Reasoning
 from loramux.platform.openai_api.conversation import template_messages
@@ -46,11 +47,14 @@ class ChatPrompts:
         source = self._base.source(has_tools=arguments["tools"] is not None)
         return _prompt(self._base.render(**arguments), source, body, parsers)
 
-    async def render_with(self, tenant_id: str, source: str, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
-        """Render with a tenant's template. Raises InvalidRequest, RateLimited or Unavailable."""
-        features = await self._tenants.features(tenant_id, source)
-        text = await self._tenants.render(tenant_id, source, **_arguments(body, features))
-        return _prompt(text, source, body, parsers)
+    async def render_with(self, tenant_id: str, settings: VersionSettings, body: ChatRequest) -> ChatPrompt:
+        """Render with the version's own template. Raises InvalidRequest, RateLimited or Unavailable."""
+        source, special_tokens = settings.template, settings.special_tokens
+        assert source is not None
+        features = await self._tenants.features(tenant_id, source, special_tokens)
+        arguments = _arguments(body, features)
+        text = await self._tenants.render(tenant_id, source, **arguments, special_tokens=special_tokens)
+        return _prompt(text, source, body, settings.parsers)
 
     def close(self) -> None:
         self._tenants.close()

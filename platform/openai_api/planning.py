@@ -59,9 +59,10 @@ def make_plan(
     sampling = msgspec.structs.replace(
         body.sampling(defaults), bad_words=prepared.bad_words, thinking=_thinking(target, body, prepared)
     )
-    if prepared.channels is not None and not sampling.ignore_eos:
+    if not sampling.ignore_eos:
         # Not every generation_config.json lists the token that ends a call.
-        stop_token_ids = (*sampling.stop_token_ids, *prepared.channels.format.final_ids)
+        finals = () if prepared.channels is None else prepared.channels.format.final_ids
+        stop_token_ids = (*sampling.stop_token_ids, *_end_token_ids(target), *finals)
         sampling = msgspec.structs.replace(sampling, stop_token_ids=stop_token_ids)
     text_rules = _text_rules(target, body, prepared)
     if not sampling.ignore_eos:
@@ -95,6 +96,14 @@ def make_plan(
         end_user=end_user_label(body.user),
         priority=body.priority or 0,
     )
+
+
+def _end_token_ids(target: Target) -> tuple[int, ...]:
+    """Return the tokens that end an answer of this version, besides the base's."""
+    settings = target.settings
+    contents = (content for role, content in settings.special_tokens if role == "eos_token")
+    ids = (*settings.eos_token_ids, *map(target.tokenizer.token_id, contents))
+    return tuple(one for one in ids if one is not None and one < target.vocab_size)
 
 
 def _thinking(target: Target, body: GenerationRequest, prepared: Prepared) -> ThinkingBudget | None:

@@ -167,7 +167,11 @@ class GatewayServices:
             resolver=ModelResolver(registry, model.served_name, draw),
             archive=ModelArchive(registry, VersionStates(database, registry), model.served_name),
             version_settings=VersionSettingsCache(
-                database, settings.base_defaults, settings.applies_adapter_defaults, settings.base_parsers
+                database,
+                settings.base_defaults,
+                settings.applies_adapter_defaults,
+                settings.base_parsers,
+                templates.is_copy,
             ),
             running=running,
             maintenance=Maintenance(

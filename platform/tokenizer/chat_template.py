@@ -7,13 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loramux.adapter_store.formats.added_vocabulary import SpecialTokens
+from loramux.adapter_store.formats.file_names import TOKENIZER_CONFIG_FILE
+from loramux.adapter_store.formats.tokenizer_files import (
+    DEFAULT,
+    TOOL_USE,
+    jinja_lines,
+    one_template,
+    special_tokens_of,
+    template_sources,
+)
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason, render
 from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
 from loramux.platform.tokenizer.template_check import TemplateFeatures, check_template
-from loramux.platform.tokenizer.template_kwargs import SPECIAL_TOKENS, check_kwargs
-
-DEFAULT, TOOL_USE = "default", "tool_use"
+from loramux.platform.tokenizer.template_kwargs import check_kwargs
 
 
 class ModelFilesError(Exception):
@@ -36,9 +44,9 @@ class ChatTemplate:
     @staticmethod
     def load(model_dir: Path) -> ChatTemplate | None:
         """Load the templates of a Hugging Face directory, or return None if it has none. Raises ModelFilesError."""
-        config = read_json(model_dir / "tokenizer_config.json")
+        config = read_json(model_dir / TOKENIZER_CONFIG_FILE)
         try:
-            sources = _sources(model_dir, config)
+            sources = template_sources(model_dir, config)
             if DEFAULT not in sources and TOOL_USE not in sources:
                 return None
             return ChatTemplate(sources, read_special_tokens(model_dir))
@@ -48,6 +56,12 @@ class ChatTemplate:
     @property
     def sources(self) -> Mapping[str, str]:
         return self._sources
+
+    def is_copied_by(self, source: str, special_tokens: SpecialTokens) -> bool:
+        """Return whether a version's template is a copy of these templates. `special_tokens` are the version's own."""
+        if DEFAULT not in self._sources or any(role in source for role, _ in special_tokens):
+            return False
+        return jinja_lines(source) == jinja_lines(one_template(self._sources))
 
     def source(self, *, has_tools: bool) -> str:
         """Return the template for a conversation with or without tools. Raises TemplateRefused if there is none."""
@@ -100,8 +114,8 @@ class ChatTemplate:
 
 
 def read_special_tokens(model_dir: Path) -> dict[str, str]:
-    names = read_json(model_dir / "special_tokens_map.json") | read_json(model_dir / "tokenizer_config.json")
-    return {name: _text(names[name]) for name in SPECIAL_TOKENS if names.get(name)}
+    names = read_json(model_dir / "special_tokens_map.json") | read_json(model_dir / TOKENIZER_CONFIG_FILE)
+    return special_tokens_of(names)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -115,28 +129,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ModelFilesError(f"{path} does not contain a JSON object")
     return document
-
-
-def _sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates by name. As in transformers, files take precedence over the configuration."""
-    files = {
-        DEFAULT: model_dir / "chat_template.jinja",
-        **{path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))},
-    }
-    if read := {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}:
-        return read
-    declared = config.get("chat_template")
-    if isinstance(declared, str):
-        return {DEFAULT: declared}
-    if not isinstance(declared, list):
-        return {}
-    named = [item for item in declared if isinstance(item, dict)]
-    return {
-        item["name"]: item["template"]
-        for item in named
-        if isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
-    }
-
-
-def _text(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from loramux.adapter_store.formats.added_vocabulary import SPECIAL_TOKENS
 from loramux.platform.errors import InvalidRequest
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 MAX_KWARGS = 32
 MAX_NAME_CHARS = 64

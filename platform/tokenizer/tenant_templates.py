@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.added_vocabulary import SpecialTokens
 from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
 from loramux.adapter_store.sandbox.confined_pool import (
     ConfinedPool,
@@ -24,6 +25,7 @@ from loramux.adapter_store.sandbox.confined_pool import (
     TooManyWaiting,
 )
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
+from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason
 from loramux.platform.tokenizer.template_check import TemplateFeatures
 from loramux.platform.tokenizer.template_kwargs import check_kwargs
@@ -69,6 +71,9 @@ _TOO_COSTLY = TemplateAnswer(refused="the chat template takes too much time or m
 _UPLOADS = "(uploads)"
 """Stands for all tenants when uploaded templates are checked, one at a time."""
 
+_Key = tuple[str, str, SpecialTokens]
+"""A tenant, the source of a template, and the special tokens of its version."""
+
 
 @dataclass(slots=True)
 class _Known:
@@ -81,17 +86,20 @@ class _Known:
 class TenantTemplates:
     """Renders and checks tenants' templates.
 
-    Each tenant has one rendering at a time. `ConfinedPool` bounds the time for which other tenants can delay it.
+    `special_tokens` are the base's, and `base` is its own template. A version can have other special tokens. Each
+    tenant has one rendering at a time. `ConfinedPool` bounds the time for which other tenants can delay it.
     Thread-safe.
     """
 
     def __init__(
         self,
         special_tokens: Mapping[str, str],
+        base: ChatTemplate | None = None,
         max_waiting_per_tenant: int = MAX_WAITING_PER_TENANT,
         command: Sequence[str] = _WORKER,
     ) -> None:
         self._special_tokens = dict(special_tokens)
+        self._base = base
         self._pool = ConfinedPool(
             command,
             event="template_rendering_failed",
@@ -102,7 +110,7 @@ class TenantTemplates:
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+        self._known: OrderedDict[_Key, _Known] = OrderedDict()
 
     async def render(
         self,
@@ -114,6 +122,7 @@ class TenantTemplates:
         kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        special_tokens: SpecialTokens = (),
     ) -> str:
         """Like `ChatTemplate.render`, but in a confined process. Raises InvalidRequest, RateLimited or Unavailable."""
         check_kwargs(kwargs or {})
@@ -127,65 +136,72 @@ class TenantTemplates:
             )
         except TemplateRefused as refused:
             raise InvalidRequest(refused.message, param=refused.param) from None
-        answer = await self._answer(tenant_id, source, conversation)
+        answer = await self._answer((tenant_id, source, special_tokens), conversation)
         assert answer.text is not None
         return answer.text
 
-    async def features(self, tenant_id: str, source: str) -> TemplateFeatures:
+    async def features(self, tenant_id: str, source: str, special_tokens: SpecialTokens = ()) -> TemplateFeatures:
         """Return the features of a template, which is checked on its first use. Raises the same errors as `check`."""
-        known = self._known.get((tenant_id, source))
+        known = self._known.get((tenant_id, source, special_tokens))
         if known is not None and known.features is not None:
             return known.features
-        return await self.check(tenant_id, source)
+        return await self.check(tenant_id, source, special_tokens)
 
-    async def check(self, tenant_id: str, source: str) -> TemplateFeatures:
+    async def check(self, tenant_id: str, source: str, special_tokens: SpecialTokens = ()) -> TemplateFeatures:
         """Return the features of a template. Raises RateLimited, Unavailable, or InvalidRequest if the template is not
         usable.
         """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise InvalidRequest(_TOO_LONG, param="chat_template", code="chat_template_refused")
         try:
-            answer = await self._answer(tenant_id, source, None)
+            answer = await self._answer((tenant_id, source, special_tokens), None)
         except InvalidRequest as refused:
             raise InvalidRequest(refused.message, param="chat_template", code="chat_template_refused") from None
         assert answer.features is not None
         return answer.features
 
-    def check_upload(self, source: str) -> None:
-        """Check an uploaded template. Raises Unavailable, or AdapterRejected if the template is not usable.
-        Blocking.
+    def check_upload(self, source: str, special_tokens: SpecialTokens = ()) -> bool:
+        """Check an uploaded template. Return False if it is a copy of the base's template. Raises Unavailable, or
+        AdapterRejected if the template is not usable. Blocking.
         """
+        if self.is_copy(source, special_tokens):
+            return False
         refused: str | None = _TOO_LONG
         if len(source) <= MAX_TEMPLATE_CHARS:
             with _api_errors():
-                asked = self._pool.submit(_UPLOADS, partial(self._encoded, (_UPLOADS, source), None), _decoded)
+                key = _UPLOADS, source, special_tokens
+                asked = self._pool.submit(_UPLOADS, partial(self._encoded, key, None), _decoded)
                 refused = asked.result().refused
         if refused is not None:
             raise AdapterRejected("invalid_template", refused, TEMPLATE_FILE)
+        return True
+
+    def is_copy(self, source: str, special_tokens: SpecialTokens) -> bool:
+        """Return whether a version's template is a copy of the base's."""
+        return self._base is not None and self._base.is_copied_by(source, special_tokens)
 
     def preload(self) -> None:
-        self._pool.submit(_UPLOADS, partial(self._encoded, (_UPLOADS, ""), None), _decoded)
+        self._pool.submit(_UPLOADS, partial(self._encoded, (_UPLOADS, "", ()), None), _decoded)
 
     def close(self) -> None:
         self._pool.close()
 
-    async def _answer(self, tenant_id: str, source: str, conversation: Conversation | None) -> TemplateAnswer:
-        key = (tenant_id, source)
+    async def _answer(self, key: _Key, conversation: Conversation | None) -> TemplateAnswer:
         with _api_errors():
             asked = self._pool.submit(
-                tenant_id, partial(self._encoded, key, conversation), partial(self._kept_answer, key)
+                key[0], partial(self._encoded, key, conversation), partial(self._kept_answer, key)
             )
             answer = await asyncio.wrap_future(asked)
         if answer.refused is not None:
             raise InvalidRequest(answer.refused, param=answer.param)
         return answer
 
-    def _encoded(self, key: tuple[str, str], conversation: Conversation | None) -> bytes:
+    def _encoded(self, key: _Key, conversation: Conversation | None) -> bytes:
         with self._lock:
             code = self._known[key].code if key in self._known else None
-        request = TemplateRequest(
-            source=key[1], code=code, special_tokens=self._special_tokens, conversation=conversation
-        )
+        _, source, own_tokens = key
+        special_tokens = {**self._special_tokens, **dict(own_tokens)}
+        request = TemplateRequest(source=source, code=code, special_tokens=special_tokens, conversation=conversation)
         try:
             return msgspec.json.encode(request)
         except (RecursionError, UnicodeEncodeError) as error:
@@ -193,13 +209,13 @@ class TenantTemplates:
                 f"the chat template cannot read these messages: {reason(error)}", param="messages"
             ) from None
 
-    def _kept_answer(self, key: tuple[str, str], ended: Ended) -> TemplateAnswer:
+    def _kept_answer(self, key: _Key, ended: Ended) -> TemplateAnswer:
         answer = _decoded(ended)
         with self._lock:
             self._keep(key, answer)
         return answer
 
-    def _keep(self, key: tuple[str, str], answer: TemplateAnswer) -> None:
+    def _keep(self, key: _Key, answer: TemplateAnswer) -> None:
         known = self._known.get(key)
         if known is None:
             of_tenant = [one for one in self._known if one[0] == key[0]]

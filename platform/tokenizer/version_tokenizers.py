@@ -1,4 +1,4 @@
-"""Tokenizers for adapter versions that add tokens to the base's tokenizer."""
+"""Tokenizers for adapter versions that add tokens to the base's tokenizer, or rename its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_KEPT = 64
 
 
 class VersionTokenizers:
-    """Extends the base's tokenizer with the tokens of a version. Thread-safe."""
+    """Extends the base's tokenizer with the own tokens of a version. Thread-safe."""
 
     def __init__(self, base: ModelTokenizer) -> None:
         self._base = base
@@ -25,7 +25,7 @@ class VersionTokenizers:
 
     def find(self, vocabulary: AddedVocabulary | None) -> ModelTokenizer:
         """Return the tokenizer for a vocabulary. Raises Unavailable if it does not extend this base's tokenizer."""
-        if vocabulary is None or not vocabulary.tokens:
+        if vocabulary is None or not (vocabulary.tokens or vocabulary.renamed):
             return self._base
         with self._lock:
             found = self._recent.get(vocabulary)
@@ -33,7 +33,7 @@ class VersionTokenizers:
                 self._recent.move_to_end(vocabulary)
                 return found
         try:
-            found = self._base.with_tokens(vocabulary.tokens)
+            found = self._base.with_vocabulary(vocabulary)
         except AdapterRejected as error:
             # The version was accepted for a base with another tokenizer.
             raise Unavailable(
@@ -47,7 +47,7 @@ class VersionTokenizers:
 
     def check_upload(self, vocabulary: AddedVocabulary) -> None:
         """Raise AdapterRejected if the tokens do not extend the base's tokenizer, or if they have no embedding rows."""
-        self._base.with_tokens(vocabulary.tokens)
+        self._base.with_vocabulary(vocabulary)
         num_tokens = self._base.num_tokens + len(vocabulary.tokens)
         if vocabulary.vocab_size < num_tokens:
             raise AdapterRejected(

@@ -28,7 +28,6 @@ from loramux.admin.rest.services import (
     MAX_REPORTS_EACH,
     NUM_REPORT_THREADS,
     AdminServices,
-    BaseVocabulary,
 )
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.server.transfer_slots import TransferSlots
@@ -50,6 +49,7 @@ from loramux.platform.quotas.overview import QuotaOverview
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.quotas.stock import AdapterLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
+from tests.adapter_store.base_tokenizer import base_vocabulary
 from tests.migrated import migrated_sqlite
 
 ADMIN_KEY = "a-key-of-more-than-thirty-two-characters"
@@ -82,7 +82,16 @@ def open_admin_side(
     blobs = blobs or LocalBlobStore(directory / "blobs")
     # Validate at normal priority, so that other tests on a busy machine do not starve the validator.
     validator = SubprocessValidator(niceness=0)
-    ingest = Ingest(registry, blobs, target, directory / "scratch", validator, sources=sources or AdapterSources())
+    vocabulary = base_vocabulary(target.vocab_size or 70)
+    ingest = Ingest(
+        registry,
+        blobs,
+        target,
+        directory / "scratch",
+        validator,
+        sources=sources or AdapterSources(),
+        base_vocabulary=vocabulary,
+    )
     worker = IngestWorker(ingest)
     engine = ScriptedEngine()
     commit = GroupCommit(Admission(database))
@@ -114,7 +123,7 @@ def open_admin_side(
             self_check=SelfCheck(
                 database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
             ),
-            vocabulary=BaseVocabulary(num_tokens=60, vocab_size=target.vocab_size or 70),
+            vocabulary=vocabulary,
             metrics_token=None,
             is_loopback=True,
             executor=executor,

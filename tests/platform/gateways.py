@@ -100,7 +100,7 @@ async def open_gateway(
         registry=AdapterRegistry(database, base_id=None if draw is None else draw.own),
         engine=engine if routed is None else routed[0],
         tokenizer=tokenizer,
-        templates=TenantTemplates(read_special_tokens(DEMO_BASE)),
+        templates=TenantTemplates(read_special_tokens(DEMO_BASE), tokenizer.chat_template),
         grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
         model=ModelInfo(
             served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000, eos_token_ids=(1,)

@@ -86,6 +86,10 @@
       say(`Choose ${wanted.join(" and ")}, as PEFT saved them. You can add ${optional.join(", ")}.`, "notice error");
       return;
     }
+    if (files.some((file) => ["tokenizer.json", "tokenizer_config.json"].includes(file.name))) {
+      say("This page does not read tokenizers. Push the directory with loramux adapters push, or choose the files without the tokenizer to use the base's.", "notice error");
+      return;
+    }
     if (!crypto.subtle) {
       say("Browsers compute checksums only over HTTPS or on localhost. Use one of these, or run loramux adapters push.", "notice error");
       return;

@@ -29,7 +29,7 @@ class VersionDocument(TypedDict):
 
     `digest` is the digest of the weights. A model name can contain `version_digest`, which also covers the optional
     files, after `@sha256:`. `chat_template` is the SHA-256 of the version's own template. `generation_config` contains
-    its sampling defaults. `tool_call_parser` and `reasoning_parser` are the parsers uploaded with the version.
+    its sampling defaults and end tokens. `tool_call_parser` and `reasoning_parser` are the parsers uploaded with it.
     `added_tokens` contains the id of each token that the version adds to the base's vocabulary, or is null if it adds
     none. `invocation_tokens` lists the token ids that activate an activated LoRA, or is null if the adapter is always
     active. `report` is the validation report. The digests and sizes are null until validation succeeds.
@@ -43,7 +43,7 @@ class VersionDocument(TypedDict):
     digest: str | None
     version_digest: str | None
     chat_template: str | None
-    generation_config: dict[str, int | float] | None
+    generation_config: dict[str, Any] | None
     tool_call_parser: str | None
     reasoning_parser: str | None
     added_tokens: dict[str, int] | None

@@ -48,18 +48,27 @@ async def get_server(services: Services, caller: PlatformReader) -> ServerDocume
 
 
 class VocabularyDocument(TypedDict):
-    """The base's vocabulary. The tokenizer can have fewer tokens than the embedding and the head have rows."""
+    """The base's vocabulary. The tokenizer can have fewer tokens than the embedding and the head have rows.
+
+    `added_tokens` contains the id of each token in the tokenizer's list of added tokens. `sha256` is the SHA-256 of all
+    other tokens, as a JSON array of pairs of an id and a content, by id. `special_tokens` contains contents by role,
+    such as `eos_token`.
+    """
 
     object: Literal["vocabulary"]
     num_tokens: int
     vocab_size: int
+    added_tokens: dict[str, int]
+    special_tokens: dict[str, str]
+    sha256: str
 
 
 @router.get("/vocabulary")
 async def get_vocabulary(services: Services, caller: Reader) -> VocabularyDocument:
-    """Get the size of the base's vocabulary. The IDs of an adapter's added tokens start at `num_tokens`."""
-    base = services.vocabulary
-    return {"object": "vocabulary", "num_tokens": base.num_tokens, "vocab_size": base.vocab_size}
+    """Get the base's vocabulary, with which a push compares the adapter's tokenizer. The IDs of an adapter's added
+    tokens start at `num_tokens`.
+    """
+    return {"object": "vocabulary", **services.vocabulary.document()}
 
 
 @router.get("/findings")

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.generation_config import SamplingDefaults, parse_generation_config
+from loramux.adapter_store.formats.generation_config import (
+    IGNORED,
+    GenerationConfig,
+    SamplingDefaults,
+    parse_generation_config,
+)
 
 
 def test_known_settings_are_read_and_others_are_ignored() -> None:
@@ -23,9 +28,35 @@ def test_known_settings_are_read_and_others_are_ignored() -> None:
         "pad_token_id": None,
         "suppress_tokens": [[1]],
     }
-    defaults = parse_generation_config(json.dumps(document).encode())
-    assert defaults == SamplingDefaults(0.0, 0.9, 20, 0.0, 1.1, 512)
-    assert parse_generation_config(b'{"temperature": null}') == SamplingDefaults()
+    found = parse_generation_config(json.dumps(document).encode())
+    assert found == GenerationConfig(SamplingDefaults(0.0, 0.9, 20, 0.0, 1.1, 512), ignored=("suppress_tokens",))
+    assert parse_generation_config(b'{"temperature": null}') == GenerationConfig()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, ()), (5, (5,)), (0, (0,)), ([7, 5, 7], (7, 5)), ([], ()), (-1, ()), ([-1, 3], (3,)), ([2] * 64, (2,))],
+)
+def test_end_tokens_are_one_or_several(value: Any, expected: tuple[int, ...]) -> None:
+    found = parse_generation_config(json.dumps({"eos_token_id": value, "top_k": 5}).encode())
+    assert found.eos_token_ids == expected
+    assert found.document() == {"top_k": 5, **({"eos_token_id": list(expected)} if expected else {})}
+
+
+@pytest.mark.parametrize("value", [True, "5", 5.0, -2, 2**31, 10**400, [[5]], [None], {"a": 5}, [2] * 65])
+def test_bad_end_tokens_are_refused(value: Any) -> None:
+    with pytest.raises(AdapterRejected, match="eos_token_id must be") as refused:
+        parse_generation_config(json.dumps({"eos_token_id": value}).encode())
+    assert (refused.value.code, refused.value.param) == ("invalid_generation_config", "eos_token_id")
+
+
+def test_settings_that_would_change_answers_are_named() -> None:
+    neutral = {name: value for name, value in IGNORED.items() if value is not None}
+    assert (
+        parse_generation_config(json.dumps({**neutral, "max_length": 4096, "use_cache": True}).encode()).ignored == ()
+    )
+    changed = {"stop_strings": ["</s>"], "no_repeat_ngram_size": 3, "do_sample": False, "num_beams": 2.5}
+    assert set(parse_generation_config(json.dumps(changed).encode()).ignored) == changed.keys()
 
 
 @pytest.mark.parametrize(

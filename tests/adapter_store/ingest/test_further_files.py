@@ -9,7 +9,12 @@ import pytest
 from sqlalchemy import func, select
 
 from loramux.adapter_store.errors import AdapterRejected, UploadRefused
-from loramux.adapter_store.formats.added_vocabulary import AddedToken, AddedVocabulary, encode_added_vocabulary
+from loramux.adapter_store.formats.added_vocabulary import (
+    AddedToken,
+    AddedVocabulary,
+    SpecialTokens,
+    encode_added_vocabulary,
+)
 from loramux.adapter_store.formats.file_names import (
     FURTHER_FILES,
     GENERATION_FILE,
@@ -64,9 +69,31 @@ def test_version_digest_covers_the_weights_and_each_file(world: IngestWorld, mak
     lines = "".join(f"{line}\n" for line in (version.digest, *named))
     assert version.version_digest == hashlib.sha256(lines.encode()).hexdigest()
     assert version.report["chat_template"] == {"sha256": hashlib.sha256(TEMPLATE).hexdigest(), "size": len(TEMPLATE)}
-    assert version.report["generation_config"] == {"temperature": 0.5}
+    assert version.report["generation_config"] == {"temperature": 0.5, "eos_token_id": [1, 2]}
     assert version.report["parsers"] == {"tool_call_parser": "pythonic"}
     assert version.report["added_vocabulary"] == {"vocab_size": VOCAB_SIZE, "tokens": {"<|ü|>": 68}}
+
+
+def test_a_copy_of_the_bases_template_is_kept_but_not_reported(world: IngestWorld, make_adapter: Any) -> None:
+    copies = [TEMPLATE.decode()]
+    world.ingest = Ingest(
+        world.registry,
+        world.blobs,
+        world.target,
+        world.scratch,
+        world.validator,
+        check_template=lambda source, special_tokens: source not in copies,
+    )
+    version = world.push(make_adapter(), **{TEMPLATE_FILE: TEMPLATE})
+    assert "chat_template" not in version.report
+    assert read_further_files(world.registry.database, version.id) == {TEMPLATE_FILE: TEMPLATE}
+    assert "chat_template" in world.push(make_adapter(), **{TEMPLATE_FILE: TEMPLATE + b"!"}).report
+
+
+def test_settings_without_effect_are_reported(world: IngestWorld, make_adapter: Any) -> None:
+    version = world.push(make_adapter(), **{GENERATION_FILE: b'{"stop_strings": ["x"], "num_beams": 4}'})
+    [warning] = [one for one in version.report["warnings"] if one["code"] == "generation_settings_ignored"]
+    assert (warning["count"], set(warning["params"])) == (2, {"stop_strings", "num_beams"})
 
 
 def test_version_digests_without_parsers_are_those_of_earlier_releases() -> None:
@@ -105,6 +132,7 @@ REFUSED = [
     pytest.param(GENERATION_FILE, b'{"top_p": NaN}', "invalid_json", GENERATION_FILE, id="NaN"),
     pytest.param(GENERATION_FILE, b'{"a": 1, "a": 2}', "duplicate_key", "a", id="key twice"),
     pytest.param(GENERATION_FILE, b'{"temperature": -1}', "invalid_generation_config", "temperature", id="setting"),
+    pytest.param(GENERATION_FILE, b'{"eos_token_id": "1"}', "invalid_generation_config", "eos_token_id", id="end"),
     pytest.param(VOCABULARY_FILE, b"{}", "invalid_vocabulary", VOCABULARY_FILE, id="no vocabulary"),
     pytest.param(VOCABULARY_FILE, b'{"\xff": 1}', "invalid_json", VOCABULARY_FILE, id="no UTF-8 in a vocabulary"),
     pytest.param(PARSERS_FILE, b"{}", "invalid_parsers", PARSERS_FILE, id="no parser"),
@@ -144,7 +172,7 @@ def test_large_file_is_refused_when_declared(world: IngestWorld, make_adapter: A
 def test_template_check_from_outside_can_reject_a_template(world: IngestWorld, make_adapter: Any) -> None:
     seen = []
 
-    def refuse(source: str) -> None:
+    def refuse(source: str, special_tokens: SpecialTokens) -> bool:
         seen.append(source)
         raise AdapterRejected("template_too_slow", "the template takes too long", TEMPLATE_FILE)
 

@@ -272,6 +272,47 @@ def test_templates_that_read_lists_of_parts_are_served(base: Path, adapter: Path
     assert checked(adapter, "--model", DEMO_BASE)["facts"]["chat_template"]["size"] == len(PARTS)
 
 
+def test_a_copy_of_the_bases_tokenizer_and_template_adds_nothing(adapter: Path) -> None:
+    before = checked(adapter, "--model", DEMO_BASE)["facts"]
+    template = json.loads((DEMO_BASE / "tokenizer_config.json").read_text())["chat_template"]
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(DEMO_BASE / name, adapter / name)
+    assert checked(adapter, "--model", DEMO_BASE)["facts"] == before
+    (adapter / "chat_template.jinja").write_text(template + "\n")
+    assert checked(adapter, "--model", DEMO_BASE)["facts"] == before
+
+
+def test_facts_of_an_adapters_tokenizer_are_checked_as_a_push_checks_them(adapter: Path) -> None:
+    document = json.loads((DEMO_BASE / "tokenizer.json").read_text())
+    spare = next(token for token in document["added_tokens"] if token["content"] == "<|system|>")
+    spare["content"] = "<|tool|>"
+    (adapter / "tokenizer.json").write_text(json.dumps(document))
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": PARTS, "eos_token": "<|tool|>"}))
+    facts = checked(adapter, "--model", DEMO_BASE)["facts"]
+    assert facts["added_vocabulary"]["renamed"] == {"<|tool|>": spare["id"]}
+    assert facts["added_vocabulary"]["special_tokens"] == {"eos_token": "<|tool|>"}
+    assert facts["chat_template"]["size"] == len(PARTS)
+    first, second = [name for name in document["model"]["vocab"] if len(name) == 1][:2]
+    vocabulary = document["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (adapter / "tokenizer.json").write_text(json.dumps(document))
+    [problem] = checked(adapter, "--model", DEMO_BASE)["problems"]
+    assert (problem["code"], problem["param"]) == ("tokenizer_mismatch", "tokenizer.json")
+
+
+def test_end_tokens_and_settings_without_effect_are_shown(adapter: Path) -> None:
+    path = adapter / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [301, 1], "no_repeat_ngram_size": 3}))
+    document = checked(adapter, "--model", DEMO_BASE)
+    assert document["facts"]["generation_config"] == {"eos_token_id": [301, 1]}
+    assert [(one["code"], one["params"]) for one in document["warnings"]] == [
+        ("generation_settings_ignored", ["no_repeat_ngram_size"])
+    ]
+    path.write_text(json.dumps({"eos_token_id": [301, 1024]}))
+    [problem] = checked(adapter, "--model", DEMO_BASE)["problems"]
+    assert (problem["code"], problem["param"]) == ("invalid_generation_config", "eos_token_id")
+
+
 def test_added_tokens_are_checked_against_the_bases_tokenizer(adapter: Path) -> None:
     flags = dict.fromkeys(("special", "lstrip", "rstrip", "single_word", "normalized"), False)
     for content, vocab_size, code, param in (

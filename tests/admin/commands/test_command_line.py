@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.cli import app
+from tests.adapter_store.base_tokenizer import with_tokenizer
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.command_line import Run, printed_json
 from tests.admin.metered_requests import begin_request, settle_request
@@ -26,7 +27,7 @@ def test_documented_commands_print_documented_output(loramux: Run, make_adapter:
     pushed = printed_json(
         loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json")
     )
-    assert set(pushed) == {"model", "version", "digest", "version_digest"}
+    assert set(pushed) == {"model", "version", "digest", "version_digest", "warnings"}
     assert (pushed["model"], pushed["version"], len(pushed["digest"])) == ("acme/support", 1, 64)
     quota = loramux("quotas", "set", "--tenant", "acme", "--metric", "tokens_per_minute", "--limit", 10000)
     assert quota.exit_code == 0
@@ -198,6 +199,19 @@ def test_optional_files_are_pushed_shown_and_pulled(
     }
     assert loramux("adapters", "pull", "acme/support@2", place, "--force").exit_code == 0
     assert not any((place / name).exists() for name in own), "files of another version are deleted"
+
+
+def test_facts_of_a_tokenizer_and_warnings_are_shown(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    loramux("tenants", "create", "acme")
+    directory = with_tokenizer(make_adapter(), {"<|tool|>": 4}, eos_token="<|reserved_1|>")
+    (directory / "generation_config.json").write_text('{"stop_strings": ["x"], "eos_token_id": 5}')
+    pushed = loramux("adapters", "push", directory, "--tenant", "acme", "--name", "support").stdout
+    assert re.search(r"^warning: .*generation_config.json.* \(1: stop_strings\)$", pushed, re.MULTILINE), pushed
+    assert "settings tokens" in loramux("adapters", "show", "acme/support").stdout
+    shown = loramux("adapters", "show", "acme/support@1").stdout
+    assert re.search(r'renamed_tokens +4="<\|tool\|>"', shown), shown
+    assert re.search(r"special_tokens eos_token +<\|reserved_1\|>", shown)
+    assert re.search(r"generation_config eos_token_id +\[5\]", shown)
 
 
 def test_parsers_are_pushed_shown_and_pulled(loramux: Run, make_adapter: Callable[..., Path], tmp_path: Path) -> None:

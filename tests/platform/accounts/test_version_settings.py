@@ -84,6 +84,22 @@ def test_settings_of_adapters_can_be_switched_off(clocked: Database, add_version
     assert found == VersionSettings("mine", BASE), "the template is not a default"
 
 
+def test_end_tokens_are_no_default(clocked: Database, add_version: Add) -> None:
+    cache = VersionSettingsCache(clocked, BASE, applies_adapter_defaults=False)
+    found = cache.find(add_version(files(settings='{"temperature": 0.0, "eos_token_id": [7, 9]}')))
+    assert found == VersionSettings(None, BASE, eos_token_ids=(7, 9))
+
+
+def test_a_copy_of_the_bases_template_is_not_the_versions_own(clocked: Database, add_version: Add) -> None:
+    chosen = AnswerParsers("hermes", "off")
+    cache = VersionSettingsCache(
+        clocked, BASE, base_parsers=chosen, is_copied_template=lambda source, special_tokens: source == "the base's"
+    )
+    copied = cache.find(add_version(files("the base's")))
+    assert (copied.template, copied.parsers) == (None, chosen)
+    assert cache.find(add_version(files("other"))).template == "other"
+
+
 def test_database_is_read_once_for_each_digest(clocked: Database, add_version: Add) -> None:
     cache = VersionSettingsCache(clocked)
     first, equal = add_version(files("mine")), add_version(files("mine"))

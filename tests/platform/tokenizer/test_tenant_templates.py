@@ -110,11 +110,11 @@ async def test_template_that_escapes_is_still_confined(templates: TenantTemplate
     if CALLS in lacking or FILES in lacking:
         pytest.skip(f"this machine has no {' and no '.join(lacking)}")
     await templates.render("a", PLAIN, ASKED)
-    templates._known["a", PLAIN].code = marshal.dumps(compile(ESCAPED, "escaped", "exec"))
+    templates._known["a", PLAIN, ()].code = marshal.dumps(compile(ESCAPED, "escaped", "exec"))
     try:
         assert await templates.render("a", PLAIN, ASKED) == "refused " * 4
     finally:
-        del templates._known["a", PLAIN]
+        del templates._known["a", PLAIN, ()]
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
@@ -223,7 +223,7 @@ def test_an_upload_is_checked_and_not_kept(templates: TenantTemplates) -> None:
     assert rejected.value.code == "invalid_template"
     # The next upload is another tenant's.
     templates.check_upload(PLAIN)
-    assert ("(uploads)", PLAIN) not in templates._known
+    assert ("(uploads)", PLAIN, ()) not in templates._known
 
 
 async def test_the_event_loop_runs_while_templates_do(templates: TenantTemplates) -> None:
@@ -250,7 +250,7 @@ async def test_compiled_templates_are_kept_for_each_tenant(templates: TenantTemp
     for number in range(MAX_KEPT_PER_TENANT + 2):
         await templates.render("c", f"{PLAIN}{number}", ASKED)
     kept = [key for key in templates._known if key[0] == "c"]
-    assert [source for _, source in kept] == [f"{PLAIN}{number}" for number in range(2, MAX_KEPT_PER_TENANT + 2)]
+    assert [source for _, source, _ in kept] == [f"{PLAIN}{number}" for number in range(2, MAX_KEPT_PER_TENANT + 2)]
     assert await templates.render("c", f"{PLAIN}2", ASKED) == "Hello 🦊2"
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +100,30 @@ def test_register_source_makes_the_server_copy_the_files(
         with pytest.raises(PushRefused) as refused:
             register_source(client, source + "/nothing", "acme", "support")
         assert refused.value.code == "source_not_found"
+
+
+async def test_facts_of_a_sources_tokenizer_become_files(
+    http: httpx.AsyncClient, bucket: Path, make_adapter: Callable[..., Path]
+) -> None:
+    adapter_id = await new_adapter(http)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    decoder = {"4": {"content": "<|tool|>", **flags}, "60": {"content": "<a>", **flags}}
+    directory = make_adapter()
+    config = {"chat_template": template, "eos_token": "<a>", "added_tokens_decoder": decoder}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    version = await register(http, adapter_id, place(bucket, directory, "own"))
+    assert version["state"] == "ready", version
+    assert version["chat_template"] == hashlib.sha256(template.encode()).hexdigest()
+    own = version["report"]["added_vocabulary"]
+    assert (own["tokens"], own["renamed"]) == ({"<a>": 60}, {"<|tool|>": 4})
+    assert own["special_tokens"] == {"eos_token": "<a>"}
+    url = f"/admin/v1/adapters/{adapter_id}/versions/1/files/chat_template.jinja"
+    assert (await http.get(url)).text == template
+    with (directory / "tokenizer_config.json").open("wb") as file:
+        file.truncate(50 << 20)
+    refused = await register(http, adapter_id, place(bucket, directory, "huge"))
+    assert (refused["error"]["code"], refused["error"]["param"]) == ("file_too_large", "tokenizer_config.json")
 
 
 @pytest.mark.parametrize(
