@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 1 << 20
 _MAX_DIMENSION = 1 << 31
 
 _OTHER_DTYPES = frozenset(
-    {"BOOL", "C64", "F4", "F64", "F8_E4M3", "F8_E5M2", "F8_E8M0"}
+    {"BOOL", "C64", "F4", "F8_E8M0"}
     | {f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)}
 )
 """The other dtypes of the format. Messages do not repeat text that a tenant chose."""
@@ -132,7 +132,8 @@ def _entry(name: str, value: Any) -> TensorEntry:
         raise AdapterRejected("invalid_header", "dtype, shape or data_offsets is malformed", name)
     if dtype not in ADAPTER_STORAGE:
         found = f", not {dtype}" if dtype in _OTHER_DTYPES else ""
-        raise AdapterRejected("unsupported_dtype", f"the dtype must be one of {', '.join(ADAPTER_STORAGE)}{found}", name)
+        allowed = ", ".join(ADAPTER_STORAGE)
+        raise AdapterRejected("unsupported_dtype", f"the dtype must be one of {allowed}{found}", name)
     if 0 in shape:
         raise AdapterRejected("empty_tensor", f"the tensor has the shape {shape} and no values: {_NOT_GATHERED}", name)
     if len(shape) != 2 and not (len(shape) == 1 and _may_be_vector(name)) and not _may_have_any_shape(name, shape):
