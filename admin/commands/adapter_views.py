@@ -32,7 +32,7 @@ _MAX_SHOWN = 12
 def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
     print(f"{adapter['model']} ({adapter['id']}, {adapter['state']})")
     print_table(
-        ("version", "state", "aliases", "rank", "pages", "bytes", "digest", "files", "created", "error"),
+        ("version", "state", "aliases", "rank", "pages", "size", "digest", "files", "created", "error"),
         [
             (
                 version["number"],
@@ -40,7 +40,7 @@ def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
                 " ".join(_naming(adapter, version["number"])) or None,
                 version["max_rank"],
                 version["num_pages"],
-                version["size"],
+                _shown_size(version),
                 version["version_digest"] and version["version_digest"][:12],
                 _own_files(version),
                 shown_time(version["created_at"]),
@@ -55,8 +55,9 @@ def print_version(adapter: Document, version: Document) -> None:
     """Print one version with the main facts of its validation report."""
     print(f"{adapter['model']}@{version['number']} ({version['id']}, {version['state']})")
     rows: list[tuple[str, object]] = [
-        (name, version[name]) for name in ("digest", "version_digest", "max_rank", "num_pages", "size", "chat_template")
+        (name, version[name]) for name in ("digest", "version_digest", "max_rank", "num_pages")
     ]
+    rows += [("size", _shown_size(version)), ("chat_template", version["chat_template"])]
     if version["invocation_tokens"] is not None:
         rows.append(("invocation_tokens", " ".join(map(str, version["invocation_tokens"]))))
     if version["added_tokens"]:
@@ -80,6 +81,12 @@ def print_version(adapter: Document, version: Document) -> None:
     if trained := version["report"].get("trained_rows"):
         rows.append(("report trained_rows", ", ".join(f"{name} {count}" for name, count in trained.items())))
     print_table(("fact", "value"), rows)
+
+
+def _shown_size(version: Document) -> str | None:
+    from loramux.platform.amounts import size_text
+
+    return None if version["size"] is None else size_text(version["size"])
 
 
 def _shown_tokens(tokens: Mapping[str, int]) -> str:

@@ -34,7 +34,7 @@ def history(model: Model, alias: Alias = "default", as_json: AsJson = False) -> 
         "revision": "revision",
         "versions": _versions,
         "action": "action",
-        "by": "actor",
+        "by": "actor_name",
         "at": time_in("created_at"),
     }
     print_list(changes, columns, as_json)

@@ -35,10 +35,10 @@ def audit(
         entries = list(islice(client.items("audit_log", **wanted), limit))
     columns: Columns = {
         "when": time_in("created_at"),
-        "who": "actor",
+        "who": "actor_name",
         "from": "address",
         "action": "action",
-        "target": "target",
+        "target": "target_name",
         "change": _changes,
     }
     print_list({"object": "list", "data": entries}, columns, as_json)
@@ -46,6 +46,10 @@ def audit(
 
 def _changes(entry: Document) -> str:
     """Return an entry's changes as text, truncated after `MAX_SHOWN` characters. `--json` prints them in full."""
-    changes = entry["changes"].items()
-    text = ", ".join(f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes)
+    from loramux.platform.amounts import field_name, field_text
+
+    changes = [
+        (name, *(json.dumps(field_text(value, name)) for value in pair)) for name, pair in entry["changes"].items()
+    ]
+    text = ", ".join(f"{field_name(name)}: {old} -> {new}" for name, old, new in changes)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

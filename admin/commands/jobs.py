@@ -56,7 +56,7 @@ def show(
     if as_json:
         print_json(job)
         return
-    rows = [(name, job[name]) for name in ("id", "state", "version_id", "server_id")]
+    rows = [(name, job[name]) for name in ("id", "state", "server_id")]
     rows.insert(0, ("version", f"{job['model']}@{job['version']}"))
     if job["error"]:
         rows += [(f"error {name}", value) for name, value in job["error"].items()]

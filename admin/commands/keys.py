@@ -73,9 +73,10 @@ def list_keys(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
         keys = client.whole_list("api_keys", tenant=tenant)
     columns: Columns = {
         "id": "id",
-        "tenant": "tenant_id",
+        "tenant": "tenant",
         "name": "name",
         "scopes": lambda key: " ".join(key["scopes"]),
+        "adapters": lambda key: None if key["adapters"] is None else " ".join(key["adapter_names"]),
         "created": time_in("created_at"),
         "expires": time_in("expires_at"),
         "revoked": time_in("revoked_at"),
@@ -106,7 +107,7 @@ def set_key(
         fail("specify what to change: --name, --scope, --adapter, --any-adapter or --expires-in-days", WRONG_CALL)
     with connected(as_json) as client:
         key = client.patch(client.path("api_keys", key_id), body)
-    limit = f", restricted to {', '.join(key['adapters'])}" if key["adapters"] else ""
+    limit = f", restricted to {', '.join(key['adapter_names'])}" if key["adapters"] else ""
     tell(key, f"key {key['id']} ({key['name']}) has scopes {', '.join(key['scopes'])}{limit}", as_json)
 
 

@@ -29,3 +29,16 @@ Alias = Annotated[str, typer.Option("--alias", help="The alias's name.")]
 NoWarm = Annotated[
     bool, typer.Option("--no-warm", help="Move the alias without first loading its versions into the engine.")
 ]
+
+
+def given_amount(text: str, unit: str, option: str) -> int:
+    """Parse the amount that an option gives: money in the currency, bytes with or without a binary unit, or a count.
+
+    Raises BadParameter.
+    """
+    from loramux.platform.amounts import amount_of
+
+    try:
+        return amount_of(text, unit)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None

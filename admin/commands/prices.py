@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loramux.admin.commands.options import AnyTenant, AsJson
+from loramux.admin.commands.options import AnyTenant, AsJson, given_amount
 from loramux.admin.commands.output import Columns, connected, print_list, shown_time, tell, time_in
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document
 
 app = typer.Typer(no_args_is_help=True, help="Add, list and withdraw prices.")
-
-NANOS = 1_000_000_000
 
 
 @app.command()
@@ -36,18 +33,24 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Add a list price, or a price for one tenant."""
+    from loramux.platform.amounts import NANOS_UNIT
+
     body: dict[str, Any] = {
         "tenant": tenant,
         "scope": scope,
-        "prompt": _nanos(prompt),
-        "cached": None if cached is None else _nanos(cached),
-        "completion": _nanos(completion),
+        "prompt": given_amount(prompt, NANOS_UNIT, "--prompt"),
+        "cached": None if cached is None else given_amount(cached, NANOS_UNIT, "--cached"),
+        "completion": given_amount(completion, NANOS_UNIT, "--completion"),
         "currency": currency,
         "effective_at": effective_at,
     }
     with connected(as_json) as client:
         price = client.post("prices", {name: value for name, value in body.items() if value is not None})
-    tell(price, f"{price['id']} applies to {price['scope']} from {shown_time(price['effective_at'])}", as_json)
+    tell(
+        price,
+        f"{price['id']} applies to {price['adapter'] or price['scope']} from {shown_time(price['effective_at'])}",
+        as_json,
+    )
 
 
 @app.command("list")
@@ -57,8 +60,8 @@ def list_prices(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
         prices = client.whole_list("prices", tenant=tenant)
     columns: Columns = {
         "from": time_in("effective_at"),
-        "tenant": "tenant_id",
-        "scope": "scope",
+        "tenant": "tenant",
+        "scope": lambda price: price["adapter"] or price["scope"],
         "prompt": _amount_in("prompt"),
         "cached": _amount_in("cached"),
         "completion": _amount_in("completion"),
@@ -79,14 +82,6 @@ def withdraw(
 
 
 def _amount_in(name: str) -> Callable[[Document], str]:
-    return lambda price: f"{Decimal(price[name]) / NANOS:f}"
+    from loramux.platform.amounts import money_text
 
-
-def _nanos(amount: str) -> int:
-    try:
-        nanos = Decimal(amount) * NANOS
-        if nanos.is_finite() and nanos == nanos.to_integral_value() and abs(nanos) < 10**18:
-            return int(nanos)
-    except InvalidOperation:
-        pass
-    raise typer.BadParameter("a price must be a decimal number with at most nine decimal places, such as 0.15")
+    return lambda price: money_text(price[name])

@@ -15,6 +15,8 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from loramux.platform.amounts import amount_text
+
     console = Console()
     if not console.is_terminal:
         console.width = 250
@@ -26,7 +28,7 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
     for limit in limits:
         whose = f"{limit['scope']} (inherited)" if limit["is_inherited"] else limit["scope"]
         color = "red" if limit["is_exceeded"] else "yellow" if limit["num_exceeded"] else "green"
-        amounts = [shown_amount(limit[name], limit["unit"]) for name in ("used", "reserved", "limit")]
+        amounts = [amount_text(limit[name], limit["unit"]) for name in ("used", "reserved", "limit")]
         texts = (limit["metric"], whose, limit["mode"])
         table.add_row(*(Text(str(text)) for text in texts), Text(bar(limit), style=color), *amounts, _reset(limit))
     console.print(table)
@@ -44,13 +46,6 @@ def bar(limit: Mapping[str, Any]) -> str:
     used = _cells(limit["used"], size)
     reserved = min(_cells(limit["reserved"], size), BAR_WIDTH - used)
     return USED * used + RESERVED * reserved + FREE * (BAR_WIDTH - used - reserved)
-
-
-def shown_amount(amount: int, unit: str) -> str:
-    """Format an amount: bytes in MiB, money in the pricing currency, and other integers with thousands separators."""
-    if unit == "nanos":
-        return f"{amount / 1e9:,.4f}"
-    return f"{amount / 2**20:,.1f} MiB" if unit == "bytes" else f"{amount:,}"
 
 
 def _cells(amount: int, size: int) -> int:

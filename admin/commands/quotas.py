@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loramux.admin.commands.options import AnyTenant, AsJson
+from loramux.admin.commands.options import AnyTenant, AsJson, given_amount
 from loramux.admin.commands.output import (
     Columns,
     connected,
@@ -20,13 +21,30 @@ from loramux.admin.commands.output import (
 )
 from loramux.admin.commands.quota_plot import print_plot
 
+if TYPE_CHECKING:
+    from loramux.admin.client.client import Document
+
 app = typer.Typer(no_args_is_help=True, help="Set, list, plot and test quotas.")
 
 METRICS = (
     "requests_per_minute, tokens_per_minute, cold_loads_per_minute, concurrent_requests, tokens_per_day, "
-    "tokens_per_month, cost_per_day, cost_per_month (nanos), adapters or adapter_bytes."
+    "tokens_per_month, cost_per_day, cost_per_month, adapters or adapter_bytes."
 )
-LISTED = ("id", "scope", "subject_id", "tenant_id", "metric", "unit", "mode", "limit", "burst", "updated_at")
+LIMIT = "The limit: money in the currency of the prices, such as 2.50; bytes as a number or a size such as 5GiB."
+LISTED = (
+    "id",
+    "scope",
+    "subject_id",
+    "subject",
+    "tenant_id",
+    "tenant",
+    "metric",
+    "unit",
+    "mode",
+    "limit",
+    "burst",
+    "updated_at",
+)
 SHOWN = (
     "metric",
     "unit",
@@ -43,6 +61,8 @@ SHOWN = (
     "reset_at",
     "id",
 )
+AMOUNTS = ("limit", "remaining", "cost", "burst", "used", "reserved")
+"""Columns in the metric's unit."""
 
 Key = Annotated[str | None, typer.Option(help="A key's identifier, key_...", show_default=False)]
 Adapter = Annotated[
@@ -62,7 +82,7 @@ class Mode(StrEnum):
 @app.command("set")
 def set_quota(
     metric: Annotated[str, typer.Option(help=METRICS, show_default=False)],
-    limit: Annotated[int, typer.Option(help="The limit in the metric's unit.", show_default=False)],
+    limit: Annotated[str, typer.Option(help=LIMIT, show_default=False)],
     tenant: AnyTenant = None,
     key: Key = None,
     adapter: Adapter = None,
@@ -83,15 +103,16 @@ def set_quota(
         "key": key,
         "adapter": adapter,
         "metric": metric,
-        "limit": limit,
+        "limit": given_amount(limit, _unit(metric), "--limit"),
         "burst": burst,
         "mode": None if mode is None else mode.value,
     }
     with connected(as_json) as client:
         quota = client.post("quotas", {name: value for name, value in body.items() if value is not None})
-    burst_shown = f" (burst {quota['burst']})" if quota["burst"] != quota["limit"] else ""
+    burst_shown = f" (burst {_shown(quota, 'burst')})" if quota["burst"] != quota["limit"] else ""
     whom = "every tenant" if platform else key or adapter or tenant
-    tell(quota, f"{whom}: {quota['metric']} is limited to {quota['limit']}{burst_shown}, {quota['mode']}", as_json)
+    told = f"{whom}: {quota['metric']} is limited to {_shown(quota, 'limit')}{burst_shown}, {quota['mode']}"
+    tell(quota, told, as_json)
 
 
 @app.command("list")
@@ -100,10 +121,19 @@ def list_quotas(tenant: AnyTenant = None, as_csv: AsCsv = False, as_json: AsJson
     with connected(as_json) as client:
         quotas = client.whole_list("quotas", tenant=tenant)
     if as_csv and not as_json:
-        print_csv(LISTED, [[quota[name] for name in LISTED] for quota in quotas["data"]])
+        print_csv(LISTED, [_csv_row(quota, LISTED) for quota in quotas["data"]])
         return
-    columns: Columns = {"scope": "scope", "of": "subject_id", "metric": "metric", "mode": "mode", "limit": "limit"}
-    print_list(quotas, {**columns, "burst": "burst", "id": "id", "changed": time_in("updated_at")}, as_json)
+    columns: Columns = {
+        "scope": "scope",
+        "of": "subject",
+        "metric": "metric",
+        "mode": "mode",
+        "limit": lambda quota: _shown(quota, "limit"),
+        "burst": lambda quota: _shown(quota, "burst"),
+        "id": "id",
+        "changed": time_in("updated_at"),
+    }
+    print_list(quotas, columns, as_json)
 
 
 @app.command()
@@ -126,7 +156,7 @@ def effective(
     if as_json:
         print_json(found)
     elif as_csv:
-        print_csv(SHOWN, [[limit[name] for name in SHOWN] for limit in found["data"]])
+        print_csv(SHOWN, [_csv_row(limit, SHOWN) for limit in found["data"]])
     elif not found["data"]:
         print("no limits apply")
     else:
@@ -145,7 +175,9 @@ def check(
         str | None,
         typer.Option(help="Also test a hypothetical limit on this metric, for --key or --tenant.", show_default=False),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Value of the limit on --metric.", show_default=False)] = None,
+    limit: Annotated[
+        str | None, typer.Option(help="Value of the limit on --metric, as for 'quotas set'.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show whether each limit would admit a request, without using any quota.
@@ -157,9 +189,9 @@ def check(
     whom = {"tenant": tenant, "key": key, "adapter": adapter}
     body: dict[str, object] = {name: value for name, value in whom.items() if value is not None}
     body.update(prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
-    if metric is not None:
+    if metric is not None and limit is not None:
         subject = {"key": key} if key is not None else {"tenant": tenant}
-        body["quota"] = {**subject, "metric": metric, "limit": limit}
+        body["quota"] = {**subject, "metric": metric, "limit": given_amount(limit, _unit(metric), "--limit")}
     with connected(as_json) as client:
         answer = client.post("quotas/check", body)
     if as_json:
@@ -168,7 +200,13 @@ def check(
         print_table(
             ("metric", "of", "mode", "limit", "remaining", "cost", "admits"),
             [
-                (v["metric"], v["scope"], v["mode"], v["limit"], v["remaining"], v["cost"], _admits(v))
+                (
+                    v["metric"],
+                    v["scope"],
+                    v["mode"],
+                    *(_shown(v, name) for name in ("limit", "remaining", "cost")),
+                    _admits(v),
+                )
                 for v in answer["verdicts"]
             ],
         )
@@ -188,3 +226,27 @@ def _admits(verdict: dict[str, object]) -> str:
     if verdict["is_too_large"]:
         return "never"
     return f"in {verdict['wait_s']:.0f} s" if verdict["mode"] == "hard" else "reported only"
+
+
+def _unit(metric: str) -> str:
+    """Return a metric's unit. The server refuses an unknown metric, and names the known ones."""
+    from loramux.platform.quotas.metrics import METRICS
+
+    return METRICS[metric].unit if metric in METRICS else metric
+
+
+def _shown(document: Document, name: str) -> str:
+    from loramux.platform.amounts import amount_text
+
+    return amount_text(document[name], document["unit"])
+
+
+def _csv_row(document: Document, names: Sequence[str]) -> list[object]:
+    """Return a row of CSV. Money is in the currency, as in every other output of the command except JSON."""
+    from loramux.platform.amounts import NANOS_UNIT, decimal
+
+    if document["unit"] != NANOS_UNIT:
+        return [document[name] for name in names]
+    shown = {**document, "unit": "currency"}
+    shown.update({name: decimal(document[name]) for name in AMOUNTS if name in document})
+    return [shown[name] for name in names]

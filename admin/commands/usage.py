@@ -89,7 +89,7 @@ def _print_lines(report: Document, groups: Sequence[str], amounts: Sequence[str]
     rows = [
         (
             shown_time(part["start_time"]),
-            *(result[name] for name in groups),
+            *(result.get(f"{name}_name", result[name]) for name in groups),
             *(result[name] for name in amounts),
             bar(size, most),
         )

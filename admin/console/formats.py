@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from loramux.platform.amounts import amount_text, field_name, field_text, size_text
+
 NOTHING = "–"
 
 
@@ -42,12 +44,7 @@ def money(nanos: int | None) -> str:
 def size(value: float | None) -> str:
     if value is None:
         return NOTHING
-    amount = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(amount) < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
+    return size_text(round(value))
 
 
 def duration(seconds: float | None) -> str:
@@ -99,6 +96,9 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "number": number,
     "compact": compact,
     "money": money,
+    "amount": amount_text,
+    "field_name": field_name,
+    "field_text": field_text,
     "size": size,
     "duration": duration,
     "moment": moment,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
@@ -13,6 +13,7 @@ from loramux.adapter_store.registry.registry import SLUG
 from loramux.admin.rest import idempotency
 from loramux.admin.rest.services import AdminServices
 from loramux.migrations.audit import Actor, act_as
+from loramux.platform.accounts.names import names_of
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import Tenant
 from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
@@ -136,3 +137,8 @@ async def tenant_filter(services: AdminServices, caller: Caller, id_or_slug: str
     if id_or_slug is None:
         return caller.principal.tenant_id
     return (await find_tenant(services, caller, id_or_slug)).id
+
+
+async def known_names(services: AdminServices, caller: Caller, ids: Iterable[str | None]) -> Mapping[str, str]:
+    """Return the names of the objects that the caller may know, by identifier: see `names_of`."""
+    return await services.call(names_of, services.database, tuple(ids), caller.principal.tenant_id)

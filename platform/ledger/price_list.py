@@ -13,6 +13,7 @@ from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.amounts import money_text
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.ledger.prices import GENERAL_SCOPES, MAX_PRICE_NANOS, Price, PriceBook
 
@@ -188,7 +189,11 @@ def _check(scope: str, prompt_nanos: int, cached_nanos: int, completion_nanos: i
     named = {"prompt": prompt_nanos, "cached": cached_nanos, "completion": completion_nanos}
     for name, nanos in named.items():
         if not 0 <= nanos <= MAX_PRICE_NANOS:
-            raise InvalidRequest(f"a price must be from 0 to {MAX_PRICE_NANOS} nanos per million tokens", param=name)
+            raise InvalidRequest(
+                f"a price must be from 0 to {MAX_PRICE_NANOS} nanos, which is {money_text(MAX_PRICE_NANOS)} "
+                "in the currency, per million tokens",
+                param=name,
+            )
     if cached_nanos > prompt_nanos:
         raise InvalidRequest("cached tokens must not cost more than other prompt tokens", param="cached")
     if not _CURRENCY.fullmatch(currency):

@@ -62,8 +62,8 @@ class RequestTooLarge(InvalidRequest):
         binding, cost = verdict.binding, verdict.cost
         policy, metric = binding.policy, binding.metric
         most = policy.burst if metric.kind is Kind.RATE else policy.limit
-        admitted = "less" if binding.is_anothers else f"at most {most}"
-        amount = f"cost {cost} nanos" if metric.unit is Unit.NANOS else f"use {cost} {metric.unit}"
+        admitted = "less" if binding.is_anothers else f"at most {metric.text(most)}"
+        amount = f"cost {metric.text(cost)}" if metric.unit is Unit.NANOS else f"use {metric.text(cost)} {metric.unit}"
         super().__init__(
             f"the request may {amount}, but the {policy.scope}'s {policy.metric} admits {admitted} at once: "
             + (
@@ -137,16 +137,17 @@ def _standing(verdict: Verdict) -> str:
     policy, metric = binding.policy, binding.metric
     if binding.is_anothers:
         return f"the {policy.scope}'s limit for {policy.metric} is reached"
-    limit = f"the {policy.scope}'s limit of {policy.limit} for {policy.metric}"
+    limit = f"the {policy.scope}'s limit of {metric.text(policy.limit)} for {policy.metric}"
     if metric.unit not in (Unit.TOKENS, Unit.NANOS, Unit.BYTES):
         return f"{limit} is reached"
     remaining = binding.remaining(counter)
-    state = f"leaves {remaining}" if remaining else "is reached"
+    state = f"leaves {metric.text(remaining)}" if remaining else "is reached"
     # A bucket that refills does not record how much was used.
-    used = "" if metric.kind is Kind.RATE else f"{counter.used} are used, "
+    used = "" if metric.kind is Kind.RATE else f"{metric.text(counter.used)} are used, "
     holders, asking = ("open uploads", "upload") if metric.kind is Kind.STOCK else ("running requests", "request")
     return (
-        f"{limit} {state}: {used}{holders} reserve {counter.reserved}, and this {asking} would reserve {verdict.cost}"
+        f"{limit} {state}: {used}{holders} reserve {metric.text(counter.reserved)}, "
+        f"and this {asking} would reserve {metric.text(verdict.cost)}"
     )
 
 

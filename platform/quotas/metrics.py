@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from loramux.platform.amounts import BYTES_UNIT, NANOS_UNIT, amount_text
 from loramux.platform.periods import Period
 
 MAX_RATE = 100_000_000_000
@@ -29,10 +30,10 @@ class Kind(StrEnum):
 class Unit(StrEnum):
     REQUESTS = "requests"
     TOKENS = "tokens"
-    NANOS = "nanos"
+    NANOS = NANOS_UNIT
     """Billionths of the currency's unit."""
     ADAPTERS = "adapters"
-    BYTES = "bytes"
+    BYTES = BYTES_UNIT
     LOADS = "loads"
     """Loads of adapters that are not in the engine's memory."""
 
@@ -47,6 +48,10 @@ class Metric:
     @property
     def max_limit(self) -> int:
         return MAX_RATE if self.kind is Kind.RATE else MAX_AMOUNT
+
+    def text(self, amount: int) -> str:
+        """Format an amount for people: see `amount_text`."""
+        return amount_text(amount, self.unit)
 
     @property
     def scopes(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.quotas.counters import Counter
-from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind
+from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind, Metric, Unit
 
 PLATFORM = "platform"
 
@@ -221,13 +221,16 @@ class QuotaPolicies:
 
 
 def _shown(policy: QuotaPolicy) -> dict[str, object]:
+    """Describe a policy for the audit log. The names of amounts of money and bytes end in their unit."""
+    unit = METRICS[policy.metric].unit
+    suffix = f"_{unit}" if unit in (Unit.NANOS, Unit.BYTES) else ""
     return {
         "scope": policy.scope,
         "subject_id": policy.subject_id,
         "metric": policy.metric,
         "mode": policy.mode,
-        "limit": policy.limit,
-        "burst": policy.burst,
+        f"limit{suffix}": policy.limit,
+        f"burst{suffix}": policy.burst,
     }
 
 
@@ -254,17 +257,24 @@ def check_policy(metric: str, limit: int, burst: int | None, mode: str | None) -
     if mode is not None and mode not in MODES:
         raise InvalidRequest(f"mode must be one of {', '.join(MODES)}", param="mode")
     if not 0 <= limit <= known.max_limit:
-        raise InvalidRequest(f"a limit of {metric} must be from 0 to {known.max_limit}", param="limit")
+        raise InvalidRequest(f"a limit of {metric} must be from 0 to {_most(known)}", param="limit")
     if burst is None:
         return
     if known.kind is not Kind.RATE:
         raise InvalidRequest(f"{metric} has no burst: only rates have one", param="burst")
     if not 0 <= burst <= known.max_limit:
-        raise InvalidRequest(f"a burst must be from 0 to {known.max_limit}", param="burst")
+        raise InvalidRequest(f"a burst must be from 0 to {_most(known)}", param="burst")
     if burst < 1 <= limit:
         raise InvalidRequest("a burst of 0 would admit nothing: use a limit of 0", param="burst")
     if limit < 1 <= burst:
         raise InvalidRequest("with a limit of 0, a burst would be admitted once and never refill", param="burst")
+
+
+def _most(metric: Metric) -> str:
+    """Return the highest limit, in the unit of the call and, for money, in the currency."""
+    if metric.unit is not Unit.NANOS:
+        return str(metric.max_limit)
+    return f"{metric.max_limit} nanos, which is {metric.text(metric.max_limit)} in the currency"
 
 
 def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
@@ -275,8 +285,8 @@ def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
         # A soft or shadow policy may be a trial for a later limit.
         if policies[day].mode == policies[month].mode == HARD and policies[day].limit > policies[month].limit:
             raise InvalidRequest(
-                f"{day} would be {policies[day].limit} and could never be reached, "
-                f"because {month} is {policies[month].limit}",
+                f"{day} would be {METRICS[day].text(policies[day].limit)} and could never be reached, "
+                f"because {month} is {METRICS[month].text(policies[month].limit)}",
                 param="limit",
                 code="contradictory_limit",
             )

@@ -106,18 +106,17 @@ async def revoke(visit: Visit) -> Response:
     key = await visit.rest.delete(f"/api_keys/{visit.param('key_id')}")
     said = f"The key {key['name']} is revoked; all gateways refuse it within five seconds."
     visit.session.say("done", said)
-    return visit.go("/keys", tenant=await _tenant_of(visit, key))
+    return visit.go("/keys", tenant=_tenant_of(visit, key))
 
 
 async def _facts(visit: Visit) -> tuple[Document, str, str]:
     key = await visit.rest.get(f"/api_keys/{visit.param('key_id')}")
     if key["tenant_id"] is None:
         return key, "the platform", ""
-    owner = await visit.rest.get(f"/tenants/{key['tenant_id']}")
     now = visit.rest.now
-    page = await visit.rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="key", tenant=owner["slug"])
+    page = await visit.rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="key", tenant=key["tenant"])
     rows = [row for bucket in page["data"] for row in bucket["results"] if row["key"] == key["id"]]
-    return key, owner["slug"], f"{sum(row['requests'] for row in rows):,} in the last 24 hours"
+    return key, key["tenant"], f"{sum(row['requests'] for row in rows):,} in the last 24 hours"
 
 
 def _shown(key: Document, used: str) -> list[tuple[str, str]]:
@@ -125,14 +124,12 @@ def _shown(key: Document, used: str) -> list[tuple[str, str]]:
     return [*facts, ("Requests with this key", used)] if used else facts
 
 
-async def _tenant_of(visit: Visit, key: Document) -> str | None:
-    if key["tenant_id"] is None or not visit.is_platform:
-        return None
-    return str((await visit.rest.get(f"/tenants/{key['tenant_id']}"))["slug"])
+def _tenant_of(visit: Visit, key: Document) -> str | None:
+    return key["tenant"] if visit.is_platform else None
 
 
 async def _shown_once(visit: Visit, made: Document, verb: str) -> Response:
     visit.session.say(
         "secret", f"{verb} the key {made['name']}. Copy its secret now: it is not shown again.", made["secret"]
     )
-    return visit.go("/keys", tenant=await _tenant_of(visit, made))
+    return visit.go("/keys", tenant=_tenant_of(visit, made))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from starlette.responses import Response
@@ -13,11 +12,11 @@ from loramux.admin.console.forms import Form
 from loramux.admin.console.panels import panel
 from loramux.admin.console.rest_calls import Document, RestError
 from loramux.admin.console.visit import Visit
+from loramux.platform.amounts import amount_of, amount_text, money_text
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.quotas.metrics import METRICS, Unit
 from loramux.platform.quotas.policies import MODES
 
-NANOS = 10**9
 MODE_WORDS = {
     "hard": "excess is refused",
     "soft": "excess is admitted and reported",
@@ -35,7 +34,6 @@ async def show_list(visit: Visit) -> Response:
         "quotas.html",
         quotas=page,
         tenant=tenant,
-        names=await _owners(visit, page["data"]),
         metrics=METRICS,
         modes=MODES,
         seen=shown_state,
@@ -82,7 +80,7 @@ async def set_limit(visit: Visit) -> Response:
     # After a confirmation, do not return to the confirmation page.
     path = "/quotas" if form.text("is_confirmed") else None
     return visit.done(
-        f"{quota['metric']} of {tenant or 'every tenant'} is now {shown_amount(quota['limit'], quota['unit'])}"
+        f"{quota['metric']} of {tenant or 'every tenant'} is now {amount_text(quota['limit'], quota['unit'])}"
         f"{'' if quota['mode'] == 'hard' else ', in mode ' + quota['mode']}.",
         path,
     )
@@ -90,13 +88,13 @@ async def set_limit(visit: Visit) -> Response:
 
 async def confirm_delete(visit: Visit) -> Response:
     quota = await visit.rest.get(f"/quotas/{visit.param('quota_id')}")
-    owner = await _owner(visit, quota)
-    metric, limit = quota["metric"].replace("_", " "), shown_amount(quota["limit"], quota["unit"])
+    owner = quota["tenant"] or "every tenant"
+    metric, limit = quota["metric"].replace("_", " "), amount_text(quota["limit"], quota["unit"])
     facts = []
     if quota["tenant_id"] is not None:
         effective = await visit.rest.get("/quotas/effective", tenant=quota["tenant_id"])
         used = [
-            f"{shown_amount(one['limit'] - one['remaining'], one['unit'])} of {limit}"
+            f"{amount_text(one['limit'] - one['remaining'], one['unit'])} of {limit}"
             for one in effective["data"]
             if one["id"] == quota["id"]
         ]
@@ -123,8 +121,7 @@ async def delete(visit: Visit) -> Response:
     await visit.rest.delete(f"/quotas/{quota['id']}")
     undo = ""
     if quota["scope"] in ("tenant", "platform"):
-        slug = None if quota["tenant_id"] is None else await _owner(visit, quota)
-        again = {"metric": quota["metric"], "mode": quota["mode"], "tenant": slug}
+        again = {"metric": quota["metric"], "mode": quota["mode"], "tenant": quota["tenant"]}
         again["limit"] = editable(quota["limit"], quota["unit"])
         if METRICS[quota["metric"]].kind == "rate":
             again["burst"] = editable(quota["burst"], quota["unit"])
@@ -136,9 +133,9 @@ async def delete(visit: Visit) -> Response:
 async def confirm_again(visit: Visit) -> Response:
     asked = Form(visit.request.query_params.multi_items())
     metric, tenant = _metric(asked), asked.text("tenant")
-    limit = shown_amount(_amount(asked, "limit", metric), METRICS[metric].unit)
+    limit = amount_text(_amount(asked, "limit", metric), METRICS[metric].unit)
     burst = _optional_amount(asked, "burst", metric)
-    at_once = "" if burst is None else f", burst {shown_amount(burst, METRICS[metric].unit)}"
+    at_once = "" if burst is None else f", burst {amount_text(burst, METRICS[metric].unit)}"
     owner = tenant or "every tenant"
     return Confirmation(
         title=f"Set {metric.replace('_', ' ')} of {owner} again",
@@ -164,13 +161,9 @@ def shown_state(quota: Mapping[str, Any]) -> str:
     return f"{quota['limit']}/{quota['burst']}/{quota['mode']}/{quota['updated_at']}"
 
 
-def shown_amount(value: int, unit: str) -> str:
-    """Format an amount. Money is stored in billionths of the currency."""
-    return f"{Decimal(value) / NANOS:,.2f}" if unit == Unit.NANOS else f"{value:,}"
-
-
 def editable(value: int, unit: str) -> str:
-    return f"{Decimal(value) / NANOS:f}" if unit == Unit.NANOS else str(value)
+    """Write an amount exactly, as the form reads it: money in the currency, anything else as a whole number."""
+    return money_text(value).replace(",", "") if unit == Unit.NANOS else str(value)
 
 
 async def _change(visit: Visit, quota_id: str, body: Mapping[str, Any]) -> Document:
@@ -189,22 +182,12 @@ async def _change(visit: Visit, quota_id: str, body: Mapping[str, Any]) -> Docum
     except RestError as error:
         if error.status != 412:
             raise
-        now, wanted = (shown_amount(quota["limit"], current["unit"]) for quota in (current, body))
+        now, wanted = (amount_text(quota["limit"], current["unit"]) for quota in (current, body))
         raise InvalidRequest(
             f"someone has set {current['metric']} to {now} since you opened the page, "
             f"and your {wanted} was not saved: set it again if you still want to"
         ) from None
     return changed
-
-
-async def _owner(visit: Visit, quota: Document) -> str:
-    names = await _owners(visit, [quota])
-    return names.get(quota["tenant_id"], "every tenant")
-
-
-async def _owners(visit: Visit, quotas: list[Document]) -> dict[str, str]:
-    ids = {quota["tenant_id"] for quota in quotas} - {None}
-    return {tenant_id: (await visit.rest.get(f"/tenants/{tenant_id}"))["slug"] for tenant_id in sorted(ids)}
 
 
 def _metric(form: Form) -> str:
@@ -219,12 +202,9 @@ def _optional_amount(form: Form, name: str, metric: str) -> int | None:
 
 
 def _amount(form: Form, name: str, metric: str) -> int:
-    if METRICS[metric].unit is not Unit.NANOS:
+    if METRICS[metric].unit not in (Unit.NANOS, Unit.BYTES):
         return form.integer(name, f"a {name}")
     try:
-        amount = Decimal(form.text(name).replace(",", "")[:40]) * NANOS
-    except InvalidOperation:
-        amount = Decimal("NaN")
-    if not amount.is_finite() or amount != amount.to_integral_value() or abs(amount) > 10**18:
-        raise InvalidRequest(f"{name} must be an amount of money", param=name)
-    return int(amount)
+        return amount_of(form.text(name), METRICS[metric].unit)
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {error}", param=name) from None

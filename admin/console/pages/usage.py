@@ -106,7 +106,7 @@ def _chart(page: Document, group: str, params: dict[str, Any], length_s: int) ->
     for bucket in page["data"]:
         at = bucket["start_time"] // length_s * length_s
         for row in bucket["results"]:
-            name = visible(str(row[group] or "none")) if group else "tokens"
+            name = visible(str(row.get(f"{group}_name") or row[group] or "none")) if group else "tokens"
             totals[name] = totals.get(name, 0) + _tokens(row)
             points[name, at] = points.get((name, at), 0) + _tokens(row)
     names = sorted(totals, key=lambda name: -totals[name])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
-from loramux.admin.rest.access import Caller, Reader, Services, Writer, find_tenant, tenant_filter
+from loramux.admin.rest.access import Caller, Reader, Services, Writer, find_tenant, known_names, tenant_filter
 from loramux.admin.rest.bodies import KeyPatch, NewKey, Rotation, read_json, read_optional_json
 from loramux.admin.rest.etags import IfMatch, tagged
 from loramux.admin.rest.listing import (
@@ -30,16 +31,19 @@ router = APIRouter(prefix="/api_keys", tags=["api_keys"])
 class KeyDocument(TypedDict):
     """One key without its secret.
 
-    `adapters` lists the adapters that the key is restricted to, or is null for all adapters that its tenant may call.
+    `adapters` lists the adapters that the key is restricted to, and `adapter_names` their names. Both are null for all
+    adapters that its tenant may call. `tenant` is null for a platform key.
     Until `previous_secret_expires_at`, the secret that the last rotation replaced is also valid.
     """
 
     id: str
     object: Literal["api_key"]
     tenant_id: str | None
+    tenant: str | None
     name: str
     scopes: list[str]
     adapters: list[str] | None
+    adapter_names: list[str] | None
     created_at: int
     expires_at: int | None
     revoked_at: int | None
@@ -70,7 +74,7 @@ async def create_key(request: Request, response: Response, services: Services, c
         _expiry(services, body.expires_in_s),
         body.adapters,
     )
-    return _with_secret(response, created)
+    return _with_secret(response, created, await _names(services, caller, [created.key]))
 
 
 @router.get("")
@@ -84,13 +88,15 @@ async def list_keys(
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.api_keys.list, tenant_id, *paging, caller.key_ids)
-    return list_document(page, describe_key)
+    names = await _names(services, caller, page.data)
+    return list_document(page, lambda key: describe_key(key, names))
 
 
 @router.get("/{key_id}")
 async def get_key(key_id: str, response: Response, services: Services, caller: Reader) -> KeyDocument:
     """Get one key, without its secret."""
-    return tagged(response, describe_key(await _find(services, caller, key_id)))
+    key = await _find(services, caller, key_id)
+    return tagged(response, describe_key(key, await _names(services, caller, [key])))
 
 
 @router.patch("/{key_id}", openapi_extra=takes(KeyPatch), responses=errors(409))
@@ -109,8 +115,14 @@ async def change_key(
         adapters=None if body.adapters is None else tuple(body.adapters),
         expires_us=_expiry(services, body.expires_in_s),
     )
-    changed = await services.call(services.api_keys.update, key.id, changes, if_match.check_by(describe_key))
-    return tagged(response, describe_key(_found(changed)))
+    # Names never change, so the names of the adapters before the change complete the document that the caller read.
+    names = await _names(services, caller, [key])
+
+    def check(current: ApiKey) -> None:
+        if_match.check(describe_key(current, names))
+
+    changed = _found(await services.call(services.api_keys.update, key.id, changes, check))
+    return tagged(response, describe_key(changed, await _names(services, caller, [changed])))
 
 
 @router.post("/{key_id}/rotate", openapi_extra=takes(Rotation))
@@ -126,7 +138,7 @@ async def rotate_key(
     rotated = await services.call(services.api_keys.rotate, key.id, body.grace_s * 1_000_000)
     if rotated is None:
         raise _unknown()
-    return _with_secret(response, rotated)
+    return _with_secret(response, rotated, await _names(services, caller, [rotated.key]))
 
 
 @router.delete("/{key_id}", responses=errors(409))
@@ -135,7 +147,8 @@ async def revoke_key(key_id: str, services: Services, caller: Writer) -> KeyDocu
     revoked.
     """
     key = await _find(services, caller, key_id)
-    return describe_key(_found(await services.call(services.api_keys.revoke, key.id)))
+    revoked = _found(await services.call(services.api_keys.revoke, key.id))
+    return describe_key(revoked, await _names(services, caller, [revoked]))
 
 
 async def _find(services: AdminServices, caller: Caller, key_id: str) -> ApiKey:
@@ -159,18 +172,25 @@ def _expiry(services: AdminServices, expires_in_s: int | None) -> int | None:
     return None if expires_in_s is None else services.database.now_us() + expires_in_s * 1_000_000
 
 
-def _with_secret(response: Response, created: CreatedKey) -> KeyWithSecret:
-    return {**tagged(response, describe_key(created.key)), "secret": created.secret}
+def _with_secret(response: Response, created: CreatedKey, names: Mapping[str, str]) -> KeyWithSecret:
+    return {**tagged(response, describe_key(created.key, names)), "secret": created.secret}
 
 
-def describe_key(key: ApiKey) -> KeyDocument:
+async def _names(services: AdminServices, caller: Caller, keys: Iterable[ApiKey]) -> Mapping[str, str]:
+    ids = [one for key in keys for one in (key.tenant_id, *(key.adapter_ids or ()))]
+    return await known_names(services, caller, ids)
+
+
+def describe_key(key: ApiKey, names: Mapping[str, str]) -> KeyDocument:
     return {
         "id": key.id,
         "object": "api_key",
         "tenant_id": key.tenant_id,
+        "tenant": None if key.tenant_id is None else names.get(key.tenant_id, key.tenant_id),
         "name": key.name,
         "scopes": sorted(key.scopes),
         "adapters": None if key.adapter_ids is None else sorted(key.adapter_ids),
+        "adapter_names": None if key.adapter_ids is None else [names.get(one, one) for one in sorted(key.adapter_ids)],
         "created_at": seconds(key.created_us),
         "expires_at": seconds(key.expires_us),
         "revoked_at": seconds(key.revoked_us),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Request, Response
 from typing_extensions import TypedDict
 
 from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Alias, AliasAction, AliasChange
-from loramux.admin.rest.access import Caller, Developer, Reader, Services, Writer
+from loramux.admin.rest.access import Caller, Developer, Reader, Services, Writer, known_names
 from loramux.admin.rest.adapters.adapters import TargetDocument, describe_targets, find_adapter
 from loramux.admin.rest.adapters.warm_and_drain import warm
 from loramux.admin.rest.bodies import AliasTargets, Rollback, read_json, read_optional_json
@@ -35,7 +36,9 @@ class AliasDocument(TypedDict):
 
 
 class AliasChangeDocument(TypedDict):
-    """An alias's versions at one revision. `actor` is the key that moved the alias, or `system`."""
+    """An alias's versions at one revision. `actor` is the key that moved the alias, or `system`, and `actor_name` the
+    key's name.
+    """
 
     id: str
     object: Literal["alias_change"]
@@ -43,6 +46,7 @@ class AliasChangeDocument(TypedDict):
     revision: int
     action: AliasAction
     actor: str
+    actor_name: str
     targets: list[TargetDocument]
     created_at: int
 
@@ -127,7 +131,8 @@ async def list_history(
     """List the alias's history, newest first: the versions it pointed at, and the key that moved it."""
     adapter = await find_adapter(services, caller, adapter_id)
     page = await services.call(services.aliases.history, adapter.id, name, *paging)
-    return list_document(page, _describe_change)
+    names = await known_names(services, caller, [change.actor for change in page.data])
+    return list_document(page, lambda change: _describe_change(change, names))
 
 
 @router.delete("/{name}", status_code=204, responses=errors(412))
@@ -170,7 +175,7 @@ def _describe(adapter_id: str, alias: Alias) -> AliasDocument:
     }
 
 
-def _describe_change(change: AliasChange) -> AliasChangeDocument:
+def _describe_change(change: AliasChange, names: Mapping[str, str]) -> AliasChangeDocument:
     return {
         "id": change.id,
         "object": "alias_change",
@@ -178,6 +183,7 @@ def _describe_change(change: AliasChange) -> AliasChangeDocument:
         "revision": change.revision,
         "action": change.action,
         "actor": change.actor,
+        "actor_name": names.get(change.actor, change.actor),
         "targets": describe_targets(change.targets),
         "created_at": seconds(change.created_us),
     }

@@ -7,13 +7,12 @@ from fastapi import APIRouter, Response
 from loramux.admin.rest.access import Reader, Services
 from loramux.admin.rest.listing import Document
 from loramux.admin.rest.usage.usage_documents import CostsPage
-from loramux.admin.rest.usage.usage_query import Report, groups_of, report_response
+from loramux.admin.rest.usage.usage_query import Report, report_response
+from loramux.platform.amounts import decimal
 from loramux.platform.ledger.report import UsageRow
 from loramux.platform.openai_api.openapi import answers_rows
 
 router = APIRouter(prefix="/costs", tags=["usage"])
-
-NANOS = 1_000_000_000
 
 
 @router.get("", responses=answers_rows(CostsPage))
@@ -28,7 +27,6 @@ async def get_costs(services: Services, caller: Reader, wanted: Report) -> Respo
     def describe(row: UsageRow) -> Document:
         return {
             "object": "costs.result",
-            **groups_of(row, wanted.group_by),
             "requests": row.requests,
             "amount_nanos": row.cost_nanos,
             "amount": decimal(row.cost_nanos),
@@ -37,8 +35,3 @@ async def get_costs(services: Services, caller: Reader, wanted: Report) -> Respo
 
     columns = ("requests", "amount_nanos", "amount", "currency")
     return await report_response(services, caller, "costs", wanted, describe, columns, {"currency": currency})
-
-
-def decimal(nanos: int) -> str:
-    whole, part = divmod(abs(nanos), NANOS)
-    return f"{'-' if nanos < 0 else ''}{whole}.{part:09d}"

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from fastapi import APIRouter, Request
 from typing_extensions import TypedDict
 
-from loramux.admin.rest.access import Caller, PlatformAdmin, Reader, Services, find_tenant, tenant_filter
+from loramux.admin.rest.access import (
+    Caller,
+    PlatformAdmin,
+    Reader,
+    Services,
+    find_tenant,
+    known_names,
+    tenant_filter,
+)
 from loramux.admin.rest.bodies import NewPrice, read_json
 from loramux.admin.rest.listing import (
     DeletedDocument,
@@ -20,6 +29,7 @@ from loramux.admin.rest.listing import (
     paged,
     seconds,
 )
+from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import NotFound
 from loramux.platform.ledger.prices import GENERAL_SCOPES, Price
 from loramux.platform.openai_api.openapi import errors, takes
@@ -28,12 +38,17 @@ router = APIRouter(prefix="/prices", tags=["prices"])
 
 
 class PriceDocument(TypedDict):
-    """Prices in nanos (billionths of the currency) per million tokens. `tenant_id` is null for a list price."""
+    """Prices in nanos (billionths of the currency) per million tokens. `tenant_id` is null for a list price.
+
+    `adapter` is the name of the adapter in `scope`, or null if the price is not for one adapter.
+    """
 
     id: str
     object: Literal["price"]
     tenant_id: str | None
+    tenant: str | None
     scope: str
+    adapter: str | None
     currency: str
     prompt: int
     cached: int
@@ -61,7 +76,7 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
         currency=body.currency,
         effective_us=micros(body.effective_at),
     )
-    return _describe(price)
+    return _describe(price, await _names(services, caller, [price]))
 
 
 @router.get("")
@@ -72,7 +87,8 @@ async def list_prices(
     """List prices, newest first. For a tenant, only its own prices and the list prices are included."""
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.prices.list, tenant_id, *paging, caller.adapter_ids)
-    return list_document(page, _describe)
+    names = await _names(services, caller, page.data)
+    return list_document(page, lambda price: _describe(price, names))
 
 
 @router.get("/{price_id}")
@@ -81,7 +97,7 @@ async def get_price(price_id: str, services: Services, caller: Reader) -> PriceD
     price = await services.call(services.prices.get, check_identifier(price_id, "price"))
     if price is None or not _may_see(caller, price):
         raise NotFound("there is no such price", code="price_not_found")
-    return _describe(price)
+    return _describe(price, await _names(services, caller, [price]))
 
 
 @router.delete("/{price_id}", responses=errors(409))
@@ -96,12 +112,18 @@ def _may_see(caller: Caller, price: Price) -> bool:
     return is_left and (price.tenant_id is None or caller.may_see(price.tenant_id))
 
 
-def _describe(price: Price) -> PriceDocument:
+async def _names(services: AdminServices, caller: Caller, prices: Iterable[Price]) -> Mapping[str, str]:
+    return await known_names(services, caller, [one for price in prices for one in (price.tenant_id, price.scope)])
+
+
+def _describe(price: Price, names: Mapping[str, str]) -> PriceDocument:
     return {
         "id": price.id,
         "object": "price",
         "tenant_id": price.tenant_id,
+        "tenant": None if price.tenant_id is None else names.get(price.tenant_id, price.tenant_id),
         "scope": price.scope,
+        "adapter": None if price.scope in GENERAL_SCOPES else names.get(price.scope, price.scope),
         "currency": price.currency,
         "prompt": price.prompt_nanos,
         "cached": price.cached_nanos,

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from typing_extensions import TypedDict
 
-from loramux.admin.rest.access import Caller, PlatformAdmin, Reader, Services, find_tenant, tenant_filter
+from loramux.admin.rest.access import (
+    Caller,
+    PlatformAdmin,
+    Reader,
+    Services,
+    find_tenant,
+    known_names,
+    tenant_filter,
+)
 from loramux.admin.rest.bodies import QuotaChange, QuotaLimit, QuotaQuestion, QuotaSubject, read_json
 from loramux.admin.rest.etags import IfMatch, tagged
 from loramux.admin.rest.listing import (
@@ -36,13 +45,17 @@ Named = Annotated[str | None, Query(max_length=64)]
 
 
 class QuotaDocument(TypedDict):
-    """One limit. `subject_id` is the ID of the limited tenant, key or adapter, or `platform`."""
+    """One limit, in `unit`: amounts of money are in nanos, billionths of the currency. `subject_id` is the ID of the
+    limited tenant, key or adapter, or `platform`, and `subject` is its name.
+    """
 
     id: str
     object: Literal["quota"]
     scope: str
     subject_id: str | None
+    subject: str
     tenant_id: str | None
+    tenant: str | None
     metric: str
     unit: str
     mode: str
@@ -80,6 +93,7 @@ class VerdictDocument(TypedDict):
     policy_id: str
     scope: str
     metric: str
+    unit: str
     mode: str
     limit: int
     cost: int
@@ -134,7 +148,7 @@ async def put_quota(
         raise InvalidRequest("limit is required", param="limit", code="missing_required_parameter")
     _refuse_others(body)
     policy = await services.call(services.quotas.set, owner.id, metric, body.limit, body.burst, body.mode)
-    return describe_quota(policy)
+    return describe_quota(policy, await _names(services, caller, [policy]))
 
 
 @router.get("")
@@ -147,7 +161,8 @@ async def list_quotas(
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.quotas.list, tenant_id, *paging, caller.subject_ids)
-    return list_document(page, describe_quota)
+    names = await _names(services, caller, page.data)
+    return list_document(page, lambda policy: describe_quota(policy, names))
 
 
 @router.get("/effective")
@@ -161,8 +176,9 @@ async def effective_quotas(
     asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
     who = await caller_of(services, caller, asked)
     limits = await services.call(services.quota_overview.effective, who)
+    names = await _names(services, caller, [limit.policy for limit in limits])
     return {
-        **whole_list([describe_limit(limit) for limit in limits if _may_see(caller, limit.policy)]),
+        **whole_list([describe_limit(limit, names) for limit in limits if _may_see(caller, limit.policy)]),
         "tenant_id": who.tenant_id,
         "key_id": who.key_id,
         "adapter_id": who.adapter_id,
@@ -210,7 +226,8 @@ async def check_quotas(request: Request, services: Services, caller: Reader) -> 
 @router.get("/{quota_id}")
 async def get_quota(quota_id: str, response: Response, services: Services, caller: Reader) -> QuotaDocument:
     """Get one limit."""
-    return tagged(response, describe_quota(await _find(services, caller, quota_id)))
+    policy = await _find(services, caller, quota_id)
+    return tagged(response, describe_quota(policy, await _names(services, caller, [policy])))
 
 
 @router.patch("/{quota_id}", openapi_extra=takes(QuotaChange))
@@ -225,10 +242,13 @@ async def change_quota(
     if body.tenant is not None and (await find_tenant(services, caller, body.tenant)).id != policy.tenant_id:
         raise InvalidRequest("the quota belongs to another tenant", param="tenant")
     _refuse_others(body)
-    changed = await services.call(
-        services.quotas.change, policy.id, body.limit, body.burst, body.mode, if_match.check_by(describe_quota)
-    )
-    return tagged(response, describe_quota(changed))
+    names = await _names(services, caller, [policy])
+
+    def check(current: QuotaPolicy) -> None:
+        if_match.check(describe_quota(current, names))
+
+    changed = await services.call(services.quotas.change, policy.id, body.limit, body.burst, body.mode, check)
+    return tagged(response, describe_quota(changed, names))
 
 
 @router.delete("/{quota_id}")
@@ -239,13 +259,15 @@ async def delete_quota(quota_id: str, services: Services, caller: PlatformAdmin)
     return {"id": quota_id, "object": "quota", "deleted": True}
 
 
-def describe_quota(policy: QuotaPolicy) -> QuotaDocument:
+def describe_quota(policy: QuotaPolicy, names: Mapping[str, str]) -> QuotaDocument:
     return {
         "id": policy.id,
         "object": "quota",
         "scope": policy.scope,
         "subject_id": policy.subject_id,
+        "subject": names.get(policy.subject_id, policy.subject_id),
         "tenant_id": policy.tenant_id,
+        "tenant": None if policy.tenant_id is None else names.get(policy.tenant_id, policy.tenant_id),
         "metric": policy.metric,
         "unit": str(METRICS[policy.metric].unit),
         "mode": policy.mode,
@@ -256,10 +278,10 @@ def describe_quota(policy: QuotaPolicy) -> QuotaDocument:
     }
 
 
-def describe_limit(limit: EffectiveLimit) -> LimitDocument:
+def describe_limit(limit: EffectiveLimit, names: Mapping[str, str]) -> LimitDocument:
     window = limit.window
     return {
-        **describe_quota(limit.policy),
+        **describe_quota(limit.policy, names),
         "is_inherited": limit.is_inherited,
         "used": limit.used,
         "reserved": limit.reserved,
@@ -282,6 +304,7 @@ def _describe_verdict(verdict: Verdict) -> VerdictDocument:
         "policy_id": policy.id,
         "scope": policy.scope,
         "metric": policy.metric,
+        "unit": str(METRICS[policy.metric].unit),
         "mode": policy.mode,
         "limit": policy.limit,
         "cost": verdict.cost,
@@ -295,7 +318,12 @@ def _describe_verdict(verdict: Verdict) -> VerdictDocument:
 async def _set(services: AdminServices, caller: Caller, body: QuotaLimit) -> QuotaDocument:
     subject_id = await subject_of(services, caller, body)
     policy = await services.call(services.quotas.set, subject_id, body.metric, body.limit, body.burst, body.mode)
-    return describe_quota(policy)
+    return describe_quota(policy, await _names(services, caller, [policy]))
+
+
+async def _names(services: AdminServices, caller: Caller, policies: Iterable[QuotaPolicy]) -> Mapping[str, str]:
+    ids = [one for policy in policies for one in (policy.subject_id, policy.tenant_id)]
+    return await known_names(services, caller, ids)
 
 
 async def _find(services: AdminServices, caller: Caller, quota_id: str) -> QuotaPolicy:

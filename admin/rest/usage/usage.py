@@ -26,7 +26,6 @@ from loramux.admin.rest.usage.usage_query import (
     Report,
     Time,
     attachment,
-    groups_of,
     report_response,
 )
 from loramux.migrations.paging import Page
@@ -51,7 +50,7 @@ async def get_usage(services: Services, caller: Reader, wanted: Report) -> Respo
 
     def describe(row: UsageRow) -> Document:
         amounts = {name: getattr(row, name) for name in AMOUNTS}
-        return {"object": "usage.result", **groups_of(row, wanted.group_by), **amounts}
+        return {"object": "usage.result", **amounts}
 
     return await report_response(services, caller, "usage", wanted, describe, AMOUNTS, {})
 

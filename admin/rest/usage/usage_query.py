@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Literal
@@ -14,6 +14,8 @@ from loramux.admin.rest.access import Caller, tenant_filter
 from loramux.admin.rest.held_response import HeldResponse
 from loramux.admin.rest.listing import Document, TenantParam
 from loramux.admin.rest.services import AdminServices
+from loramux.migrations.database import Database
+from loramux.platform.accounts.names import names_of
 from loramux.platform.ledger.csv_lines import csv_line, csv_lines, ndjson_line
 from loramux.platform.ledger.grains import DAY_US
 from loramux.platform.ledger.query import UsageQuery
@@ -27,6 +29,8 @@ its client has read it.
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Unix time in seconds.")]
 Format = Literal["json", "csv", "ndjson"]
+IDENTIFIERS = frozenset(("key", "adapter", "version"))
+"""Groups whose values are identifiers. A column with the objects' names follows each."""
 MEDIA_TYPES = {"json": "application/json", "csv": "text/csv; charset=utf-8", "ndjson": "application/x-ndjson"}
 
 
@@ -81,19 +85,28 @@ async def report_response(
 ) -> Response:
     """Report on requests that finished in [start, end), by default in the last 30 days, in the requested format.
 
-    `columns` are the fields that CSV and NDJSON rows contain in addition to the interval and the groups. Raises
-    InvalidRequest, Unavailable or ReadTooLong.
+    `describe` returns a row's kind and amounts. `columns` are the amounts that CSV and NDJSON rows contain in addition
+    to the interval and the groups. Raises InvalidRequest, Unavailable or ReadTooLong.
     """
     tenant_id = await tenant_filter(services, caller, wanted.tenant)
     query = _query(tenant_id, caller.adapter_ids, wanted, services.database.now_us())
 
+    def spelled(rows: Sequence[UsageRow], more: Document) -> bytes:
+        names = _names(services.database, rows, wanted.group_by, caller)
+
+        def described(row: UsageRow) -> Document:
+            amounts = describe(row)
+            return {"object": amounts["object"], **_groups_of(row, wanted.group_by, names), **amounts}
+
+        return _spelled(rows, wanted, described, columns, more)
+
     def make() -> bytes:
         if wanted.top is None:
-            return _spelled(answer(services.database, query), wanted, describe, columns, more)
+            return spelled(answer(services.database, query), more)
         found = largest(services.database, query, wanted.top)
         total = describe(found.total)
         sums = {"num_results": found.num_groups, "total": {name: total[name] for name in columns}}
-        return _spelled(found.rows, wanted, describe, columns, {**more, **sums})
+        return spelled(found.rows, {**more, **sums})
 
     caller.release_call_slot()
     body = await services.report(caller.principal, make)
@@ -138,7 +151,7 @@ def _spelled(
         return msgspec.json.encode(
             {"object": "page", "data": _buckets(rows, describe), "has_more": False, "next_page": None, **more}
         )
-    flat = ("start_time", "end_time", *wanted.group_by, *columns)
+    flat = ("start_time", "end_time", *_columns(wanted.group_by), *columns)
     documents = ({**_times(row), **describe(row)} for row in rows)
     if wanted.format == "ndjson":
         return "".join(ndjson_line({name: item[name] for name in flat}) for item in documents).encode()
@@ -154,8 +167,23 @@ def attachment(name: str, extension: str) -> dict[str, str]:
     return {"content-disposition": f'attachment; filename="{name}.{extension}"'}
 
 
-def groups_of(row: UsageRow, group_by: Iterable[str]) -> Document:
-    return {name: getattr(row, name) for name in group_by}
+def _groups_of(row: UsageRow, group_by: Iterable[str], names: Mapping[str, str]) -> Document:
+    """Return a row's groups. Groups by identifier are followed by the object's name, such as `adapter_name`."""
+    groups: Document = {}
+    for name in group_by:
+        groups[name] = value = getattr(row, name)
+        if name in IDENTIFIERS:
+            groups[f"{name}_name"] = None if value is None else names.get(value, value)
+    return groups
+
+
+def _columns(group_by: Iterable[str]) -> list[str]:
+    return [column for name in group_by for column in ((name, f"{name}_name") if name in IDENTIFIERS else (name,))]
+
+
+def _names(database: Database, rows: Iterable[UsageRow], group_by: Sequence[str], caller: Caller) -> Mapping[str, str]:
+    ids = {getattr(row, name) for name in group_by if name in IDENTIFIERS for row in rows}
+    return names_of(database, ids, caller.principal.tenant_id) if ids else {}
 
 
 def _buckets(rows: Sequence[UsageRow], describe: Callable[[UsageRow], Document]) -> list[Document]:

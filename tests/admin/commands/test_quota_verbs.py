@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from loramux.admin.commands.quota_plot import bar
+from tests.admin.admin_side import AdminSide
 from tests.admin.command_line import printed_json
 
 
@@ -56,3 +57,47 @@ def test_quotas_are_set_plotted_checked_and_removed(loramux: Callable[..., Any])
 )
 def test_bar_shows_used_and_reserved_amounts(used: int, reserved: int, shown: str) -> None:
     assert bar({"used": used, "reserved": reserved, "burst": 1000}) == shown
+
+
+def test_money_is_in_the_currency_on_the_command_line_and_in_nanos_over_rest(
+    loramux: Callable[..., Any], admin_side: AdminSide
+) -> None:
+    tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
+    limit = ("--tenant", "acme", "--metric", "cost_per_month", "--limit")
+    assert loramux("quotas", "set", *limit, "5").stdout == "acme: cost_per_month is limited to 5.00, hard\n"
+    listed = printed_json(loramux("quotas", "list", "--json"))["data"]
+    assert [(quota["limit"], quota["unit"]) for quota in listed] == [(5_000_000_000, "nanos")]
+    assert " 5.00 " in loramux("quotas", "list").stdout
+    for verb in ("list", "effective"):
+        (row,) = csv.DictReader(io.StringIO(loramux("quotas", verb, "--tenant", "acme", "--csv").stdout))
+        assert (row["limit"], row["unit"]) == ("5.000000000", "currency")
+    assert "5.00" in loramux("quotas", "effective", "--tenant", "acme").stdout
+    assert loramux("quotas", "set", *limit, "2.5").stdout == "acme: cost_per_month is limited to 2.50, hard\n"
+    changes = loramux("audit", "--action", "quota.set").stdout
+    assert 'limit: "5.00" -> "2.50"' in changes
+    refused = loramux("quotas", "set", *limit, "1,5")
+    assert (refused.exit_code, "such as 0.15" in refused.stderr) == (2, True)
+    beyond = loramux("quotas", "set", *limit, "2000000000")
+    assert (beyond.exit_code, "1,000,000,000.00 in the currency" in beyond.stderr) == (1, True)
+    day = loramux("quotas", "set", "--tenant", "acme", "--metric", "cost_per_day", "--limit", "3")
+    assert "cost_per_day would be 3.00 and could never be reached, because cost_per_month is 2.50" in day.stderr
+    now_us = admin_side.services.database.now_us()
+    admin_side.services.prices.add(
+        tenant_id=tenant["id"],
+        scope="all",
+        prompt_nanos=10**12,
+        cached_nanos=None,
+        completion_nanos=10**12,
+        effective_us=now_us + 3_000_000,
+    )
+    price = loramux("prices", "list").stdout
+    assert "1,000.00" in price
+
+
+def test_bytes_are_read_and_shown_with_their_unit(loramux: Callable[..., Any]) -> None:
+    loramux("tenants", "create", "acme")
+    limit = ("--tenant", "acme", "--metric", "adapter_bytes", "--limit")
+    assert loramux("quotas", "set", *limit, "1.5GiB").stdout == "acme: adapter_bytes is limited to 1.5 GiB, hard\n"
+    (quota,) = printed_json(loramux("quotas", "list", "--json"))["data"]
+    assert quota["limit"] == 3 << 29
+    assert "1.5 GiB" in loramux("quotas", "effective", "--tenant", "acme").stdout

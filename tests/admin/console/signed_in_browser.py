@@ -15,13 +15,13 @@ from tests.admin.admin_side import ADMIN_KEY
 class Browser:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
-        self._csrf = ""
+        self.csrf = ""
 
     async def sign_in(self, key: str) -> None:
         page = await self.client.get("/console/login")
         form = {"csrf": first_match(r'name="csrf" value="([^"]+)"', page.text), "key": key}
         assert (await self.client.post("/console/login", data=form)).status_code == 303
-        self._csrf = first_match(r'name="csrf-token" content="([^"]+)"', (await self.get("/")).text)
+        self.csrf = first_match(r'name="csrf-token" content="([^"]+)"', (await self.get("/")).text)
 
     async def get(self, path: str, status: int = 200) -> httpx.Response:
         response = await self.client.get(f"/console{path}")
@@ -31,7 +31,7 @@ class Browser:
     async def post(self, path: str, **fields: Any) -> str:
         """Send a form, follow the redirect, and return the message at the top of the page."""
         headers = {"referer": f"http://admin.example/console{fields.pop('referer', '/')}"}
-        data = {"csrf": self._csrf, **fields}
+        data = {"csrf": self.csrf, **fields}
         response = await self.client.post(f"/console{path}", data=data, headers=headers)
         assert response.status_code == 303, (path, response.text[-300:])
         page = await self.client.get(response.headers["location"])
@@ -51,7 +51,7 @@ class Browser:
         return await self.post(action, **{**fields, **choices}, referer=path)
 
     async def send(self, method: str, path: str, content: bytes, kind: str = "application/json") -> httpx.Response:
-        headers = {"x-csrf-token": self._csrf, "content-type": kind}
+        headers = {"x-csrf-token": self.csrf, "content-type": kind}
         return await self.client.request(method, f"/console{path}", content=content, headers=headers)
 
 

@@ -176,6 +176,27 @@ async def test_second_editor_of_a_quota_is_warned(operator: Browser) -> None:
 
 
 @pytest.mark.parametrize("limit", ["", "many", "-1", "1e9", "9" * 30])
+async def test_console_reads_and_shows_money_in_the_currency(operator: Browser) -> None:
+    await operator.post("/tenants", slug="priced")
+    fields = {"tenant": "priced", "metric": "cost_per_month", "referer": "/quotas"}
+    assert "is now 0.005" in await operator.post("/quotas", **fields, limit="0.005")
+    # A decimal comma must not become a thousands separator.
+    assert 'class="notice error"' in await operator.post("/quotas", **fields, limit="1,5")
+    page = (await operator.get("/quotas?tenant=priced")).text
+    assert ">0.005<" in page
+    assert "0.00 of 0.005" in page
+    checked = await operator.client.post(
+        "/console/quotas/preview",
+        data={"tenant": "priced", "metric": "cost_per_month", "limit": "7", "csrf": operator.csrf},
+        headers={"referer": "http://admin.example/console/quotas"},
+    )
+    assert ">7.00<" in checked.text
+    assert "7000000000" not in checked.text.replace(",", "")
+    audit = (await operator.get("/audit?action=quota.set")).text
+    assert "<dt>limit</dt>" in audit
+    assert "0.005" in audit
+
+
 async def test_non_numeric_limit_is_refused(operator: Browser, limit: str) -> None:
     said = await operator.post("/quotas", tenant="nobody", metric="tokens_per_minute", limit=limit, referer="/quotas")
     assert 'class="notice error"' in said
