@@ -12,7 +12,17 @@ from loramux.adapter_store.errors import StoreError
 from loramux.admin.console.app import create_console, to_console
 from loramux.admin.rest.access import READER
 from loramux.admin.rest.accounts import api_keys, audit_log, tenants
-from loramux.admin.rest.adapters import adapters, aliases, grants, jobs, pins, uploads, version_files, versions
+from loramux.admin.rest.adapters import (
+    adapters,
+    aliases,
+    grants,
+    jobs,
+    models,
+    pins,
+    uploads,
+    version_files,
+    versions,
+)
 from loramux.admin.rest.engine import bases, engine_state, replicas, requests_in_flight, residency, server
 from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
 from loramux.admin.rest.services import AdminServices
@@ -34,6 +44,7 @@ ROUTERS = (
     uploads,
     versions,
     version_files,
+    models,
     pins,
     residency,
     replicas,

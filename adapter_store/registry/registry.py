@@ -22,6 +22,7 @@ from loramux.adapter_store.registry.resolution import (
     VALID_BASES,
     Suffix,
     adapter_ref,
+    callable_versions,
     default_models,
     draw,
     version_digest_of,
@@ -216,9 +217,7 @@ class AdapterRegistry:
         for none of the `bases`, by default the served base, are left out.
         """
         parameters: dict[str, object] = {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS}
-        if self.base_id is not None:
-            parameters["bases"] = bases or (self.base_id,)
-        rows = self.database.query(default_models(self.base_id is not None), parameters)
+        rows = self.database.query(default_models(self.base_id is not None), parameters | self._bases(bases))
         # Each adapter's rows are sorted by ascending weight, so the version with the largest weight overwrites the
         # others.
         return list({row.adapter_id: adapter_ref(row) for row in rows}.values())
@@ -232,6 +231,15 @@ class AdapterRegistry:
         return frozenset(row.base_id for row in self.database.query(VALID_BASES, {"version_id": version_id}))
 
     @property
+    def list_callable(self, tenant_id: str, limit: int) -> list[AdapterRef]:
+        """List the versions in service that a tenant may call, its own adapters first, at most `limit`.
+
+        Versions that are not valid for the served base are left out.
+        """
+        query = callable_versions(self.base_id is not None).limit(limit)
+        rows = self.database.query(query, {"caller_id": tenant_id} | self._bases())
+        return [adapter_ref(row) for row in rows]
+
     def _base(self) -> dict[str, object]:
         return {} if self.base_id is None else {"base_id": self.base_id}
 
@@ -239,6 +247,9 @@ class AdapterRegistry:
 def is_identifier(text: str) -> bool:
     """Return whether the text has the form of an identifier. Other text must never reach a query."""
     return IDENTIFIER.fullmatch(text) is not None
+
+    def _bases(self, bases: Sequence[str] = ()) -> dict[str, object]:
+        return {} if self.base_id is None else {"bases": bases or (self.base_id,)}
 
 
 def check_slug(text: str, param: str) -> None:

@@ -67,16 +67,18 @@ def default_models(has_base: bool) -> Select[*tuple[Any, ...]]:
     The tenant's own adapters come first. Each adapter's versions are sorted by ascending weight. `wanted` is the alias
     to which a bare name resolves. With `has_base`, only versions that are valid for one of the `bases` are selected.
     """
-    by_name = (tenants.c.id != bindparam("caller_id"), tenants.c.slug, adapters.c.name)
     by_weight = (adapter_alias_targets.c.weight, adapter_versions.c.number)
-    query = _join_alias(_select_in_service(has_base=False)).where(_may_call()).order_by(*by_name, *by_weight)
-    verdicts = version_bases.c
-    is_valid = exists().where(
-        verdicts.version_id == adapter_versions.c.id,
-        verdicts.base_id.in_(bindparam("bases", expanding=True)),
-        verdicts.state == "ready",
-    )
-    return query.where(is_valid) if has_base else query
+    return _join_alias(_select_callable(has_base)).order_by(*_by_name(), *by_weight)
+
+
+@functools.cache
+def callable_versions(has_base: bool) -> Select[*tuple[Any, ...]]:
+    """Select the versions in service that the tenant `caller_id` may call.
+
+    The tenant's own adapters come first, and each adapter's newest version. With `has_base`, only versions that are
+    valid for one of the `bases` are selected.
+    """
+    return _select_callable(has_base).order_by(*_by_name(), adapter_versions.c.number.desc())
 
 
 def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
@@ -134,6 +136,21 @@ def _select_in_service(has_base: bool) -> Select[*tuple[Any, ...]]:
         return query
     is_verdict = (verdicts.version_id == adapter_versions.c.id) & (verdicts.base_id == bindparam("base_id"))
     return query.outerjoin(version_bases, is_verdict)
+
+
+def _select_callable(has_base: bool) -> Select[*tuple[Any, ...]]:
+    query = _select_in_service(has_base=False).where(_may_call())
+    verdicts = version_bases.c
+    is_valid = exists().where(
+        verdicts.version_id == adapter_versions.c.id,
+        verdicts.base_id.in_(bindparam("bases", expanding=True)),
+        verdicts.state == "ready",
+    )
+    return query.where(is_valid) if has_base else query
+
+
+def _by_name() -> tuple[ColumnElement[Any], ...]:
+    return (tenants.c.id != bindparam("caller_id"), tenants.c.slug, adapters.c.name)
 
 
 def _join_alias(query: Select[*tuple[Any, ...]]) -> Select[*tuple[Any, ...]]:

@@ -1,8 +1,8 @@
-"""Sends one question to one or two versions, side by side, at the tenant's expense."""
+"""Sends questions to one or two versions, side by side, at the tenant's expense."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,16 +18,28 @@ from loramux.platform.openai_api.request_body import parse_body, read_body
 
 KEY_LIFETIME_S = 3600
 MAX_BODY_BYTES = 256 * 1024
+MAX_TURNS = 200
 
 
-class Question(BaseModel):
-    """A question to one of the two models that the page can compare."""
-
+class _Sent(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Turn(_Sent):
+    """An earlier message of the conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str
+
+
+class Question(_Sent):
+    """A question to one of the two models that the page can compare."""
 
     tenant: str = Field(max_length=64)
     model: str = Field(max_length=200)
     message: str
+    history: list[Turn] = Field(default=[], max_length=MAX_TURNS)
+    """The turns before the message, oldest first."""
     system: str
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0, le=2)
@@ -43,20 +55,16 @@ async def show(visit: Visit) -> Response:
     models: list[str] = []
     if tenant is not None:
         try:
-            found = await visit.rest.get("/adapters", tenant=tenant, limit=100)
+            models = [model["id"] for model in (await visit.rest.get("/models", tenant=tenant))["data"]]
         except RestError as error:
             if error.status != 404:
                 raise
-        else:
-            for adapter in found["data"]:
-                models.append(adapter["model"])
-                numbers = {target["version"] for targets in adapter["aliases"].values() for target in targets}
-                models += [f"{adapter['model']}@{number}" for number in sorted(numbers, reverse=True)]
     return visit.page(
         "playground.html",
         tenant=tenant,
         models=models,
-        first=visit.query("a") or (models[0] if models else ""),
+        # The base is the first model. It is worth comparing with, but an adapter is what the tenant came for.
+        first=visit.query("a") or next((model for model in models if "/" in model), models[0] if models else ""),
         second=visit.query("b") or "",
         has_gateway=visit.site.services.gateway is not None,
     )
@@ -69,6 +77,7 @@ async def stream(visit: Visit) -> Response:
     if gateway is None:
         raise Unavailable("this server does not serve model calls")
     messages = [{"role": "system", "content": question.system}] if question.system.strip() else []
+    messages += [{"role": turn.role, "content": turn.content} for turn in question.history]
     messages.append({"role": "user", "content": question.message})
     body = {
         "model": question.model,

@@ -131,12 +131,21 @@
     part.textContent += text;
   }
 
-  async function stream(lane, form) {
+  // `lane.turns` are the complete turns of the lane's conversation, which the next question continues.
+  async function stream(lane, form, isNext) {
     const output = lane.querySelector("output");
     const figures = lane.querySelector("[data-figures]");
     const model = lane.querySelector("[name=model]").value.trim();
-    output.textContent = "";
+    const message = form.elements.message.value;
+    if (isNext && !lane.turns?.length) return;
     figures.textContent = "";
+    if (isNext) {
+      append(output, "question", message);
+    } else {
+      output.textContent = "";
+    }
+    const history = isNext ? lane.turns : [];
+    lane.turns = history;
     if (!model) return;
     lane.stopping = new AbortController();
     const started = performance.now();
@@ -150,7 +159,8 @@
         body: JSON.stringify({
           tenant: form.elements.tenant?.value ?? "",
           model,
-          message: form.elements.message.value,
+          message,
+          history,
           system: form.elements.system.value,
           max_tokens: Number(form.elements.max_tokens.value) || 64,
           temperature: Number(form.elements.temperature.value) || 0,
@@ -164,6 +174,8 @@
       }
       const served = response.headers.get("x-loramux-adapter") ?? model;
       let rest = "";
+      let answer = "";
+      let hasCalls = false;
       for (const reader = response.body.pipeThrough(new TextDecoderStream()).getReader(); ;) {
         const { value, done } = await reader.read();
         if (done) break;
@@ -179,12 +191,17 @@
           if (delta.reasoning || delta.content || calls.length) first ??= performance.now() - started;
           if (delta.reasoning) append(output, "thinking", delta.reasoning);
           if (delta.content) append(output, "text", delta.content);
+          answer += delta.content ?? "";
+          hasCalls ||= calls.length > 0;
           for (const { index, function: called } of calls) {
             append(output, `call ${index}`, called.name ? `${called.name} ${called.arguments ?? ""}` : called.arguments);
           }
           tokens = chunk.usage?.completion_tokens ?? tokens;
         }
       }
+      const turns = [...history, { role: "user", content: message }, { role: "assistant", content: answer }];
+      // After calls, a model expects their results before another question, and nothing runs the calls.
+      lane.turns = answer && !hasCalls ? turns : [];
       const all = performance.now() - started;
       figures.textContent = `${served} · first token ${Math.round(first ?? all)} ms · ${tokens} tokens · ${Math.round(all)} ms`;
     } catch (error) {
@@ -192,13 +209,14 @@
     }
   }
 
-  async function play(form) {
+  async function play(form, isNext) {
     const lanes = [...document.querySelectorAll(".lane")];
-    const [run, stop] = [form.querySelector("[data-run]"), form.querySelector("[data-stop]")];
-    run.disabled = true;
+    const [run, next, stop] = ["run", "continue", "stop"].map((name) => form.querySelector(`[data-${name}]`));
+    run.disabled = next.disabled = true;
     stop.disabled = false;
-    await Promise.all(lanes.map((lane) => stream(lane, form)));
+    await Promise.all(lanes.map((lane) => stream(lane, form, isNext)));
     run.disabled = false;
+    next.disabled = !lanes.some((lane) => lane.turns?.length);
     stop.disabled = true;
   }
 
@@ -233,7 +251,7 @@
       upload(form);
     } else if (form.matches("[data-playground]")) {
       event.preventDefault();
-      play(form);
+      play(form, event.submitter?.matches("[data-continue]") ?? false);
     }
   });
 

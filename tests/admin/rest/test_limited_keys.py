@@ -190,6 +190,7 @@ NARROWED = {
     "GET /api_keys",
     "GET /costs",
     "GET /jobs",
+    "GET /models",
     "GET /prices",
     "GET /quotas",
     "GET /quotas/effective",
