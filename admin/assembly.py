@@ -98,6 +98,7 @@ class Assembled:
     maintenance: Maintenance
     upkeep: Upkeep
     api_keys: ApiKeys
+    tenants: Tenants
     metrics: GatewayMetrics
     sharing: Sharing | None
     base_id: str
@@ -257,6 +258,7 @@ def assemble(
             api_keys,
             metrics,
             sharing,
+            tenants,
             base_id,
             own_server,
         )

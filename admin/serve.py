@@ -181,10 +181,14 @@ async def _serve(
             created = await asyncio.to_thread(assembled.api_keys.create, None, "bootstrap")
             bootstrap_key = created.secret
 
+        is_new = not (await asyncio.to_thread(assembled.tenants.list, 1)).data
+
         def announce() -> None:
             urls = url_of(gateway_listener), url_of(admin_listener)
             peer_address = None if assembled.sharing is None else assembled.sharing.address
             _announce(settings, config, engine.info, *urls, peer_address, bootstrap_key, engine.socket_path)
+            if is_new:
+                print(next_commands(urls[1], bootstrap_key), flush=True)
 
         proxies = TrustedProxies(settings.trusted_proxies)
         openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
@@ -268,3 +272,13 @@ def _announce(
         lines.append(f"  peers       {peer_address}  (for other servers on this database)")
     lines.append(f"  engine      {engine}  (for additional gateways: loramux gateway --engine)")
     print("\n".join(lines), flush=True)
+
+
+def next_commands(admin_url: str, bootstrap_key: str | None) -> str:
+    """Return the commands with which the operator of a server without tenants goes on."""
+    return f"""
+In another terminal, create a tenant with a key, and push an adapter that PEFT has saved:
+  export LORAMUX_ADMIN_URL={admin_url} LORAMUX_ADMIN_KEY={bootstrap_key or "..."}
+  loramux tenants create acme
+  loramux keys create --tenant acme
+  loramux adapters push PEFT_DIRECTORY --tenant acme --name my-adapter"""

@@ -47,6 +47,7 @@ def _tell_current(as_json: bool) -> None:
 def _database(
     config: Path | None, data_dir: Path | None, database_url: str | None, as_json: bool
 ) -> Iterator[Database]:
+    from loramux.admin.server.data_directory import make_private
     from loramux.admin.server.settings import DataSettings, SettingsError, load_settings
     from loramux.migrations.database import Database, DatabaseError
 
@@ -54,7 +55,7 @@ def _database(
     try:
         settings = load_settings(DataSettings, overrides)
         if settings.is_database_embedded:
-            settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(settings.data_dir)
         database = Database(settings.resolved_database_url)
     except (SettingsError, DatabaseError, OSError) as error:
         fail(str(error), WRONG_CALL, error_document(str(error), "wrong_settings") if as_json else None)

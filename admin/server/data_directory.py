@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from loramux.admin.errors import StartRefused
+
+OWN_NAMES = frozenset(
+    ("blobs", "disk-tier", "lock", "lost+found", "programs", "quantized", "run", "scratch", "spool", "traces.jsonl")
+)
+"""Entries of a data directory, besides the files of the embedded database."""
+DATABASE_NAME = "loramux.db"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +49,29 @@ class DataDirectory:
         return self.root / "programs"
 
 
+def make_private(root: Path) -> None:
+    """Create a data directory that only its owner can access, or take the access of others to an existing one away.
+
+    The mode of a directory that also has other content stays, because it may be a directory of the system, such as
+    /srv. `loramux doctor` warns of its mode. Raises OSError.
+    """
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    mode = stat.S_IMODE(root.stat().st_mode)
+    is_own = all(entry.name in OWN_NAMES or entry.name.startswith(DATABASE_NAME) for entry in root.iterdir())
+    if mode & 0o077 and is_own:
+        # Only the directory's owner can change the mode.
+        with suppress(PermissionError):
+            root.chmod(mode & 0o700)
+
+
 @contextmanager
 def open_data_directory(root: Path) -> Iterator[DataDirectory]:
-    """Create and lock the directory. Raises StartRefused if it is not writable or another process has locked it."""
+    """Create and lock the directory, and close it to other users.
+
+    Raises StartRefused if it is not writable or another process has locked it.
+    """
     try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(root)
         lock = (root / "lock").open("w")
     except OSError as error:
         raise StartRefused(

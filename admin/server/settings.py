@@ -25,6 +25,7 @@ from loramux.adapter_store.ingest.sources import is_allowable
 from loramux.admin.client.suggestions import did_you_mean
 from loramux.admin.server.client_addresses import TrustedProxies
 from loramux.admin.server.connection_limits import KEEP_ALIVE_S
+from loramux.admin.server.data_directory import DATABASE_NAME
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url, parse_rule
 from loramux.engine.tracing.spans import TraceConfig
 
@@ -87,7 +88,7 @@ class DataSettings(BaseSettings):
 
     @property
     def resolved_database_url(self) -> str:
-        return self.database_url or f"sqlite:///{self.data_dir.absolute() / 'loramux.db'}"
+        return self.database_url or f"sqlite:///{self.data_dir.absolute() / DATABASE_NAME}"
 
     @classmethod
     def settings_customise_sources(

@@ -92,6 +92,8 @@ def test_stopped_server_drains_and_the_next_one_reports_its_usage(
     shown = first.process.stdout.readline().split()  # type: ignore[union-attr]
     assert shown[:2] == ["admin", "key"], "the first start prints an administrator's key"
     operator = {"authorization": f"Bearer {shown[2]}"}
+    told = [first.process.stdout.readline() for _ in range(7)]  # type: ignore[union-attr]
+    assert f"  export LORAMUX_ADMIN_URL={first.admin_url} LORAMUX_ADMIN_KEY={shown[2]}\n" in told
     twice = refusal("--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0)
     assert "another loramux process uses the data directory" in twice
     with httpx.Client(trust_env=False, timeout=30) as http:
@@ -123,6 +125,7 @@ def test_stopped_server_drains_and_the_next_one_reports_its_usage(
         assert code == 0, errors
         assert time.monotonic() - started < 10
         assert "sk-lmx-" not in output, "the key is shown once"
+        assert "tenants create" not in output, "a server with tenants needs no advice"
 
 
 def refusal(*arguments: object, lacking: str = "", **variables: str) -> str:
