@@ -56,8 +56,8 @@ class PushedVersion:
     digest: str
     version_digest: str
     max_rank: int
-    warnings: tuple[Document, ...]
-    """The warnings of the validation report."""
+    warnings: tuple[Document, ...] = ()
+    """The warnings of the validation report: probable mistakes that do not prevent serving."""
 
 
 def push_adapter(

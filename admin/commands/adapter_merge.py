@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import connected, error_document, fail, located, tell
+from loramux.admin.commands.output import connected, error_document, fail, located, print_warnings, tell
 from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
 
@@ -76,4 +76,8 @@ def merge(
         "method": method,
         "sources": [{"model": source.model, "weight": source.weight} for source in merged.sources],
     }
+    if as_json:
+        document["warnings"] = list(pushed.warnings)
+    else:
+        print_warnings(pushed.warnings)
     tell(document, f"{pushed.model} version {pushed.version} is {shown} ({method}, rank {pushed.max_rank})", as_json)

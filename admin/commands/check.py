@@ -72,7 +72,7 @@ def _show(verdict: Verdict) -> None:
     rows = list(_rows(verdict.facts))
     if rows:
         print_table(("fact", "value"), rows)
-    print_warnings(warning.document() for warning in verdict.warnings)
+    print_warnings([warning.document() for warning in verdict.warnings], sys.stdout)
     for problem in verdict.problems:
         where = "" if problem.param is None else f" [{problem.param}]"
         print(f"problem: {problem.message} ({problem.code}){where}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
@@ -61,13 +61,6 @@ def connected_to(
         yield client, find_named(client, model, needs_version=needs_version)
 
 
-def print_warnings(warnings: Iterable[Mapping[str, Any]]) -> None:
-    """Print the warnings of a validation report."""
-    for warning in warnings:
-        where = f" ({warning['count']}: {', '.join(warning['params'])})" if warning["params"] else ""
-        print(f"warning: {warning['message']}{where}")
-
-
 def fail(message: str, exit_code: int, document: Document | None = None) -> NoReturn:
     """Report an error and exit. If `document` is given, print it as JSON on standard output."""
     if document is not None:
@@ -104,6 +97,13 @@ def print_list(document: Document, columns: Columns, as_json: bool) -> None:
         return
     cells = [itemgetter(of) if isinstance(of, str) else of for of in columns.values()]
     print_table(tuple(columns), [[cell(item) for cell in cells] for item in document["data"]])
+
+
+def print_warnings(warnings: Iterable[Document], file: TextIO | None = None) -> None:
+    """Print the warnings of a validation report, by default to standard error."""
+    for warning in warnings:
+        where = f" ({warning['count']}: {', '.join(warning['params'])})" if warning["params"] else ""
+        print(f"warning: {warning['message']}{where}", file=file or sys.stderr)
 
 
 def time_in(name: str) -> Callable[[Document], object]:

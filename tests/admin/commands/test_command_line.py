@@ -256,7 +256,7 @@ def test_usage_table_has_a_column_for_each_group(loramux: Run, admin_side: Any) 
     table = loramux("usage").stdout
     assert re.search(r"acme +acme/support@1 +1 +1234 +0 +77", table), table
     table = loramux("usage", "--group-by", "endpoint", "--group-by", "key", "--bucket", "1h").stdout
-    assert re.search(rf"completions +{key['id']} +1 +1234", table), table
+    assert re.search(rf"completions +default \(key_…{key['id'][-6:]}\) +1 +1234", table), table
     report = printed_json(loramux("usage", "--json"))
     assert report["data"][0]["results"][0]["completion_tokens"] == 77
     refused = loramux("usage", "--group-by", "nonsense")
