@@ -152,6 +152,18 @@ class VersionInUse(StoreError):
     """An alias names the version. Move the alias first."""
 
 
+class RequestsRunning(StoreError):
+    """Requests are running on versions that are to be purged. A retry may succeed."""
+
+    def __init__(self, num_running: int) -> None:
+        requests = "1 request is" if num_running == 1 else f"{num_running} requests are"
+        super().__init__(f"{requests} still running on what is to be purged; try again when no request is running")
+
+
+class WeightsBeingPurged(StoreError):
+    """The blobs of equal weights are being deleted. A retry succeeds once that is done."""
+
+
 class AliasNotFound(StoreError):
     """The adapter has no such alias."""
 

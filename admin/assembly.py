@@ -63,6 +63,7 @@ from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
+from loramux.platform.ledger.erasure import UsageErasure
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.openai_api.app import create_openai_app
@@ -97,8 +98,8 @@ class Assembled:
     running: RunningRequests
     maintenance: Maintenance
     upkeep: Upkeep
-    api_keys: ApiKeys
     tenants: Tenants
+    api_keys: ApiKeys
     metrics: GatewayMetrics
     sharing: Sharing | None
     base_id: str
@@ -227,6 +228,7 @@ def assemble(
             prices=PriceList(database),
             audit_log=AuditLog(database),
             ledger=Ledger(database),
+            erasure=UsageErasure(database),
             engine=engine,
             fleet=sharing,
             loads=gateway.loads,
@@ -246,6 +248,7 @@ def assemble(
             report_executor=report_executor,
             oidc=settings.oidc,
             trouble=gateway.trouble,
+            disk_tier=Path(config.cache_dir),
             gateway=gateway_app,
             api_url=_api_url(settings),
         )
@@ -255,10 +258,10 @@ def assemble(
             gateway.running,
             gateway.maintenance,
             Upkeep(admin),
+            tenants,
             api_keys,
             metrics,
             sharing,
-            tenants,
             base_id,
             own_server,
         )

@@ -149,12 +149,13 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Until the answer, the adapter drains. Earlier sequences continue, but sequences that are still live after
     `deadline_s` seconds end with `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the
     pages are always freed eventually. After the answer, the next sequence loads the adapter again. An unload ends the
-    adapter's pin, and answers waiting loads and pins with `superseded`.
+    adapter's pin, and answers waiting loads and pins with `superseded`. `is_purge` also deletes the host tier's copy.
     """
 
     call_id: str
     digest: str
     deadline_s: float | None = None
+    is_purge: bool = False
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):

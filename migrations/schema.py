@@ -259,6 +259,33 @@ uploads = Table(
     CheckConstraint("state IN ('open', 'used')", name="state"),
 )
 
+# The highest version number that an adapter's name had when versions were purged. A new version or a new adapter of
+# that name continues the numbers, so that a model name never stands for other weights than before.
+retired_numbers = Table(
+    "retired_numbers",
+    metadata,
+    # `tenant/adapter`. Not a reference, because it outlives both.
+    Column("model", String(127), primary_key=True),
+    Column("last_number", Integer, nullable=False),
+)
+
+# What was purged, until every server has deleted its copies.
+purges = Table(
+    "purges",
+    metadata,
+    # A digest of weights, or the identifier of a version.
+    Column("id", String(64), primary_key=True),
+    Column("kind", String(8), nullable=False),
+    # While the blobs of a digest are being deleted, no version with the same weights is accepted.
+    Column("state", String(8), nullable=False),
+    Column("purged_us", BigInteger, nullable=False),
+    # When the blobs are deleted once more, because a server that was writing one at the time may have finished later.
+    # NULL once that is done.
+    Column("due_us", BigInteger, nullable=True),
+    CheckConstraint("kind IN ('digest', 'version')", name="kind"),
+    CheckConstraint("state IN ('deleting', 'deleted')", name="state"),
+)
+
 quota_policies = Table(
     "quota_policies",
     metadata,

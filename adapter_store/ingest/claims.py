@@ -13,6 +13,7 @@ from sqlalchemy import Connection, select, update
 
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
 from loramux.adapter_store.formats.further_files import NO_FURTHER_FILES, FurtherFiles, version_digest
+from loramux.adapter_store.ingest.purge_rows import refuse_purged
 from loramux.adapter_store.ingest.upload_rows import (
     LEASE_US,
     files_sha256,
@@ -166,7 +167,7 @@ class VersionClaims:
     def accept(self, version: AdapterVersion, verdict: Verdict) -> None:
         """Record that a version has passed validation, and store its optional files.
 
-        Raises ClaimLost, or AdapterRejected if another version with these weights is quarantined.
+        Raises ClaimLost, WeightsBeingPurged, or AdapterRejected if another version with these weights is quarantined.
         """
         checksums = verdict.files.checksums
         facts = {
@@ -181,6 +182,7 @@ class VersionClaims:
         with self._database.write() as connection:
             _refuse_quarantined(connection, version.adapter_id, verdict.digest)
             self._change(connection, version.id, facts)
+            refuse_purged(connection, verdict.digest)
             # An earlier attempt may have recorded other files from the same source.
             replace_further_files(connection, version.id, verdict.files)
             # Record the verdict for this base here, not in `publish`: if this server dies, a server of another base may

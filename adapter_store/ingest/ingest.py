@@ -22,6 +22,8 @@ from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook, no_op
 from loramux.adapter_store.ingest.file_validation import FileValidation
 from loramux.adapter_store.ingest.janitor import Janitor
+from loramux.adapter_store.ingest.purge_rows import PurgeRows
+from loramux.adapter_store.ingest.purged_blobs import PurgedBlobs
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, TenantCaps
 from loramux.adapter_store.ingest.turns import IngestTurns
@@ -101,6 +103,8 @@ class Ingest:
         if registry.base_id is not None:
             self.for_base = BaseValidation(registry.database, blobs, validation, scratch_dir, registry.base_id, lease_s)
         self._janitor = Janitor(self._upload_rows, blobs)
+        self.purge_rows = PurgeRows(registry.database)
+        self.purged_blobs = PurgedBlobs(registry.database, blobs)
         self._lifetime_s = upload_lifetime_s
         self._is_presigning = is_presigning
         self._at_failpoint = at_failpoint
@@ -257,7 +261,9 @@ class Ingest:
         self.has_pending.set()
 
     def remove_abandoned(self) -> None:
+        """Delete the files that no version needs: abandoned uploads, and the blobs of what was purged."""
         self._janitor.clear_up()
+        self.purged_blobs.clear_up()
 
     def _presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
         requests: dict[str, PresignedPut | PresignedParts] = {}

@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, insert, not_, or_, select, update
 
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
 from loramux.adapter_store.formats.file_names import FURTHER_FILES, UPLOAD_FILES
+from loramux.adapter_store.ingest.purge_rows import last_number
 from loramux.adapter_store.ingest.tenant_caps import TenantCaps
 from loramux.adapter_store.registry.records import UNFINISHED, AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import (
@@ -331,12 +332,11 @@ def _existing_version(connection: Connection, upload: Upload) -> AddedVersion | 
 
 def _insert_version(connection: Connection, upload: Upload, now_us: int, base_id: str | None) -> AddedVersion:
     version_id = new_id("adv")
-    last = select(func.max(adapter_versions.c.number)).where(adapter_versions.c.adapter_id == upload.adapter_id)
     connection.execute(
         insert(adapter_versions).values(
             id=version_id,
             adapter_id=upload.adapter_id,
-            number=(connection.execute(last).scalar() or 0) + 1,
+            number=last_number(connection, upload.adapter_id) + 1,
             state="pending",
             upload_id=upload.id,
             files_sha256=files_sha256(upload.files),

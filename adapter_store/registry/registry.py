@@ -32,7 +32,17 @@ from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.migrations.schema import adapter_grants, adapter_versions, adapters, tenants, uploads
+from loramux.migrations.schema import (
+    adapter_alias_history,
+    adapter_aliases,
+    adapter_grants,
+    adapter_versions,
+    adapters,
+    quota_counters,
+    quota_policies,
+    tenants,
+    uploads,
+)
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
@@ -115,8 +125,7 @@ class AdapterRegistry:
             now_us = self.database.now_us(connection)
             before = {"name": row.name}
             audit(connection, now_us, "adapter.delete", adapter_id, tenant_id=row.tenant_id, before=before)
-            connection.execute(delete(adapter_grants).where(adapter_grants.c.adapter_id == adapter_id))
-            connection.execute(delete(adapters).where(adapters.c.id == adapter_id))
+            delete_adapter_rows(connection, adapter_id)
 
     def find_adapter(self, tenant_id: str, name: str) -> Adapter | None:
         if not is_identifier(tenant_id) or not SLUG.fullmatch(name):
@@ -222,15 +231,6 @@ class AdapterRegistry:
         # others.
         return list({row.adapter_id: adapter_ref(row) for row in rows}.values())
 
-    def base_verdict(self, version_id: str) -> BaseVerdict:
-        """Return the verdict on a version for the served base."""
-        return "ready" if self.base_id is None else Bases(self.database).verdict(version_id, self.base_id)
-
-    def bases_of(self, version_id: str) -> frozenset[str]:
-        """Return the bases that a version is valid for."""
-        return frozenset(row.base_id for row in self.database.query(VALID_BASES, {"version_id": version_id}))
-
-    @property
     def list_callable(self, tenant_id: str, limit: int) -> list[AdapterRef]:
         """List the versions in service that a tenant may call, its own adapters first, at most `limit`.
 
@@ -240,6 +240,18 @@ class AdapterRegistry:
         rows = self.database.query(query, {"caller_id": tenant_id} | self._bases())
         return [adapter_ref(row) for row in rows]
 
+    def base_verdict(self, version_id: str) -> BaseVerdict:
+        """Return the verdict on a version for the served base."""
+        return "ready" if self.base_id is None else Bases(self.database).verdict(version_id, self.base_id)
+
+    def bases_of(self, version_id: str) -> frozenset[str]:
+        """Return the bases that a version is valid for."""
+        return frozenset(row.base_id for row in self.database.query(VALID_BASES, {"version_id": version_id}))
+
+    def _bases(self, bases: Sequence[str] = ()) -> dict[str, object]:
+        return {} if self.base_id is None else {"bases": bases or (self.base_id,)}
+
+    @property
     def _base(self) -> dict[str, object]:
         return {} if self.base_id is None else {"base_id": self.base_id}
 
@@ -247,9 +259,6 @@ class AdapterRegistry:
 def is_identifier(text: str) -> bool:
     """Return whether the text has the form of an identifier. Other text must never reach a query."""
     return IDENTIFIER.fullmatch(text) is not None
-
-    def _bases(self, bases: Sequence[str] = ()) -> dict[str, object]:
-        return {} if self.base_id is None else {"bases": bases or (self.base_id,)}
 
 
 def check_slug(text: str, param: str) -> None:
@@ -277,6 +286,16 @@ def lock_adapter(connection: Connection, adapter_id: str) -> None:
         found = connection.execute(query).scalar()
     if found is None:
         raise AdapterNotFound(f"no adapter {adapter_id!r}")
+
+
+def delete_adapter_rows(connection: Connection, adapter_id: str) -> None:
+    """Delete an adapter without versions or uploads, with its aliases, its grants and the quotas on it."""
+    policies = select(quota_policies.c.id).where(quota_policies.c.subject_id == adapter_id)
+    connection.execute(delete(quota_counters).where(quota_counters.c.policy_id.in_(policies)))
+    connection.execute(delete(quota_policies).where(quota_policies.c.subject_id == adapter_id))
+    for table in (adapter_alias_history, adapter_aliases, adapter_grants):
+        connection.execute(delete(table).where(table.c.adapter_id == adapter_id))
+    connection.execute(delete(adapters).where(adapters.c.id == adapter_id))
 
 
 def lock_tenant(connection: Connection, tenant_id: str) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -272,6 +272,22 @@ class DiskTier:
         os.utime(place)
         kept = sorted(self._set_aside.iterdir(), key=lambda path: path.stat().st_mtime_ns)
         for path in kept[:-_MAX_SET_ASIDE]:
+            path.unlink(missing_ok=True)
+
+
+def purge_files(directory: Path, digests: Collection[str]) -> None:
+    """Delete the packed files of adapters from the disk tier in `directory`, for every target, and all files that were
+    set aside, because these do not say whose bytes they contain. An engine that is reading a file finishes first.
+    """
+    if not digests or not directory.is_dir():
+        return
+    changes = DirectoryLock(directory / "lock")
+    with changes.hold():
+        changes.note_change()
+        for digest in digests:
+            for path in directory.glob(f"*/{digest}{_SUFFIX}"):
+                path.unlink(missing_ok=True)
+        for path in directory.glob("set_aside/*"):
             path.unlink(missing_ok=True)
 
 

@@ -78,6 +78,12 @@ class HostTier:
         entry.num_leases -= 1
         self._evict()
 
+    def forget(self, digest: str) -> None:
+        """Remove an adapter, unless it is leased."""
+        entry = self._entries.get(digest)
+        if entry is not None and entry.num_leases == 0:
+            self._count(digest, -self._entries.pop(digest).num_bytes)
+
     def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
         """Keep up to `floor_bytes` of these adapters from being evicted in favour of other adapters.
 

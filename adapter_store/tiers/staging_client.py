@@ -191,6 +191,10 @@ class StagingClient:
             self._waiting.remove(digest)
         self._reserve()
 
+    def forget(self, digest: str) -> None:
+        """Delete the adapter's copy in host memory, unless it is in use."""
+        self._host.forget(digest)
+
     def poll(self) -> list[StagedAdapter | NotStaged]:
         """Return the results of requests that have finished since the last call."""
         has_unsent = self._link is not None and self._link.has_unsent

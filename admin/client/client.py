@@ -102,8 +102,10 @@ class AdminClient:
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"the connection to {self._base_url} broke ({reason})") from None
 
-    def post(self, path: str, body: Document) -> Document:
-        return self._document(self._send("POST", path, json=body))
+    def post(self, path: str, body: Document, timeout_s: float | None = None) -> Document:
+        """`timeout_s` replaces the client's timeout for a call that takes long."""
+        options = {} if timeout_s is None else {"timeout": httpx.Timeout(timeout_s, connect=5.0)}
+        return self._document(self._send("POST", path, json=body, **options))
 
     def put(self, path: str, body: Document) -> Document:
         return self._document(self._send("PUT", path, json=body))

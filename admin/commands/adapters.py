@@ -24,6 +24,7 @@ from loramux.admin.commands.output import (
     tell,
     time_in,
 )
+from loramux.admin.commands.purge import purge_adapter
 from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
 
@@ -95,3 +96,4 @@ app.command()(restore)
 app.command()(pin)
 app.command()(unpin)
 app.command()(preload)
+app.command("purge")(purge_adapter)

@@ -18,6 +18,7 @@ from loramux.admin.commands.output import (
     tell,
     time_in,
 )
+from loramux.admin.commands.purge import purge_tenant
 from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ def delete(tenant: Slug, as_json: AsJson = False) -> None:
     with connected(as_json) as client:
         client.delete(client.path("tenants", tenant))
     tell({"object": "tenant", "slug": tenant, "deleted": True}, f"deleted tenant {tenant}", as_json)
+
+
+app.command("purge")(purge_tenant)
 
 
 def _change(tenant: str, changes: Document, as_json: bool) -> Document:

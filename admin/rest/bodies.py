@@ -178,6 +178,15 @@ class QuotaQuestion(QuotaSubject):
     quota: QuotaLimit | None = None
 
 
+class PurgeRequest(_Body):
+    """A purge. With `dry_run`, the call only tells what it would delete. Otherwise, `confirm` must repeat the name of
+    what is purged: `tenant/adapter@version`, `tenant/adapter` or the tenant's slug.
+    """
+
+    dry_run: bool = False
+    confirm: str | None = None
+
+
 class NewPrice(_Body):
     """Prices in billionths of the currency (nanos) per million tokens. By default, `cached` equals `prompt`, and the
     price applies once all gateways can have read it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from starlette.types import ASGIApp
@@ -32,6 +33,7 @@ from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.generation.running_requests import LiveRequests, NoLiveRequests
+from loramux.platform.ledger.erasure import UsageErasure
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.quotas.overview import QuotaOverview
@@ -96,6 +98,7 @@ class AdminServices:
     prices: PriceList
     audit_log: AuditLog
     ledger: Ledger
+    erasure: UsageErasure
     engine: EngineClient
     fleet: Fleet | None
     """The servers that share requests with this one. None if this server does not share requests."""
@@ -112,6 +115,8 @@ class AdminServices:
     report_executor: Executor
     oidc: OidcSettings | None = None
     """Single sign-on settings for the console. If None, people sign in only with keys."""
+    disk_tier: Path | None = None
+    """The directory of the engine's disk tier, from which purged weights are deleted."""
     gateway: ASGIApp | None = None
     """This process's OpenAI API, for the console's playground, or None if the process serves none."""
     api_url: str = "http://127.0.0.1:8000/v1"

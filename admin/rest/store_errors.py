@@ -21,6 +21,7 @@ from loramux.adapter_store.errors import (
     NothingToRollBack,
     OriginalNotKept,
     Refused,
+    RequestsRunning,
     SourceUnavailable,
     TenantNotFound,
     UploadNotFound,
@@ -70,6 +71,8 @@ def api_error(error: Exception) -> ApiError:
         return Conflict(str(error), code="version_not_ready", param="version")
     if isinstance(error, VersionInUse):
         return Conflict(str(error), code="version_in_use", param="version")
+    if isinstance(error, RequestsRunning):
+        return Conflict(str(error), code="requests_running", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, NothingToRollBack):
         return Conflict(str(error), code="nothing_to_roll_back", param="revision")
     if isinstance(error, AliasChanged):

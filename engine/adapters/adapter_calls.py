@@ -154,7 +154,10 @@ class AdapterCalls:
         for digest in list(self._unloads):
             if not self._live.wants(digest) and self._adapters.unload(digest):
                 self._prefixes.purge(digest)
-                for pending in self._unloads.pop(digest):
+                answered = self._unloads.pop(digest)
+                if any(pending.unload.is_purge for pending in answered):
+                    self._adapters.forget_copy(digest)
+                for pending in answered:
                     self._answer(pending.owner, pending.unload, "absent")
         for digest in list(self._lost_pins):
             adapter = self._adapters.prefetch(digest)

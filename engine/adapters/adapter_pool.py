@@ -202,6 +202,10 @@ class AdapterPool:
         self.forget(load)
         return True
 
+    def forget_copy(self, digest: str) -> None:
+        """Delete the copy in host memory of an adapter that has been unloaded."""
+        self._stager.forget(digest)
+
     def evict_when_idle(self, digest: str) -> None:
         """Evict the adapter now, or as soon as it has no users."""
         load = self._loads.get(digest)

@@ -25,6 +25,9 @@ class Stager(Protocol):
     def cancel(self, digest: str) -> None:
         """Cancel a request. `poll` does not return its result."""
 
+    def forget(self, digest: str) -> None:
+        """Delete the adapter's copy in host memory, unless it is in use."""
+
     def poll(self) -> list[StagedAdapter | NotStaged]:
         """The loads that finished or failed since the last call. The caller must release each `StagedAdapter`."""
 
@@ -58,6 +61,7 @@ class MemoryStager:
         self.figures = TierFigures()
         self.is_holding = False
         self.num_requests = 0
+        self.forgotten: list[str] = []
         self.num_held = 0
         """Number of adapters that are staged and not yet released."""
         self._requested: list[str] = []
@@ -75,6 +79,10 @@ class MemoryStager:
     def poll(self) -> list[StagedAdapter | NotStaged]:
         requested, self._requested = self._requested, []
         return [self._staged(digest) for digest in requested]
+
+    def forget(self, digest: str) -> None:
+        """Note the digest. There is no copy to delete, because `adapters` belongs to the caller."""
+        self.forgotten.append(digest)
 
     def let_go(self) -> None:
         self._requested += self._withheld

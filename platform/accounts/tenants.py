@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
@@ -40,6 +40,12 @@ class TenantInUse(Conflict):
     code = "tenant_in_use"
 
 
+class TenantActive(Conflict):
+    """The tenant must be suspended before it is purged."""
+
+    code = "tenant_active"
+
+
 class InvalidSlug(InvalidRequest):
     """The slug does not match `[a-z0-9][a-z0-9._-]{0,62}`."""
 
@@ -67,6 +73,20 @@ class TenantChanges:
     state: Literal["active", "suspended"] | None = None
     timezone: str | None = None
     host_floor_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantRows:
+    """Numbers of a tenant's rows. `num_running` counts its open requests."""
+
+    num_adapters: int
+    num_running: int
+    num_usage_events: int
+    num_keys: int
+    num_quotas: int
+    num_prices: int
+    num_grants: int
+    """Grants that let the tenant call adapters of other tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +174,7 @@ class Tenants:
         TenantInUse.
         """
         in_use = TenantInUse("the tenant has adapters, unrevoked keys, prices or usage: suspend it instead")
-        keys, policies = schema.api_keys, schema.quota_policies
-        own_policies = select(policies.c.id).where(policies.c.tenant_id == tenant_id)
+        keys = schema.api_keys
         try:
             with self._database.write() as connection:
                 row = connection.execute(
@@ -170,11 +189,7 @@ class Tenants:
                 ran = select(spent.request_id).where(spent.tenant_id == tenant_id).limit(1)
                 if any(connection.execute(query).first() for query in (usable, runs, ran)):
                     raise in_use
-                counters = schema.quota_counters
-                connection.execute(delete(counters).where(counters.c.policy_id.in_(own_policies)))
-                for table in (policies, keys, schema.adapter_grants):
-                    connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
-                connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))
+                _delete_rows(connection, tenant_id)
                 now_us, before = self._database.now_us(connection), _shown(_tenant(row))
                 audit(connection, now_us, "tenant.delete", tenant_id, tenant_id=tenant_id, before=before)
         except IntegrityError:
@@ -182,6 +197,38 @@ class Tenants:
             raise in_use from None
         self._shares.pop(tenant_id, None)
         return True
+
+    def look(self, tenant_id: str) -> TenantRows:
+        """Return the numbers of rows that `purge` would delete."""
+        with self._database.read() as connection:
+            return _count_rows(connection, tenant_id)
+
+    def purge(self, tenant_id: str) -> TenantRows:
+        """Delete a suspended tenant whose adapters and ledger entries have been purged, with everything else it has.
+
+        Its slug can then be used again. The audit log and the sums in the rollups stay. Raises TenantActive, or
+        TenantInUse if the tenant still has adapters, running requests or ledger entries.
+        """
+        with self._database.write() as connection:
+            query = select(schema.tenants).where(schema.tenants.c.id == tenant_id)
+            # The lock keeps gateways that still accept a cached key from opening reservations.
+            tenant = _tenant(connection.execute(query.with_for_update()).one())
+            if tenant.state != "suspended":
+                raise TenantActive(f"suspend the tenant first: 'loramux tenants suspend {tenant.slug}'")
+            rows = _count_rows(connection, tenant_id)
+            if rows.num_adapters or rows.num_running or rows.num_usage_events:
+                raise TenantInUse("the tenant still has adapters, running requests or usage; purge it again")
+            own_keys = select(schema.api_keys.c.id).where(schema.api_keys.c.tenant_id == tenant_id)
+            sessions, calls = schema.console_sessions, schema.idempotency_keys
+            connection.execute(delete(sessions).where(sessions.c.key_id.in_(own_keys)))
+            connection.execute(delete(calls).where(calls.c.principal.in_(own_keys)))
+            for table in (schema.reservations, schema.prices):
+                connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
+            _delete_rows(connection, tenant_id)
+            now_us, before = self._database.now_us(connection), {"slug": tenant.slug}
+            audit(connection, now_us, "tenant.purge", tenant_id, tenant_id=tenant_id, before=before)
+        self._shares.pop(tenant_id, None)
+        return rows
 
     def get(self, id_or_slug: str) -> Tenant | None:
         if not SLUG.fullmatch(id_or_slug):
@@ -262,4 +309,31 @@ def _tenant(row: Row[Any]) -> Tenant:
         timezone=row.timezone,
         host_floor_bytes=row.host_floor_bytes,
         created_us=row.created_us,
+    )
+
+
+def _delete_rows(connection: Connection, tenant_id: str) -> None:
+    policies, counters = schema.quota_policies, schema.quota_counters
+    own_policies = select(policies.c.id).where(policies.c.tenant_id == tenant_id)
+    # Under the platform's policies, the tenant has counters of its own.
+    is_own = counters.c.policy_id.in_(own_policies) | (counters.c.subject_id == tenant_id)
+    connection.execute(delete(counters).where(is_own))
+    for table in (policies, schema.api_keys, schema.adapter_grants):
+        connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
+    connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))
+
+
+def _count_rows(connection: Connection, tenant_id: str) -> TenantRows:
+    def count(table: Table, *conditions: ColumnElement[bool]) -> int:
+        query = select(func.count()).select_from(table).where(table.c.tenant_id == tenant_id, *conditions)
+        return int(connection.execute(query).scalar_one())
+
+    return TenantRows(
+        num_adapters=count(schema.adapters),
+        num_running=count(schema.reservations, schema.reservations.c.state == "open"),
+        num_usage_events=count(schema.usage_events),
+        num_keys=count(schema.api_keys),
+        num_quotas=count(schema.quota_policies),
+        num_prices=count(schema.prices),
+        num_grants=count(schema.adapter_grants),
     )

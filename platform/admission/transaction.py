@@ -20,7 +20,7 @@ from loramux.platform.admission.records import (
     ReservationRequest,
 )
 from loramux.platform.admission.reservation_rows import ReservationRow, ReservationRows
-from loramux.platform.ledger.entries import LedgerEntries, adapters_of
+from loramux.platform.ledger.entries import LedgerEntries, adapters_of, priced_adapter
 from loramux.platform.ledger.price_list import PriceReader
 from loramux.platform.ledger.prices import Price, PriceBook, cost_of
 from loramux.platform.ledger.settlement import Settlement
@@ -141,8 +141,7 @@ class AdmissionTransaction:
         """The price that the ledger will use for a request. None if there is no price or no budget in money."""
         if self._book is None:
             return None
-        adapter_id = None if version_id is None else self._adapters.get(version_id)
-        return self._book.price_of(tenant_id, adapter_id, admitted_us)
+        return self._book.price_of(tenant_id, priced_adapter(version_id, self._adapters), admitted_us)
 
     def _price_of(self, reservation: ReservationRow) -> Price | None:
         return self._price(reservation.tenant_id, reservation.adapter_version_id, reservation.created_us)

@@ -42,8 +42,8 @@ class ConnectedEngine:
     async def load(self, digest: str, timeout_s: float) -> AdapterState:
         return await self._connected().load(digest, timeout_s)
 
-    async def unload(self, digest: str, timeout_s: float) -> AdapterState:
-        return await self._connected().unload(digest, timeout_s)
+    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
+        return await self._connected().unload(digest, timeout_s, is_purge)
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
         return await self._connected().pin(digest, is_pinned, timeout_s)

@@ -52,7 +52,9 @@ class EngineClient(Protocol):
 
     async def load(self, digest: str, timeout_s: float) -> AdapterState: ...
 
-    async def unload(self, digest: str, timeout_s: float) -> AdapterState: ...
+    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
+        """Unload an adapter once no sequence uses it. `is_purge` also deletes the copy in host memory."""
+        ...
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
         """Load an adapter and keep it resident, or allow its eviction again."""

@@ -110,9 +110,10 @@ class EngineSession(ABC):
         call_id = str(next(self._call_ids))
         return await self._call(AdapterState, Load(call_id=call_id, digest=digest), call_id, timeout_s)
 
-    async def unload(self, digest: str, timeout_s: float) -> AdapterState:
+    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
         call_id = str(next(self._call_ids))
-        return await self._call(AdapterState, Unload(call_id=call_id, digest=digest), call_id, timeout_s)
+        unload = Unload(call_id=call_id, digest=digest, is_purge=is_purge)
+        return await self._call(AdapterState, unload, call_id, timeout_s)
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
         call_id = str(next(self._call_ids))

@@ -77,6 +77,7 @@ class ScriptedEngine:
         self.resident: dict[str, int] = {}
         self.pinned: set[str] = set()
         self.unloadable: set[str] = set()
+        self.purged: list[str] = []
         self._info = EngineReady(
             max_model_len=max_model_len,
             num_pages=64,
@@ -141,7 +142,9 @@ class ScriptedEngine:
         self.resident[digest] = 1
         return AdapterState(call_id="load", digest=digest, state="resident", num_pages=1)
 
-    async def unload(self, digest: str, timeout_s: float) -> AdapterState:
+    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
+        if is_purge:
+            self.purged.append(digest)
         self.resident.pop(digest, None)
         self.pinned.discard(digest)
         return AdapterState(call_id="unload", digest=digest, state="absent")

@@ -13,7 +13,7 @@ from loramux.migrations import schema
 from loramux.migrations.bulk_rows import BulkStatement, Write
 from loramux.migrations.identifiers import new_id
 from loramux.platform.ledger.price_list import PriceReader
-from loramux.platform.ledger.prices import Price, PriceBook
+from loramux.platform.ledger.prices import PURGED, Price, PriceBook
 from loramux.platform.ledger.settlement import Settlement
 
 
@@ -83,8 +83,8 @@ class _Batch:
     book: PriceBook
 
     def adapter_and_price(self, request: RequestRow) -> tuple[str | None, Price | None]:
-        adapter_id = None if request.adapter_version_id is None else self.adapters.get(request.adapter_version_id)
-        return adapter_id, self.book.price_of(request.tenant_id, adapter_id, request.created_us)
+        priced_id = priced_adapter(request.adapter_version_id, self.adapters)
+        return priced_id or None, self.book.price_of(request.tenant_id, priced_id, request.created_us)
 
 
 class LedgerEntries:
@@ -131,6 +131,13 @@ def adapters_of(connection: Connection, version_ids: Collection[str]) -> dict[st
     versions = schema.adapter_versions.c
     query = select(versions.id, versions.adapter_id).where(versions.id.in_(version_ids))
     return {row.id: row.adapter_id for row in connection.execute(query)}
+
+
+def priced_adapter(version_id: str | None, adapters: Mapping[str, str]) -> str | None:
+    """Return the adapter whose price applies to a version, PURGED if the version no longer exists, or None without a
+    version. `adapters` is the result of `adapters_of`.
+    """
+    return None if version_id is None else adapters.get(version_id, PURGED)
 
 
 def _event(request: RequestRow, settlement: Settlement, batch: _Batch) -> _EventRow:

@@ -19,6 +19,11 @@ MAX_PRICE_NANOS = 10_000 * 1_000_000_000
 At this price, the cost of 9 * 10^11 tokens still fits in a 64-bit column.
 """
 
+PURGED = ""
+"""Stands for the adapter of a version that was purged between a request's admission and its end. Such a request is
+charged at the price for `adapters`, never at the base's.
+"""
+
 GENERAL_SCOPES = ALL, BASE, ADAPTERS = ("all", "base", "adapters")
 """All scopes except individual adapters."""
 

@@ -74,11 +74,15 @@ def _tokens(grouped: Subquery) -> ColumnElement[Any]:
 
 
 def _named(grouped: Subquery, query: UsageQuery) -> Select[Any]:
-    """Replace tenant IDs with slugs. Doing this after grouping avoids a join over millions of rows."""
+    """Replace tenant IDs with slugs. Doing this after grouping avoids a join over millions of rows.
+
+    A purged tenant keeps its ID, so its sums are never taken for those of a later tenant with the same slug.
+    """
     if "tenant" not in query.group_by:
         return select(grouped)
-    shown = [_tenants.c.slug.label("tenant") if column.name == "tenant" else column for column in grouped.c]
-    return select(*shown).join_from(grouped, _tenants, _tenants.c.id == grouped.c.tenant)
+    slug = func.coalesce(_tenants.c.slug, grouped.c.tenant)
+    shown = [slug.label("tenant") if column.name == "tenant" else column for column in grouped.c]
+    return select(*shown).join_from(grouped, _tenants, _tenants.c.id == grouped.c.tenant, isouter=True)
 
 
 def _grouped(query: UsageQuery, days: Sequence[int]) -> Select[Any]:

@@ -133,8 +133,8 @@ class RoutedEngine:
     async def load(self, digest: str, timeout_s: float) -> AdapterState:
         return await self._local.load(digest, timeout_s)
 
-    async def unload(self, digest: str, timeout_s: float) -> AdapterState:
-        return await self._local.unload(digest, timeout_s)
+    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
+        return await self._local.unload(digest, timeout_s, is_purge)
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
         return await self._local.pin(digest, is_pinned, timeout_s)

@@ -43,6 +43,7 @@ from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
+from loramux.platform.ledger.erasure import UsageErasure
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.quotas.overview import QuotaOverview
@@ -116,6 +117,7 @@ def open_admin_side(
             prices=PriceList(database),
             audit_log=AuditLog(database),
             ledger=Ledger(database),
+            erasure=UsageErasure(database),
             engine=engine,
             fleet=None,
             loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),

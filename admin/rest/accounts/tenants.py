@@ -7,10 +7,12 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
+from loramux.admin.rest import purging
 from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer, find_tenant
-from loramux.admin.rest.bodies import NewTenant, TenantPatch, read_json
+from loramux.admin.rest.bodies import NewTenant, PurgeRequest, TenantPatch, read_json
 from loramux.admin.rest.etags import IfMatch, tagged
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds
+from loramux.admin.rest.purging import PurgeDocument
 from loramux.migrations.paging import Page
 from loramux.platform.accounts.tenants import Tenant, TenantChanges
 from loramux.platform.errors import NotFound, PermissionDenied
@@ -98,6 +100,18 @@ async def delete_tenant(id_or_slug: str, services: Services, caller: PlatformAdm
     tenant = await find_tenant(services, caller, id_or_slug)
     await services.call(services.tenants.delete, tenant.id)
     return Response(status_code=204)
+
+
+@router.post("/{id_or_slug}/purge", openapi_extra=takes(PurgeRequest), responses=errors(409))
+async def purge_tenant(id_or_slug: str, request: Request, services: Services, caller: PlatformAdmin) -> PurgeDocument:
+    """Purge a suspended tenant with its adapters, keys, quotas, prices and requests. This cannot be undone.
+
+    Running requests are cancelled first. If some are still running after ten seconds, the call fails with
+    `requests_running`. The ledger keeps only sums, without the names of end users, and the audit log keeps its entries.
+    A call that fails or is interrupted can be repeated. The slug can be used again.
+    """
+    tenant = await find_tenant(services, caller, id_or_slug)
+    return await purging.purge_tenant(services, tenant, await read_json(request, PurgeRequest))
 
 
 def describe_tenant(tenant: Tenant) -> TenantDocument:

@@ -9,10 +9,21 @@ from fastapi import APIRouter, Query, Request, Response
 from typing_extensions import TypedDict
 
 from loramux.adapter_store.registry.records import Adapter, Alias, AliasTarget
-from loramux.admin.rest.access import Caller, Developer, Reader, Services, Writer, find_tenant, tenant_filter
+from loramux.admin.rest import purging
+from loramux.admin.rest.access import (
+    Caller,
+    Developer,
+    PlatformAdmin,
+    Reader,
+    Services,
+    Writer,
+    find_tenant,
+    tenant_filter,
+)
 from loramux.admin.rest.adapters.warm_and_drain import drain
-from loramux.admin.rest.bodies import NewAdapter, read_json
+from loramux.admin.rest.bodies import NewAdapter, PurgeRequest, read_json
 from loramux.admin.rest.listing import ListDocument, Paging, TenantParam, list_document, paged, seconds
+from loramux.admin.rest.purging import PurgeDocument
 from loramux.admin.rest.services import AdminServices
 from loramux.migrations.paging import Page
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
@@ -111,6 +122,18 @@ async def delete_adapter(adapter_id: str, services: Services, caller: Writer) ->
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.registry.delete_adapter, adapter.id)
     return Response(status_code=204)
+
+
+@router.post("/{adapter_id}/purge", openapi_extra=takes(PurgeRequest), responses=errors(409))
+async def purge_adapter(adapter_id: str, request: Request, services: Services, caller: PlatformAdmin) -> PurgeDocument:
+    """Purge an adapter with its versions, aliases, grants, quotas and uploads. This cannot be undone.
+
+    The adapter is taken out of service, and running requests finish first. If requests are still running after ten
+    seconds, the call fails with `requests_running`. The ledger keeps the adapter's usage. A new adapter of that name
+    continues the version numbers.
+    """
+    adapter = await find_adapter(services, caller, adapter_id)
+    return await purging.purge_adapter(services, adapter, await read_json(request, PurgeRequest))
 
 
 async def find_adapter(services: AdminServices, caller: Caller, adapter_id: str) -> Adapter:

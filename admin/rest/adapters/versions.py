@@ -9,12 +9,14 @@ from typing_extensions import TypedDict
 
 from loramux.adapter_store.registry.records import AdapterVersion, VersionState
 from loramux.adapter_store.registry.registry import MAX_VERSION
+from loramux.admin.rest import purging
 from loramux.admin.rest.access import Developer, PlatformAdmin, Reader, Services, Writer
 from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.adapters.uploads import find_upload
 from loramux.admin.rest.adapters.warm_and_drain import drain
-from loramux.admin.rest.bodies import NewVersion, read_json
+from loramux.admin.rest.bodies import NewVersion, PurgeRequest, read_json
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds
+from loramux.admin.rest.purging import PurgeDocument
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
 from loramux.platform.openai_api.openapi import errors, takes
@@ -135,6 +137,22 @@ async def restore_version(adapter_id: str, number: Number, services: Services, c
     if caller.principal.is_platform_admin:
         states = ("archived", "quarantined")
     return describe_version(await services.call(services.version_states.restore, adapter.id, number, states))
+
+
+@router.post("/{number}/purge", openapi_extra=takes(PurgeRequest), responses=errors(409))
+async def purge_version(
+    adapter_id: str, number: Number, request: Request, services: Services, caller: PlatformAdmin
+) -> PurgeDocument:
+    """Purge a version that no alias points at: its files, its rows and its cached copies. This cannot be undone.
+
+    Running requests finish. The number is never used again, the ledger keeps the version's usage, and the audit log
+    keeps who purged it.
+    """
+    adapter = await find_adapter(services, caller, adapter_id)
+    version = await services.call(services.registry.get_version, adapter.id, number)
+    if version is None:
+        raise NotFound("there is no such version", code="version_not_found")
+    return await purging.purge_version(services, adapter, version, await read_json(request, PurgeRequest))
 
 
 async def _withdraw(services: AdminServices, version: AdapterVersion) -> WithdrawnVersion:

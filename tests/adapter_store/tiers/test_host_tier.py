@@ -102,3 +102,16 @@ def test_random_operations_respect_limit_leases_and_floors(seed: int) -> None:
             # No adapter outside the groups was left to evict.
             for name, (members, floor) in groups.items():
                 assert sum(sizes[one] for one in members & present) >= min(floor, before[name])
+
+
+def test_forgotten_adapter_leaves_its_floor_and_its_bytes_to_others() -> None:
+    tier = filled(40, "a", "b", "c")
+    tier.protect("acme", {"a", "b"}, 20)
+    assert tier.lease("a") is not None
+    for digest in ("a", "b", "z"):
+        tier.forget(digest)
+    assert (content(tier), tier.used_bytes, tier.num_evictions) == ("ac", 20, 0), "a leased adapter stays"
+    tier.release("a")
+    tier.forget("a")
+    tier.add(adapter("d", 30), 0)
+    assert (content(tier), tier.used_bytes) == ("cd", 40)

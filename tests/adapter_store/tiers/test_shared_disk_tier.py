@@ -12,7 +12,7 @@ import pytest
 
 from loramux.adapter_store.directory_lock import DirectoryBusy, DirectoryLock
 from loramux.adapter_store.tiers import disk_tier
-from loramux.adapter_store.tiers.disk_tier import DiskTier
+from loramux.adapter_store.tiers.disk_tier import DiskTier, purge_files
 from tests.adapter_store.tiers.disk_tier_process import PACK_KEY, digest_of, put
 
 PROGRAM = Path(__file__).parent / "disk_tier_process.py"
@@ -261,3 +261,24 @@ def test_failed_change_leaves_a_correct_count(directory: Path, monkeypatch: pyte
             put(tier, A, 300)
     put(tier, B, 100)
     assert tier.used_bytes == sum(files(directory).values()) == 200
+
+
+def test_purged_files_are_gone_for_every_engine_and_target(directory: Path, start: Start) -> None:
+    tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
+    second = DiskTier(directory, 250, "another")
+    for one, digest in ((tier, A), (second, A), (tier, B)):
+        put(one, digest, 50)
+    corrupt = tier.new_file()
+    corrupt.write_bytes(b"whose bytes are these?")
+    tier.set_aside(corrupt)
+    held = tier.hold(A)
+    assert held is not None
+    with held:
+        purge_files(directory, {A})
+        assert len(os.read(held.descriptor, 1 << 20)) == 50, "a reader finishes"
+    assert (tier.hold(A), second.hold(A), other("hold", A)) == (None, None, "none")
+    assert files(directory) == {B: 50}
+    assert list((directory / "set_aside").iterdir()) == []
+    put(tier, C, 150)
+    assert (tier.used_bytes, files(directory)) == (200, {B: 50, C: 150}), "the purged bytes no longer count"
+    purge_files(directory / "missing", {A})

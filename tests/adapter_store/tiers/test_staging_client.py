@@ -218,6 +218,17 @@ def test_adapter_in_host_memory_is_not_requested(bench: Bench) -> None:
     assert [one.tier for one in found.stages] == ["host"]
 
 
+def test_forgotten_adapter_is_fetched_again(bench: Bench) -> None:
+    client = bench.open(host_bytes=PLENTY)
+    digest = bench.adapters[0].digest
+    staged(client, digest).release()
+    assert kept(client) == [digest]
+    client.forget(digest)
+    assert kept(client) == []
+    staged(client, digest).release()
+    assert [one.num_hits for one in client.counts().tiers if one.tier == "host"] == [0]
+
+
 def test_hold_is_released_once_and_only_holds_exceed_the_limit(bench: Bench) -> None:
     first, second, third = bench.adapters
     size = first.payload.nbytes

@@ -31,6 +31,7 @@ from tests.admin.app_client import client_of
 from tests.admin.console.signed_in_browser import Browser, Stream, first_match
 from tests.admin.fleet import PEER, SILENT, ScriptedFleet
 from tests.admin.metered_requests import begin_request, settle_request
+from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.platform.ready_adapters import add_ready_adapter
 
 pytestmark = pytest.mark.anyio
@@ -175,7 +176,6 @@ async def test_second_editor_of_a_quota_is_warned(operator: Browser) -> None:
     assert ">2,000<" in (await operator.get("/quotas?tenant=edited")).text
 
 
-@pytest.mark.parametrize("limit", ["", "many", "-1", "1e9", "9" * 30])
 async def test_console_reads_and_shows_money_in_the_currency(operator: Browser) -> None:
     await operator.post("/tenants", slug="priced")
     fields = {"tenant": "priced", "metric": "cost_per_month", "referer": "/quotas"}
@@ -197,6 +197,7 @@ async def test_console_reads_and_shows_money_in_the_currency(operator: Browser) 
     assert "0.005" in audit
 
 
+@pytest.mark.parametrize("limit", ["", "many", "-1", "1e9", "9" * 30])
 async def test_non_numeric_limit_is_refused(operator: Browser, limit: str) -> None:
     said = await operator.post("/quotas", tenant="nobody", metric="tokens_per_minute", limit=limit, referer="/quotas")
     assert 'class="notice error"' in said
@@ -556,3 +557,63 @@ def _rejecting_base(side: AdminSide, base_id: str, slug: str) -> str:
         connection.execute(delete(version_bases).where(version_bases.c.version_id == version.id))
         connection.execute(insert(version_bases).values(version_id=version.id, base_id=base_id, **verdict))
     return base_id
+
+
+class EchoGateway:
+    """Stands in for the OpenAI API, and keeps the bodies that it receives."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.bodies.append(msgspec.json.decode((await receive())["body"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def test_playground_suggests_models_and_sends_the_turns_before_a_question(console_side: AdminSide) -> None:
+    gateway = EchoGateway()
+    services = replace(console_side.services, gateway=gateway)
+    tenant = services.tenants.create("player")
+    adapter = services.registry.create_adapter(tenant.id, "voice")
+    add_ready_versions(services.database, adapter.id, 2)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
+    asked = {"tenant": "player", "model": "player/voice@2", "message": "And now?", "system": "Be brief."}
+    settings = {"max_tokens": 5, "temperature": 0}
+    async with client_of(create_admin_app(services)) as client:
+        browser = Browser(client)
+        await browser.sign_in(ADMIN_KEY)
+        page = (await browser.get("/playground?tenant=player")).text
+        suggested = re.findall(r'<option value="([^"]+)"></option>', page)
+        assert suggested == ["the-base", "player/voice", "player/voice@2", "player/voice@1"]
+        assert 'value="player/voice"' in page, "the first lane asks an adapter"
+        for history in ([], turns):
+            body = msgspec.json.encode({**asked, **settings, "history": history})
+            assert (await browser.send("POST", "/playground/stream", body)).status_code == 200
+        for wrong in ([{"role": "system", "content": "x"}], [{"role": "user"}], turns * 101):
+            body = msgspec.json.encode({**asked, **settings, "history": wrong})
+            assert (await browser.send("POST", "/playground/stream", body)).status_code == 400
+    system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "And now?"}
+    assert [body["messages"] for body in gateway.bodies] == [[system, question], [system, *turns, question]]
+
+
+async def test_purge_pages_show_what_goes_and_purge(operator: Browser, console_side: AdminSide) -> None:
+    services = console_side.services
+    tenant = services.tenants.create("leaver")
+    adapter = services.registry.create_adapter(tenant.id, "voice")
+    add_ready_versions(services.database, adapter.id, 3)
+    named, free = f"/adapters/{adapter.id}/versions/1/purge", f"/adapters/{adapter.id}/versions/3/purge"
+    assert f"/adapters/{adapter.id}/purge" in (await operator.get(f"/adapters/{adapter.id}")).text
+    assert "Nobody yet: the alias &#39;default&#39; names version 1" in (await operator.get(named)).text
+    said = await operator.confirm(named)
+    assert 'class="notice error"' in said
+    assert "leaver/voice@3 is purged" in await operator.confirm(free)
+    assert services.registry.get_version(adapter.id, 3) is None
+    assert "leaver/voice is purged" in await operator.confirm(f"/adapters/{adapter.id}/purge")
+    assert services.registry.get_adapter(adapter.id) is None
+    assert "Purge…" not in (await operator.get("/tenants/leaver")).text
+    assert "Nobody yet: the tenant is not suspended" in (await operator.get("/tenants/leaver/purge")).text
+    await operator.confirm("/tenants/leaver/state")
+    assert "/tenants/leaver/purge" in (await operator.get("/tenants/leaver")).text
+    assert "leaver is purged" in await operator.confirm("/tenants/leaver/purge")
+    assert services.tenants.get("leaver") is None

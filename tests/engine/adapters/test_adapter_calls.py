@@ -21,8 +21,9 @@ class Calls:
         self.simulation.engine.load(OWNER, Load(call_id=self._next(), digest=digest))
         return str(self.num_calls)
 
-    def unload(self, digest: str, deadline_s: float | None = None) -> str:
-        self.simulation.engine.unload(OWNER, Unload(call_id=self._next(), digest=digest, deadline_s=deadline_s))
+    def unload(self, digest: str, deadline_s: float | None = None, is_purge: bool = False) -> str:
+        unload = Unload(call_id=self._next(), digest=digest, deadline_s=deadline_s, is_purge=is_purge)
+        self.simulation.engine.unload(OWNER, unload)
         return str(self.num_calls)
 
     def pin(self, digest: str, is_pinned: bool = True) -> str:
@@ -155,6 +156,23 @@ def test_load_waits_for_an_earlier_unload(simulation: Simulation) -> None:
     simulation.run()
     assert [one.call_id for one in simulation.answers] == [unload, load]
     assert simulation.stager.num_requests == 2
+
+
+def test_purge_deletes_the_copy_in_host_memory_after_the_last_request(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    running = simulation.add("user", digest="a", max_tokens=8)
+    for _ in range(3):
+        simulation.step()
+    plain, purge = calls.unload("a"), calls.unload("a", is_purge=True)
+    simulation.step()
+    assert (calls.outcome(purge), simulation.stager.forgotten) == (None, [])
+    simulation.run()
+    assert simulation.tokens["user"] == simulation.expected(running)
+    assert [calls.outcome(call) for call in (plain, purge)] == ["absent", "absent"]
+    assert simulation.stager.forgotten == ["a"]
+    calls.unload("b")
+    simulation.run()
+    assert simulation.stager.forgotten == ["a"], "an ordinary unload keeps the copy"
 
 
 def test_unload_does_not_scan_all_sequences(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,15 @@ AUDITED = {
 """The action that each route called in this module must log."""
 
 ELSEWHERE = {
-    # These routes need an engine, an upload or another base. Other test modules check their audit records.
+    # These routes need an engine, an upload, another base or a suspended tenant. Other test modules check their audit
+    # records.
     ("POST", "/admin/v1/bases/{base_id}/revalidate"): "base.revalidate",
     ("DELETE", "/admin/v1/bases/{base_id}"): "base.forget",
     ("PUT", "/admin/v1/bases/weights"): "base.weight",
+    ("POST", f"{_ADAPTER}/purge"): "adapter.purge",
+    ("POST", "/admin/v1/tenants/{id_or_slug}/purge"): "tenant.purge",
     ("POST", f"{_ADAPTER}/versions"): "version.create",
+    ("POST", f"{_ADAPTER}/versions/{{number}}/purge"): "version.purge",
     ("POST", f"{_ADAPTER}/versions/{{number}}/pin"): "version.pin",
     ("POST", f"{_ADAPTER}/versions/{{number}}/unpin"): "version.unpin",
     ("POST", "/admin/v1/requests/{request_id}/cancel"): "request.cancel",

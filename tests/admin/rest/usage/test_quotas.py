@@ -290,3 +290,12 @@ async def test_invalid_quotas_are_refused(http: httpx.AsyncClient, change: dict[
     body = {"tenant": "acme", "metric": "requests_per_minute", "limit": 5, **change}
     response = await http.post("/admin/v1/quotas", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_deleting_an_adapter_deletes_the_quotas_on_it(http: httpx.AsyncClient) -> None:
+    await http.post("/admin/v1/tenants", json={"slug": "acme"})
+    adapter = (await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": "unused"})).json()["id"]
+    limit = {"adapter": adapter, "metric": "tokens_per_minute", "limit": 5}
+    assert (await http.post("/admin/v1/quotas", json=limit)).json()["subject"] == "acme/unused"
+    assert (await http.delete(f"/admin/v1/adapters/{adapter}")).status_code == 204
+    assert (await http.get("/admin/v1/quotas")).json()["data"] == []
