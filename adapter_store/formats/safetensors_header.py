@@ -25,8 +25,7 @@ MAX_HEADER_BYTES = 1 << 20
 _MAX_DIMENSION = 1 << 31
 
 _OTHER_DTYPES = frozenset(
-    {"BOOL", "C64", "F4", "F8_E8M0"}
-    | {f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)}
+    {"BOOL", "C64", "F4", "F8_E8M0"} | {f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)}
 )
 """The other dtypes of the format. Messages do not repeat text that a tenant chose."""
 

@@ -276,7 +276,7 @@ def test_all_log_probabilities_are_those_of_a_small_vocabulary() -> None:
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "json_schema": {}}}},
-            "unknown_parameter",
+            "unsupported_parameter",
             "response_format.json_schema.json_schema",
         ),
         ({"response_format": {"type": "text", "schema": {}}}, "unknown_parameter", "response_format.schema"),
