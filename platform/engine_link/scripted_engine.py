@@ -288,7 +288,9 @@ class _Sequence:
         elif committed < self._max_tokens:
             reason, committed = "stop", committed + 1
         stop_token_id = self.script.stop_token_id if reason == "stop" else None
-        has_logprobs = stop_token_id is not None and self.add.sampling.num_logprobs is not None
+        stop_logprobs = None
+        if stop_token_id is not None and self.add.sampling.num_logprobs is not None:
+            stop_logprobs = _logprobs(self.add, stop_token_id, self.script.logprob)
         return Finished(
             sequence_id=self.add.sequence_id,
             reason=reason,
@@ -296,7 +298,7 @@ class _Sequence:
             completion_tokens=committed,
             cached_tokens=self.script.cached_tokens,
             stop_token_id=stop_token_id,
-            stop_logprobs=_logprobs(self.add, stop_token_id, self.script.logprob) if has_logprobs else None,
+            stop_logprobs=stop_logprobs,
             code=code,
         )
 

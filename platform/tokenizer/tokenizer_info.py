@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loramux.platform.tokenizer.chat_template import DEFAULT, ChatTemplate, read_json, read_special_tokens
+from loramux.adapter_store.formats.tokenizer_files import DEFAULT
+from loramux.platform.tokenizer.chat_template import ChatTemplate, read_json, read_special_tokens
 
 
 def read_tokenizer_info(model_dir: Path, template: ChatTemplate | None) -> dict[str, Any]:
