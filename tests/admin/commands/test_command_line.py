@@ -205,7 +205,7 @@ def test_facts_of_a_tokenizer_and_warnings_are_shown(loramux: Run, make_adapter:
     loramux("tenants", "create", "acme")
     directory = with_tokenizer(make_adapter(), {"<|tool|>": 4}, eos_token="<|reserved_1|>")
     (directory / "generation_config.json").write_text('{"stop_strings": ["x"], "eos_token_id": 5}')
-    pushed = loramux("adapters", "push", directory, "--tenant", "acme", "--name", "support").stdout
+    pushed = loramux("adapters", "push", directory, "--tenant", "acme", "--name", "support").stderr
     assert re.search(r"^warning: .*generation_config.json.* \(1: stop_strings\)$", pushed, re.MULTILINE), pushed
     assert "settings tokens" in loramux("adapters", "show", "acme/support").stdout
     shown = loramux("adapters", "show", "acme/support@1").stdout
