@@ -19,7 +19,7 @@ from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.adapters.versions import Number
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import NotFound
-from loramux.platform.openai_api.openapi import answers_bytes
+from loramux.platform.openai_api.openapi import answers_bytes, errors
 
 router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["versions"])
 
@@ -50,7 +50,7 @@ class ReportDocument(TypedDict):
     error: dict[str, Any] | None
 
 
-@router.get("/files/{name}", response_class=Response, responses=answers_bytes())
+@router.get("/files/{name}", response_class=Response, responses=answers_bytes() | errors(409))
 async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Reader) -> Response:
     """Download one file of a ready or archived version as it was uploaded. The ETag is the file's SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
