@@ -272,6 +272,29 @@ def test_the_theme_is_kept_and_the_menu_opens_by_keyboard(new_tab: NewTab) -> No
     assert page.get_attribute("html", "data-theme") == "dark"
 
 
+def test_changes_are_short_rows_on_a_phone(new_tab: NewTab, demo: Demo) -> None:
+    demo.client.post("api_keys", {"tenant": "harbour", "name": "a key with a name of many words for the audit page"})
+    page = new_tab(width=360).open("/audit")
+    heights = page.evaluate("[...document.querySelectorAll('main tbody tr')].map((row) => row.offsetHeight)")
+    assert len(heights) > 5
+    assert max(heights) < 300
+
+
+def test_conversation_goes_on_in_the_playground(tab: Tab) -> None:
+    page = tab.open("/playground?tenant=harbour")
+    suggested = page.eval_on_selector_all("#models option", "all => all.map((one) => one.value)")
+    assert {"demo-base", "harbour/pirate", "harbour/pirate@1"} <= set(suggested)
+    page.click("text=Ask both")
+    page.wait_for_selector(".lane:nth-child(1) [data-figures]:has-text('tokens')")
+    page.fill("[name=message]", "What is the capital of Italy?")
+    page.click("text=Ask next turn")
+    page.wait_for_selector(".lane:nth-child(1) [data-kind=question]:has-text('Italy')")
+    page.wait_for_selector(".lane:nth-child(1) [data-figures]:has-text('tokens')")
+    texts = page.locator(".lane:nth-child(1) [data-kind=text]").all_inner_texts()
+    assert len(texts) == 2
+    assert all(texts)
+
+
 def test_names_with_markup_and_control_characters_are_inert(tab: Tab, demo: Demo) -> None:
     hostile = "<img src=x onerror=window.taken=1>'\"{{7*7}}"
     demo.client.post("tenants", {"slug": "hostile", "display_name": hostile})
