@@ -120,7 +120,6 @@ def compare(recipes: list[Recipe], directory: Path, monkeypatch: pytest.MonkeyPa
         elif recipe.refusal is None:
             serve(subject, recipe.name, path, target, base_dir)
             subject.references[recipe.name] = recipe.reference(trained, base, path)
-    assert not problems, "\n".join(problems)
     assembled = subject.assemble(
         max_sequences=max(16, len(subject.digests)),
         max_resident_adapters=max(16, len(subject.digests)),
@@ -136,6 +135,7 @@ def compare(recipes: list[Recipe], directory: Path, monkeypatch: pytest.MonkeyPa
         assert_parity(subject, name, add, recorder.by_sequence[name])
     assembled.engine.check_integrity()
     assembled.adapters.close()
+    assert not problems, "\n".join(problems)
     return outcomes(recipes)
 
 
