@@ -32,11 +32,6 @@ import numpy.typing as npt
 MAX_CHUNK = 1024
 MIN_CHUNK = 128
 MAX_RANK = 256
-MAX_EXPERT_RANK = 64
-"""Largest rank of an expert's module. It bounds the size of uploads and the number of adapter pages for bases with
-hundreds of experts.
-"""
-
 MAX_ELEMENTS = (1 << 31) - 1
 """Maximum length of a stream, in elements. Offsets are int32."""
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from loramux.adapter_store.formats.shards import Shard, shard_of
 from loramux.kernels.layout import (
     MAX_ELEMENTS,
-    MAX_EXPERT_RANK,
     MAX_EXTRA_TOKENS,
     MAX_RANK,
     NO_ROWS,
@@ -103,14 +102,14 @@ class PackTarget:
         """Size of the largest valid safetensors file, in bytes: every module at its maximum rank, in float32.
 
         The size includes the whole weight of each outer module, with up to MAX_EXTRA_TOKENS tokens beyond the base's
-        vocabulary. Experts have a lower maximum rank.
+        vocabulary.
         """
         elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
         for num_rows, row_len in map(trained_rows_of, self.outer_modules):
             elements += (num_rows + MAX_EXTRA_TOKENS) * row_len
         if self.experts is not None:
             linears = (linear for linear, counts in self._expert_linears if counts)
-            of_one = _max_elements(linears, MAX_EXPERT_RANK)
+            of_one = _max_elements(linears)
             elements += self._num_expert_layers * self.experts.num_experts * of_one
         return self.max_header_bytes + 8 + elements * _WIDEST_ITEMSIZE
 
@@ -158,13 +157,12 @@ class PackTarget:
     def equal_ranks(self, rank: int) -> npt.NDArray[np.int32]:
         """Return the ranks, int32 `[num_layers, num_modules]`, of an adapter with this rank on every module.
 
-        Experts get at most their maximum rank. If one linear layer of an expert contains another, only the larger one
-        has a rank.
+        If one linear layer of an expert contains another, only the larger one has a rank.
         """
         layers = range(self.geometry.num_layers)
         ranks = [rank] * len(self.modules)
         if self.experts is not None:
-            of_one = [min(rank, MAX_EXPERT_RANK) * counts for _, counts in self._expert_linears]
+            of_one = [rank * counts for _, counts in self._expert_linears]
             ranks += of_one * self.experts.num_experts
         is_there = np.array([[module.is_in(layer) for module in self.all_modules] for layer in layers])
         return np.where(is_there, np.array(ranks, np.int32), np.int32(0))
@@ -296,6 +294,6 @@ def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: b
     )
 
 
-def _max_elements(modules: Iterable[LinearShape | ExpertLinear], rank: int = MAX_RANK) -> int:
-    """Return the number of elements of these modules at this rank, with a magnitude or bias per output."""
-    return sum(rank * (module.in_features + module.out_features) + module.out_features for module in modules)
+def _max_elements(modules: Iterable[LinearShape | ExpertLinear]) -> int:
+    """Return the number of elements of these modules at the maximum rank, with a magnitude or bias per output."""
+    return sum(MAX_RANK * (module.in_features + module.out_features) + module.out_features for module in modules)

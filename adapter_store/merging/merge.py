@@ -16,7 +16,7 @@ from loramux.adapter_store.formats.tensor_writer import write_tensors
 from loramux.adapter_store.merging.methods import Matrix, MergeMethod, MergeSettings, combine
 from loramux.adapter_store.merging.plain_lora import PlainLora, PlainModule
 from loramux.adapter_store.validation.peft_config import MAX_NAMES
-from loramux.kernels.layout import MAX_EXPERT_RANK, MAX_RANK
+from loramux.kernels.layout import MAX_RANK
 
 MAX_ADAPTERS = 16
 """Maximum number of adapters in one merge.
@@ -113,9 +113,10 @@ def _merged_module(key: str, members: Sequence[_Member], method: MergeMethod) ->
                 key,
             )
     rank = sum(module.rank for _, module, _ in members) if method is MergeMethod.CAT else first.rank
-    highest = MAX_EXPERT_RANK if ".experts." in key else MAX_RANK
-    if rank > highest:
-        raise MergeRefused("rank_out_of_range", f"the merged rank of {key} is {rank}; at most {highest} is served", key)
+    if rank > MAX_RANK:
+        raise MergeRefused(
+            "rank_out_of_range", f"the merged rank of {key} is {rank}; at most {MAX_RANK} is served", key
+        )
     return PlainModule(key, first.a_name, first.b_name, first.in_features, first.out_features, rank, 1.0)
 
 

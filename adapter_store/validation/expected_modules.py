@@ -15,7 +15,7 @@ from loramux.adapter_store.validation.name_patterns import MAX_NAME_LEN, NameSet
 from loramux.adapter_store.validation.pattern_keys import PatternKeys
 from loramux.adapter_store.validation.peft_config import PeftConfig
 from loramux.adapter_store.validation.tensor_names import UNEMBEDDING, TensorNames
-from loramux.kernels.layout import MAX_EXPERT_RANK, MAX_RANK, ExpertModules
+from loramux.kernels.layout import MAX_RANK, ExpertModules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,6 @@ def expected_modules(
             continue
         trained_name = names.trained_name(name)
         rank = ranks.value(name, trained_name, config.rank)
-        _check_rank(rank, place)
         scale = _scale(config, alphas.value(name, trained_name, config.alpha), rank)
         vector_name = place.magnitude_name if config.use_dora else place.bias_name if config.lora_bias else None
         if config.lora_bias and place.shape.is_embedding:
@@ -122,13 +121,6 @@ class Scales:
 
 def _scale(config: PeftConfig, alpha: float, rank: int) -> float:
     return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-
-
-def _check_rank(rank: int, place: ModulePlace) -> None:
-    if place.is_expert and rank > MAX_EXPERT_RANK:
-        raise AdapterRejected(
-            "rank_out_of_range", f"the rank of an expert's module must be at most {MAX_EXPERT_RANK}", place.name
-        )
 
 
 class _Targets:

@@ -92,7 +92,9 @@ def plans_for(family: str) -> list[ExpertPlan]:
         last = "router.proj"
     plans = [
         ExpertPlan("attention", 3, modules=("q_proj", "o_proj")),
-        ExpertPlan("stacked", 4, modules=("q_proj",), parameters=("experts.gate_up_proj", "experts.down_proj")),
+        ExpertPlan(
+            "stacked", 70, alpha=16.0, modules=("q_proj",), parameters=("experts.gate_up_proj", "experts.down_proj")
+        ),
         ExpertPlan(
             "stacked-down", 2, parameters=("down_proj",), use_rslora=True, alpha=2.0, rank_pattern={"down_proj": 5}
         ),
@@ -119,7 +121,7 @@ def plans_for(family: str) -> list[ExpertPlan]:
             rank_pattern={f"experts.1.{down}": 7, down: 2},
             alpha_pattern={f"layers.{layer}.{experts}.0.{gate}": 5.0},
         ),
-        ExpertPlan("single-few", 6, modules=few),
+        ExpertPlan("single-few", 65, modules=few),
         ExpertPlan("single-dora", 3, modules=("q_proj", gate, up, down), use_dora=True),
         ExpertPlan("single-router", 2, modules=(router.rpartition(".")[2], f"experts.1.{up}")),
     ]

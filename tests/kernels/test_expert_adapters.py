@@ -17,6 +17,7 @@ from tests.kernels.test_lora import segments_of
 GEOMETRY = PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4)
 NUM_SLOTS, NUM_EXPERTS, TOP_K = 4, 5, 3
 SIZE, INNER = 40, 24
+HIGH_RANK = 100
 PARTS = (LinearShape("gate_up", SIZE, 2 * INNER), LinearShape("gate", SIZE, INNER), LinearShape("up", SIZE, INNER))
 GATE_UP = ModuleGroup((1, 2, 3), SIZE, (2 * INNER, INNER, INNER), (0, 0, INNER), expert_stride=4)
 DOWN = ModuleGroup((4,), INNER, (SIZE,), (0,), expert_stride=4)
@@ -33,7 +34,7 @@ SLOTS = {
 
 def random_ranks() -> np.ndarray[Any, np.dtype[np.int32]]:
     """Ranks of adapters that have gate and up either separate or stacked, and lack one of the experts."""
-    ranks = np.random.default_rng(3).choice([0, 1, 3, 31], (NUM_SLOTS, 2, len(MODULES))).astype(np.int32)
+    ranks = np.random.default_rng(3).choice([0, 1, 31, HIGH_RANK], (NUM_SLOTS, 2, len(MODULES))).astype(np.int32)
     by_expert = ranks[:, :, 1:].reshape(NUM_SLOTS, 2, NUM_EXPERTS, 4)
     by_expert[::2, ..., 0] = 0
     by_expert[1::2, ..., 1:3] = 0
@@ -49,7 +50,9 @@ def test_each_pair_gets_the_adapter_of_its_row_and_expert(
     kernels = make_kernels(adapters.pool)
     num_rows = len(slots)
     routing = kernels.route(torch.randn(num_rows, NUM_EXPERTS), RoutingSpec(NUM_EXPERTS, TOP_K, True))
-    pairs = kernels.adapter_pairs(routing, torch.tensor(slots, dtype=torch.int32), segments_of(slots, kernels, 31))
+    pairs = kernels.adapter_pairs(
+        routing, torch.tensor(slots, dtype=torch.int32), segments_of(slots, kernels, HIGH_RANK)
+    )
     x = torch.randn(num_rows, SIZE + 3)[:, 2 : SIZE + 2]
     layer, experts = 1, routing.experts.flatten().tolist()
     inner = torch.randn(len(experts), INNER)
@@ -78,7 +81,9 @@ def test_pairs_are_grouped_by_adapter_and_expert(
     adapters = make_adapter_pool(MODULES, random_ranks(), GEOMETRY, torch.float32)
     kernels = make_kernels(adapters.pool)
     routing = kernels.route(torch.randn(len(slots), NUM_EXPERTS), RoutingSpec(NUM_EXPERTS, TOP_K, True))
-    pairs = kernels.adapter_pairs(routing, torch.tensor(slots, dtype=torch.int32), segments_of(slots, kernels, 31))
+    pairs = kernels.adapter_pairs(
+        routing, torch.tensor(slots, dtype=torch.int32), segments_of(slots, kernels, HIGH_RANK)
+    )
     of_pair, found = routing.experts.flatten().tolist(), []
     for index, (slot, expert) in enumerate(zip(pairs.slots.tolist(), pairs.experts.tolist(), strict=True)):
         if slot >= 0:

@@ -131,7 +131,7 @@ def test_a_packed_file_keeps_an_adapter_of_experts(tmp_path: Path) -> None:
 def test_uploads_are_bounded_by_the_rank_of_experts() -> None:
     target, dense = expert_target(128), expert_target(1)
     outputs = 2 * EXPERT_SIZE + HIDDEN
-    of_one = (64 * (2 * HIDDEN + EXPERT_SIZE + outputs) + outputs) * 4
+    of_one = (256 * (2 * HIDDEN + EXPERT_SIZE + outputs) + outputs) * 4
     tensors = target.max_tensors_bytes - target.max_header_bytes
     router = 127 * 4 * (256 + 1)
     assert tensors - (dense.max_tensors_bytes - dense.max_header_bytes) == 127 * of_one + 2 * router
