@@ -148,9 +148,21 @@ class _Targets:
         self._modules = None if config.target_modules is None else NameSet(config.target_modules)
         self._parameters = NameSet(config.target_parameters)
         self._excluded = NameSet(config.exclude_modules)
+        # With `ensure_weight_tying`, PEFT targets both the embedding and the head of a tied base if either is named,
+        # regardless of the list of layers.
+        self._ties_outer_modules = (
+            config.ensure_weight_tying
+            and target.tied_embeddings
+            and not config.modules_to_save
+            and not config.targets_from_tensors
+            and self._modules is not None
+            and any(self._modules.match(shape.name) is not None for shape in target.outer_modules)
+        )
 
     def name_of(self, place: ModulePlace) -> str | None:
         """Return the module's name for rank and alpha patterns, or None if the module is not targeted."""
+        if self._ties_outer_modules and place.layer is None:
+            return place.key
         for parameter in parameters_of(place, self._experts):
             if self._parameters.match(parameter) is not None:
                 return parameter

@@ -190,12 +190,12 @@ def _check_tying(config: PeftConfig, follows_tokens: bool, adapted: Collection[s
         )
     if config.ensure_weight_tying:
         has_lora = not {EMBEDDING, HEAD}.isdisjoint(adapted)
-        has_both = bool(config.modules_to_save and config.token_indices)
+        num_kinds = has_lora + bool(config.modules_to_save) + bool(config.token_indices)
         has_two_lists = len(config.token_indices) == 2 and not follows_tokens
-        if has_lora or has_both or has_two_lists:
+        if num_kinds > 1 or has_two_lists:
             raise AdapterRejected(
                 "unsupported_config",
-                "with a tied base, ensure_weight_tying is supported only for modules_to_save, or for the same tokens "
-                "of the embedding and the head",
+                "with a tied base, ensure_weight_tying is supported for a LoRA of the embedding and the head, for "
+                "modules_to_save, or for the same tokens of both, but not for several of these",
                 "ensure_weight_tying",
             )

@@ -34,6 +34,7 @@ from loramux.adapter_store.validation.peft_config import PeftConfig, parse_peft_
 from loramux.adapter_store.validation.report import CheckList, Report, Warn, tensor_warnings, unmatched, without_effect
 from loramux.adapter_store.validation.stacked_names import with_stacked_names
 from loramux.adapter_store.validation.tensor_names import TensorNames, current_names
+from loramux.adapter_store.validation.trained_config import EMBEDDING, HEAD
 from loramux.adapter_store.validation.trained_parts import TrainedParts, trained_parts
 from loramux.adapter_store.validation.weight_checks import WeightChecks
 
@@ -93,6 +94,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     check_vector = weights.check_magnitude if parsed.use_dora else weights.check_bias
                     check_vector(vector, file.float32(vector))
             parts.check_values(file, entries)
+            if parsed.ensure_weight_tying and target.tied_embeddings:
+                _check_tied(file, entries, expected)
             rounded = sorted(entry.name for entry in entries.values() if file.is_rounded(entry.name))
     with checks.check("effect"):
         if weights.largest_effect == 0.0 and not weights.has_vectors and not parts.rows:
@@ -193,6 +196,23 @@ def _of_modules(names: TensorNames, modules: Collection[str]) -> list[str]:
 def _modules(entries: Mapping[str, TensorEntry]) -> set[str]:
     """Return the names of the modules with an A in the file, except embeddings."""
     return {name.removeprefix(TENSOR_PREFIX).removesuffix(A_SUFFIX) for name in entries if name.endswith(A_SUFFIX)}
+
+
+def _check_tied(file: TensorFile, entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:
+    """Check that the LoRA of the head is the transposed LoRA of the embedding, as it is in PEFT's tied modules."""
+    outer = {module.key: module for module in expected if module.layer is None}
+    if len(outer) < 2:
+        return
+    embedding, head = outer[EMBEDDING], outer[HEAD]
+    for of_embedding, of_head in ((embedding.a_name, head.b_name), (embedding.b_name, head.a_name)):
+        name = entries[of_head].name
+        if not np.array_equal(file.float32(entries[of_embedding].name), file.float32(name).T):
+            raise AdapterRejected(
+                "base_mismatch",
+                "ensure_weight_tying gives the head the transposed LoRA of the embedding, but the file has different "
+                "weights for the two",
+                name,
+            )
 
 
 def _ranks(entries: Mapping[str, TensorEntry], places: Sequence[ModulePlace]) -> dict[str, int]:

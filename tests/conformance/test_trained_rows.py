@@ -70,6 +70,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "trainable_token_indices": TOKENS,
     },
     "lora-of-head-and-embedding": {"target_modules": ["v_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
+    "tied-lora": {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True},
+    "tied-dora": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True, "use_dora": True},
     "lora-and-copies": {"target_modules": ["q_proj", "lm_head"]},
     "dora-and-copies": {"target_modules": ["v_proj", "lm_head", "embed_tokens"], "use_dora": True},
     "dora-of-head-and-tokens": {

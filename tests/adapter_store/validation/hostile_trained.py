@@ -157,8 +157,16 @@ TIED = [
     _trained("tied tokens of two lists", "unsupported_config", "ensure_weight_tying",
              {EMBEDDING + DELTA: ROWS, HEAD + DELTA: ROWS}, is_tied=True, ensure_weight_tying=True,
              trainable_token_indices={"lm_head": [1, 2], "embed_tokens": [1, 3]}),
-    _trained("tied LoRAs", "unsupported_config", "ensure_weight_tying",
+    _trained("tied LoRAs that differ", "base_mismatch", HEAD + ".lora_B.weight",
              is_tied=True, adapter=LORA_OF_BOTH, ensure_weight_tying=True),
+    _trained("a tied LoRA of the embedding alone", "missing_tensor", HEAD + ".lora_A.weight",
+             is_tied=True, adapter={"modules": ("model.embed_tokens",)}, ensure_weight_tying=True),
+    _trained("tied LoRAs beside tied tokens", "unsupported_config", "trainable_token_indices",
+             {EMBEDDING + DELTA: ROWS}, is_tied=True, adapter=LORA_OF_BOTH, ensure_weight_tying=True,
+             trainable_token_indices=[1, 2]),
+    _trained("tied LoRAs beside a saved embedding", "unsupported_config", "ensure_weight_tying",
+             {EMBEDDING + ".weight": WHOLE}, is_tied=True, adapter={"modules": ("lm_head",)},
+             ensure_weight_tying=True, modules_to_save=["embed_tokens"]),
 ]  # fmt: skip
 
 ACTIVATED = [
