@@ -156,4 +156,5 @@ def pack_target(model: ModelConfig, dtype: str) -> PackTarget:
         tied_embeddings=model.tied_embeddings,
         experts=model.experts,
         has_fixed_vocabulary=model.layer_input_size > 0,
+        norms=model.norm_shapes,
     )

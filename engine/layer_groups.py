@@ -21,16 +21,18 @@ class LayerGroups(IntFlag):
     EXPERTS_DOWN = 64
     INPUT_GATE = 128
     INPUT_PROJECTION = 256
+    NORMS = 512
 
     @staticmethod
     def holding(modules: npt.NDArray[np.bool_], module_groups: Sequence[npt.NDArray[np.intp]]) -> LayerGroups:
         """The groups with at least one module set in `modules`, bool `[num_modules]`.
 
-        Groups without modules are included, so that an adapter that targets all modules has all groups.
+        Groups without modules are included, so that an adapter that targets all modules has all groups. Few adapters
+        replace norms, so NORMS does not belong to ALL_GROUPS, and is included only if an adapter replaces norms.
         """
         groups = NO_GROUPS
         for group, members in zip(LayerGroups, module_groups, strict=True):
-            if not len(members) or modules[members].any():
+            if modules[members].any() or not (len(members) or group is LayerGroups.NORMS):
                 groups |= group
         return groups
 

@@ -46,6 +46,10 @@ class LoraKernels(Protocol):
         """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, on planes of its own."""
         ...
 
+    def lora_affine(self, call: LoraCall, y: torch.Tensor) -> None:
+        """`y[t] = y[t] + gain * y[t] + shift`: only the affine of the group's single module, without A and B."""
+        ...
+
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]`: the shrink of an embedding, whose x is one-hot."""
         ...

@@ -56,7 +56,7 @@ class LinearShape:
     """One linear layer that an adapter may target: `weight[out_features, in_features]`.
 
     An embedding is a linear layer with one-hot inputs: each row selects one of `in_features` tokens. `layers` are the
-    layers that have this linear layer, or None for all.
+    layers that have this linear layer, or None for all. With `has_bias`, the base adds a bias `[out_features]`.
     """
 
     name: str
@@ -64,6 +64,7 @@ class LinearShape:
     out_features: int
     is_embedding: bool = False
     layers: tuple[int, ...] | None = None
+    has_bias: bool = False
 
     def is_in(self, layer: int) -> bool:
         return self.layers is None or layer in self.layers
@@ -118,6 +119,29 @@ class ExpertModules:
         """Marks the linear layers that the largest adapter changes: those with a name, or all if none has a name."""
         has_names = any(linear.name is not None for linear in self.linears)
         return tuple(linear.name is not None or not has_names for linear in self.linears)
+
+
+@dataclass(frozen=True, slots=True)
+class NormShape:
+    """One norm whose weight `[size]`, and bias if it has one, an adapter may replace.
+
+    The norm divides its input into `repeats` parts, such as heads, which share the weight. `offset` is added to the
+    stored weight. `layers` are the layers that have this norm, or None for all. The norm after the last layer, whose
+    name is its full name, belongs to the last layer.
+    """
+
+    name: str
+    size: int
+    repeats: int = 1
+    offset: float = 0.0
+    has_bias: bool = False
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def linear(self) -> LinearShape:
+        """This norm along the module axis: a module with an affine and a LoRA of rank 1 that is zero."""
+        width = self.size * self.repeats
+        return LinearShape(self.name, width, width, layers=self.layers)
 
 
 @dataclass(frozen=True, slots=True)

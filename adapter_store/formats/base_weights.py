@@ -32,6 +32,12 @@ class WeightRows(Protocol):
     def bias(self, module: str) -> npt.NDArray[np.float32] | None: ...
 
 
+class BaseVectors(Protocol):
+    """Biases and weights of norms, by the names of their tensors; see `BaseWeights`."""
+
+    def vector(self, name: str) -> npt.NDArray[np.float32] | None: ...
+
+
 class BaseWeights:
     """The safetensors files of a model directory, mapped into memory at the first use.
 
@@ -82,7 +88,10 @@ class BaseWeights:
 
     def bias(self, module: str) -> npt.NDArray[np.float32] | None:
         """Return a module's bias, or None if the module has none."""
-        name = f"{module}.bias"
+        return self.vector(f"{module}.bias")
+
+    def vector(self, name: str) -> npt.NDArray[np.float32] | None:
+        """Return a tensor of one dimension, or None if the base has no such tensor."""
         if name not in self._checkpoint.plain:
             return None
         tensor = self._plain(name)

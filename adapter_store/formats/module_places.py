@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.kernels.layout import ExpertModules, LinearShape
+from loramux.kernels.layout import ExpertModules, LinearShape, NormShape
 
 TENSOR_PREFIX = "base_model.model."
 A_SUFFIX = ".lora_A.weight"
@@ -18,6 +18,8 @@ EMBEDDING_A_SUFFIX = ".lora_embedding_A"
 EMBEDDING_B_SUFFIX = ".lora_embedding_B"
 MAGNITUDE_SUFFIX = ".lora_magnitude_vector"
 BIAS_SUFFIX = ".lora_B.bias"
+BASE_BIAS_SUFFIXES = (".bias", ".base_layer.bias")
+"""Suffixes of a linear layer's own bias, without and with a LoRA of the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +105,32 @@ class ModulePlace:
         """The name of the bias `[out_features]` of an adapter that was trained with `lora_bias`."""
         return TENSOR_PREFIX + self.key + BIAS_SUFFIX
 
+    def base_bias_name(self, has_lora: bool) -> str:
+        """The name of the layer's own bias `[out_features]`, which replaces the base's."""
+        return TENSOR_PREFIX + self.key + BASE_BIAS_SUFFIXES[has_lora]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormPlace(ModulePlace):
+    """One norm of the base. Its bias, if it has one, is named like that of a module without a LoRA."""
+
+    norm: NormShape
+
+    @property
+    def weight_name(self) -> str:
+        """The name of the weight `[size]`, which replaces the base's."""
+        return TENSOR_PREFIX + self.key + ".weight"
+
 
 def module_of(tensor: str) -> str:
     """Return the name of the module to which a LoRA's tensor belongs."""
     return tensor.removeprefix(TENSOR_PREFIX).partition(".lora_")[0]
 
 
-def module_key(layer: int, module: LinearShape) -> str:
+def module_key(layer: int, module: LinearShape | NormShape) -> str:
     """Return the name of a layer's module in the base model."""
-    return f"model.layers.{layer}.{module.name}"
+    is_full = module.name.startswith("model.")
+    return module.name if is_full else f"model.layers.{layer}.{module.name}"
 
 
 def unused_projections(target: PackTarget) -> frozenset[str]:
@@ -135,14 +154,38 @@ def module_places(target: PackTarget) -> Iterator[ModulePlace]:
 
     A module of an expert is listed once for each form, stacked or separate, in which a file may store it.
     """
-    for index, shape in enumerate(target.outer_modules):
-        yield ModulePlace(shape.name, None, index, shape, shape.name)
+    yield from _outer_places(target)
     for layer in range(target.geometry.num_layers):
-        for index, shape in enumerate(target.modules):
-            if shape.is_in(layer):
-                yield ModulePlace(module_key(layer, shape), layer, index, shape, shape.name)
+        yield from _layer_places(target, layer)
         if target.experts is not None:
             yield from _expert_places(target, target.experts, layer)
+
+
+def shared_places(target: PackTarget) -> Iterator[ModulePlace]:
+    """List the modules that all tokens use: `module_places` without the modules of experts."""
+    yield from _outer_places(target)
+    for layer in range(target.geometry.num_layers):
+        yield from _layer_places(target, layer)
+
+
+def norm_places(target: PackTarget) -> Iterator[NormPlace]:
+    """List the base's norms that an adapter may replace, layer by layer."""
+    first = len(target.all_modules) - len(target.norms)
+    for layer in range(target.geometry.num_layers):
+        for index, norm in enumerate(target.norms, start=first):
+            if norm.linear.is_in(layer):
+                yield NormPlace(module_key(layer, norm), layer, index, norm.linear, norm.name, norm=norm)
+
+
+def _outer_places(target: PackTarget) -> Iterator[ModulePlace]:
+    for index, shape in enumerate(target.outer_modules):
+        yield ModulePlace(shape.name, None, index, shape, shape.name)
+
+
+def _layer_places(target: PackTarget, layer: int) -> Iterator[ModulePlace]:
+    for index, shape in enumerate(target.modules):
+        if shape.is_in(layer):
+            yield ModulePlace(module_key(layer, shape), layer, index, shape, shape.name)
 
 
 def _expert_places(target: PackTarget, experts: ExpertModules, layer: int) -> Iterator[ModulePlace]:

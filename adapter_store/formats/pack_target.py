@@ -22,6 +22,7 @@ from loramux.kernels.layout import (
     ExpertLinear,
     ExpertModules,
     LinearShape,
+    NormShape,
     PageGeometry,
     RowCounts,
     adapter_layout,
@@ -45,6 +46,7 @@ class PackTarget:
 
     `modules` have the names that PEFT uses within a layer, and some layers may lack a module. `dtype` is float32 or
     bfloat16. `experts` describes the linear layers of the base's experts, which `all_modules` lists after `modules`.
+    `norms` are the norms that adapters can replace, which `all_modules` lists last.
     `outer_modules` are the modules outside the layers, by full name. With `tied_embeddings`, the base's head uses the
     weight of its embedding. With `has_fixed_vocabulary`, adapters cannot have tokens beyond the base's. If `tp_size`
     GPUs share each linear layer, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s
@@ -60,6 +62,7 @@ class PackTarget:
     tied_embeddings: bool = False
     experts: ExpertModules | None = None
     has_fixed_vocabulary: bool = False
+    norms: tuple[NormShape, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:
@@ -70,12 +73,12 @@ class PackTarget:
             )
         for module in (*self.modules, *self.outer_modules):
             self.shard(module)
-        if self.experts is not None and self.tp_size > 1:
-            raise ValueError("no tensor-parallel split is defined for experts")
+        if (self.experts is not None or self.norms) and self.tp_size > 1:
+            raise ValueError("no tensor-parallel split is defined for experts and norms")
 
     @property
     def all_modules(self) -> tuple[LinearShape, ...]:
-        """The modules of a layer: `modules`, then the experts' linear layers.
+        """The modules of a layer: `modules`, then the experts' linear layers, then the norms.
 
         Rank tables, scale tables and pages list modules in this order.
         """
@@ -107,6 +110,7 @@ class PackTarget:
         elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
         for num_rows, row_len in map(trained_rows_of, self.outer_modules):
             elements += (num_rows + MAX_EXTRA_TOKENS) * row_len
+        elements += sum(norm.size * (1 + norm.has_bias) for norm in self.norms) * self.geometry.num_layers
         if self.experts is not None:
             linears = (linear for linear, counts in self._expert_linears if counts)
             of_one = _max_elements(linears)
@@ -134,9 +138,11 @@ class PackTarget:
     @property
     def max_pages(self) -> int:
         """Upper bound on an adapter's pages, with every module at its maximum rank and all rows trained."""
-        outer_ranks = np.full(len(self.outer_modules), MAX_RANK, np.int32)
+        ranks, outer_ranks = self.equal_ranks(MAX_RANK), np.full(len(self.outer_modules), MAX_RANK, np.int32)
+        if self.norms:
+            ranks[:, -len(self.norms) :] = 1
         try:
-            without_rows = self.layout(self.equal_ranks(MAX_RANK), outer_ranks, has_affines=True).num_pages
+            without_rows = self.layout(ranks, outer_ranks, has_affines=True).num_pages
         except ValueError:
             # Offsets cannot address the largest adapter. Validation refuses adapters with more than MAX_ELEMENTS
             # elements.
@@ -155,7 +161,7 @@ class PackTarget:
         return self.max_pages * self.geometry.total_page_bytes
 
     def equal_ranks(self, rank: int) -> npt.NDArray[np.int32]:
-        """Return the ranks, int32 `[num_layers, num_modules]`, of an adapter with this rank on every module.
+        """Return the ranks, int32 `[num_layers, num_modules]`, of an adapter with this rank on every linear layer.
 
         If one linear layer of an expert contains another, only the larger one has a rank.
         """
@@ -164,6 +170,7 @@ class PackTarget:
         if self.experts is not None:
             of_one = [rank * counts for _, counts in self._expert_linears]
             ranks += of_one * self.experts.num_experts
+        ranks += [0] * len(self.norms)
         is_there = np.array([[module.is_in(layer) for module in self.all_modules] for layer in layers])
         return np.where(is_there, np.array(ranks, np.int32), np.int32(0))
 
@@ -219,6 +226,8 @@ class PackTarget:
         # False is omitted, so that packed files written before this field existed stay valid.
         if self.has_fixed_vocabulary:
             document["has_fixed_vocabulary"] = True
+        if self.norms:
+            document["norms"] = [asdict(norm) for norm in self.norms]
         return document if self.experts is None else {**document, "experts": _experts_document(self.experts)}
 
     @classmethod
@@ -234,6 +243,7 @@ class PackTarget:
             tp_rank=document.get("tp_rank", 0),
             experts=_parse_experts(document.get("experts")),
             has_fixed_vocabulary=document.get("has_fixed_vocabulary", False),
+            norms=tuple(NormShape(**_with_layers(norm)) for norm in document.get("norms", ())),
         )
 
 
@@ -242,12 +252,20 @@ def _module_document(module: LinearShape) -> dict[str, Any]:
     if module.layers is None:
         # Omitted, so that packed files written before this field existed stay valid.
         del document["layers"]
+    if not module.has_bias:
+        # Omitted for the same reason.
+        del document["has_bias"]
     return document
 
 
 def _parse_module(document: dict[str, Any]) -> LinearShape:
+    return LinearShape(**_with_layers(document))
+
+
+def _with_layers(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a document whose list of layers becomes a tuple."""
     layers = document.get("layers")
-    return LinearShape(**{**document, "layers": None if layers is None else tuple(layers)})
+    return {**document, "layers": None if layers is None else tuple(layers)}
 
 
 def _experts_document(experts: ExpertModules) -> dict[str, Any]:
@@ -274,7 +292,8 @@ def _parse_experts(document: dict[str, Any] | None) -> ExpertModules | None:
 
 @lru_cache(maxsize=16)
 def _all_modules(target: PackTarget) -> tuple[LinearShape, ...]:
-    return target.modules if target.experts is None else (*target.modules, *target.experts.modules)
+    experts = () if target.experts is None else target.experts.modules
+    return (*target.modules, *experts, *(norm.linear for norm in target.norms))
 
 
 @lru_cache(maxsize=256)
@@ -295,5 +314,12 @@ def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: b
 
 
 def _max_elements(modules: Iterable[LinearShape | ExpertLinear]) -> int:
-    """Return the number of elements of these modules at the maximum rank, with a magnitude or bias per output."""
-    return sum(MAX_RANK * (module.in_features + module.out_features) + module.out_features for module in modules)
+    """Return the number of elements of these modules at the maximum rank.
+
+    Each output also has a magnitude or a bias and, if the base has a bias, a trained one.
+    """
+    return sum(
+        MAX_RANK * (module.in_features + module.out_features)
+        + module.out_features * (2 if isinstance(module, LinearShape) and module.has_bias else 1)
+        for module in modules
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.affines import dora_affine
+from loramux.adapter_store.formats.affines import dora_affine, norm_affine
 from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import CanonicalAdapter, digest_of
 from loramux.adapter_store.formats.float_formats import to_pool_dtype
@@ -20,14 +20,17 @@ from loramux.adapter_store.formats.ignored_tensors import is_ignored
 from loramux.adapter_store.formats.module_places import (
     MAGNITUDE_SUFFIX,
     ModulePlace,
+    NormPlace,
     module_of,
     module_places,
+    shared_places,
     unused_projections,
 )
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.rearranged_places import in_order, rearranged_places
-from loramux.adapter_store.formats.replaced_rows import LoadedWeights, replaced_rows, write_rows
+from loramux.adapter_store.formats.replaced_rows import LoadedWeights, ReplacedRows, replaced_rows, write_rows
 from loramux.adapter_store.formats.trained_rows import outer_weight_names
+from loramux.adapter_store.formats.trained_vectors import TrainedVector, has_vectors, trained_vectors
 from loramux.kernels.layout import (
     AFFINE,
     MAX_RANK,
@@ -62,7 +65,7 @@ class PackedAdapter:
 
 
 def needs_base(canonical: Path | bytes) -> bool:
-    """Return whether packing needs the base's weights, as it does for DoRA and for a whole embedding or head."""
+    """Return whether packing needs the base's weights, as it does for DoRA, trained vectors and whole weights."""
     with CanonicalAdapter(canonical) as file:
         return _needs_base(file)
 
@@ -74,27 +77,35 @@ def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None =
     AdapterUnavailable if the base's weights cannot be read.
     """
     with CanonicalAdapter(canonical) as file:
-        places = _places(file, target)
-        vectors = {name for place in places for name in (place.magnitude_name, place.bias_name)}
-        has_affines = not vectors.isdisjoint(file.header.tensors)
+        vectors = trained_vectors(file.header.tensors, target, file.scales)
+        places = _places(file, target, vectors)
         if not _needs_base(file):
             base = None
+        replaced = replaced_rows(file, target, base)
         num_layers = target.geometry.num_layers
         ranks, scales = _tables((num_layers, len(target.all_modules)))
         outer_ranks, outer_scales = _tables((len(target.outer_modules),))
         parts = []
         for place in places:
-            at = place.module if place.layer is None else (place.layer, place.module)
+            at = _index(place)
             into_ranks, into_scales = (outer_ranks, outer_scales) if place.layer is None else (ranks, scales)
             rank = place.rank_of(file.header.tensors[place.a_name].shape)
             parts.append(_Part(place, range(into_ranks[at], into_ranks[at] + rank)))
             into_ranks[at] += rank
             into_scales[at] = max(into_scales[at], file.scales[place.key])
-        replaced = replaced_rows(file, target, base)
+        with_affine = {place.key: place for place in _places_with_affine(vectors, replaced, target)}
+        without_lora = [place for place in with_affine.values() if place.key not in file.scales]
+        for place in without_lora:
+            into_ranks = outer_ranks if place.layer is None else ranks
+            into_ranks[_index(place)] = max(into_ranks[_index(place)], 1)
+        parts += [_Part(place, range(0)) for place in without_lora]
+        own_vectors = {name for place in places for name in (place.magnitude_name, place.bias_name)}
+        has_affines = bool(with_affine) or not own_vectors.isdisjoint(file.header.tensors)
         layout = target.layout(ranks, outer_ranks, has_affines, replaced.counts)
         payload = np.zeros((layout.num_pages, num_layers, target.geometry.page_bytes), np.uint8)
         pages = payload.view(target.storage_dtype)  # [num_pages, num_layers, E]
         first, page_elements = layout.num_outer_pages, target.geometry.adapter_elements
+        parts.sort(key=lambda part: -1 if part.place.layer is None else part.place.layer)
         for layer, members in groupby(parts, lambda part: part.place.layer):
             is_outer = layer is None
             stream = pages[:first].reshape(-1) if is_outer else np.zeros(layout.num_pages * page_elements, pages.dtype)
@@ -103,7 +114,7 @@ def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None =
                 for part in same_key:
                     index = part.place.module
                     scale = float(outer_scales[index] if layer is None else scales[layer, index])
-                    _write(file, part, scale, stack, layout, stream, target, base)
+                    _write(file, part, scale, stack, layout, stream, target, base, replaced)
             if not is_outer:
                 pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
         write_rows(file, replaced, layout, pages[:first].reshape(-1), target)
@@ -116,19 +127,39 @@ class _Part:
     """Tensors of one module in the file, with the module's ranks that they fill.
 
     Usually, a module has one part and `ranks` are all of its ranks. If the file divides a fused module, each of its
-    parts fills its own ranks and outputs.
+    parts fills its own ranks and outputs. A module that has an affine but no LoRA has a part without ranks.
     """
 
     place: ModulePlace
     ranks: range
 
 
+def _places_with_affine(
+    vectors: Mapping[str, TrainedVector], replaced: ReplacedRows, target: PackTarget
+) -> Iterator[ModulePlace]:
+    """List modules that need an affine even without a LoRA: those whose vectors the adapter replaces, and a biased head
+    whose rows it replaces.
+    """
+    yield from (vector.place for vector in vectors.values())
+    for place in shared_places(target):
+        if place.layer is None and place.shape.has_bias and len(replaced.tokens[place.key]):
+            yield place
+
+
+def _index(place: ModulePlace) -> int | tuple[int, int]:
+    """Return the index of a module in the tables of the outer modules or of the layers."""
+    return place.module if place.layer is None else (place.layer, place.module)
+
+
 def _tables(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     return np.zeros(shape, np.int32), np.zeros(shape, np.float32)
 
 
-def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
-    """List the adapter's modules. Raises AdapterRejected if the base has no module of the same name and shape."""
+def _places(file: CanonicalAdapter, target: PackTarget, vectors: Mapping[str, TrainedVector]) -> list[ModulePlace]:
+    """List the modules with a LoRA. Raises AdapterRejected if the base has no module of the same name and shape.
+
+    `vectors` are the vectors of the base that the file replaces, by the names of their tensors.
+    """
     entries = file.header.tensors
     every = (*module_places(target), *rearranged_places(target))
     places = in_order([place for place in every if place.key in file.scales])
@@ -148,14 +179,16 @@ def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
     known.update(name for module in target.outer_modules for name in outer_weight_names(module.name))
     unused = unused_projections(target)
     known.update(name for name in entries if is_ignored(name) or module_of(name) in unused)
+    known.update(name for name, vector in vectors.items() if entries[name].shape == (vector.size,))
     if len({place.key for place in places}) != len(file.scales) or not known.issuperset(entries):
         raise AdapterRejected("base_mismatch", "the adapter has modules that the base model does not have")
     return places
 
 
 def _needs_base(file: CanonicalAdapter) -> bool:
-    has_magnitudes = any(name.endswith(MAGNITUDE_SUFFIX) for name in file.header.tensors)
-    return has_magnitudes or any(rows.whole is not None for rows in file.trained.values())
+    entries = file.header.tensors
+    has_magnitudes = any(name.endswith(MAGNITUDE_SUFFIX) for name in entries)
+    return has_magnitudes or has_vectors(entries) or any(rows.whole is not None for rows in file.trained.values())
 
 
 class _StackedB:
@@ -195,6 +228,7 @@ def _write(
     stream: npt.NDArray[Any],
     target: PackTarget,
     base: BaseWeights | None,
+    replaced: ReplacedRows,
 ) -> None:
     """Write all stream parts of a module, with `scale`, into its stream."""
     place = part.place
@@ -202,7 +236,7 @@ def _write(
     rank, offsets = layout.rank_and_offsets(place.layer, place.module)
     shard = target.shard(place.shape)
     shape = shard.shape(place.shape)
-    for index in layout.parts:
+    for index in layout.parts if part.ranks else (AFFINE,):
         # A is [rank, in_features], B is [out_features, rank]; an embedding's A is laid out by token.
         if index == A:
             rows = _rows(file.converted(place.a_name, target.dtype, place.a_rows(len(part.ranks))).T, shard.inputs)
@@ -210,7 +244,7 @@ def _write(
         elif index == B:
             rows = _rows(stack.of(place, scale), shard.outputs).T
         else:
-            affine = _affine(file, place, base)
+            affine = _affine(file, place, base, replaced)
             if target.tp_rank and shape.out_features == place.shape.out_features:
                 # Each GPU multiplies its part of the inputs, and the results are added up, so only one GPU may add the
                 # shift.
@@ -228,20 +262,43 @@ def _write(
             at[first : first + len(rows)] = rows
 
 
-def _affine(file: CanonicalAdapter, place: ModulePlace, base: BaseWeights | None) -> npt.NDArray[np.float32]:
-    """Return a module's gain and shift, float32 `[2, out_features]`. Without DoRA and `lora_bias`, both are zero."""
-    scale, outputs = file.scales[place.key], place.module_outputs
+def _affine(
+    file: CanonicalAdapter, place: ModulePlace, base: BaseWeights | None, replaced: ReplacedRows
+) -> npt.NDArray[np.float32]:
+    """Return a module's gain and shift, float32 `[2, out_features]`. Both are zero for a plain LoRA."""
+    has_lora, names, outputs = place.key in file.scales, file.header.tensors, place.module_outputs
+    if isinstance(place, NormPlace):
+        assert base is not None, "packing a trained norm needs the base's norm"
+        weight, bias = (
+            file.float32(name) if name in names else None
+            for name in (place.weight_name, place.base_bias_name(has_lora))
+        )
+        return norm_affine(place, weight, bias, base)
     affine = np.zeros((2, place.shape.out_features), np.float32)
-    if place.magnitude_name in file.header.tensors:
+    if place.magnitude_name in names:
         assert base is not None, "packing a DoRA adapter needs the base's weights"
         A, B, magnitude = (file.float32(name) for name in (place.a_name, place.b_name, place.magnitude_name))
         weights = LoadedWeights(file, base)
         affine[:, outputs.start : outputs.stop] = dora_affine(
-            place, A, place.of_module(B), scale, place.of_module(magnitude), weights
+            place, A, place.of_module(B), file.scales[place.key], place.of_module(magnitude), weights
         )
-    elif place.bias_name in file.header.tensors:
-        affine[1, outputs.start : outputs.stop] = scale * place.of_module(file.float32(place.bias_name))
+    elif place.bias_name in names:
+        shift = file.scales[place.key] * place.of_module(file.float32(place.bias_name))
+        affine[1, outputs.start : outputs.stop] = shift
+    if (name := place.base_bias_name(has_lora)) in names:
+        affine[1] += file.float32(name) - _base_bias(base, place, name)
+    tokens = replaced.tokens.get(place.key)
+    if place.shape.has_bias and tokens is not None and len(tokens):
+        # The products with replaced rows lack the base's bias.
+        affine[1, tokens] += (1 + affine[0, tokens]) * _base_bias(base, place, place.key)[tokens]
     return affine
+
+
+def _base_bias(base: BaseWeights | None, place: ModulePlace, param: str) -> npt.NDArray[np.float32]:
+    bias = None if base is None else base.bias(place.key)
+    if bias is None:
+        raise AdapterRejected("base_mismatch", "the base has no bias that the adapter could replace", param)
+    return bias
 
 
 def _rows(weights: npt.NDArray[Any], ranges: Sequence[range]) -> npt.NDArray[Any]:

@@ -52,7 +52,7 @@ _ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"
 class TensorEntry:
     """One tensor in the file, at bytes `[begin, end)` of the data.
 
-    It is a matrix, or a vector of magnitudes or biases. A tensor that is ignored can have any shape.
+    It is a matrix, or a vector such as a bias or a norm. A tensor that is ignored can have any shape.
     """
 
     name: str
@@ -146,7 +146,8 @@ def _entry(name: str, value: Any) -> TensorEntry:
 
 
 def _may_be_vector(name: str) -> bool:
-    return ".lora_magnitude" in name or name.endswith(".bias")
+    module, _, part = name.rpartition(".")
+    return ".lora_magnitude" in name or part == "bias" or (part == "weight" and "norm" in module.rpartition(".")[2])
 
 
 def _may_have_any_shape(name: str, shape: list[int]) -> bool:

@@ -110,11 +110,13 @@ class PeftConfig:
     """The fields of a LoRA configuration that affect the result.
 
     Patterns are `(key, value)` pairs, with the keys and the order of the file. `target_modules` is None for all linear
-    layers or for a regular expression; `layers` is None for all layers. `modules_to_save` contains the keys of modules
-    whose own weights were trained as a whole. `token_indices` contains pairs of a module's key and the tokens whose
-    rows in that module were trained. A regular expression that selects modules (`targets_from_tensors`) never runs,
-    because the tensors of the file show what it selected. `invocation_tokens` is empty unless the adapter is an
-    activated LoRA (aLoRA). With `trains_biases`, the file can replace biases of the base.
+    layers or for a regular expression; `layers` is None for all layers. `modules_to_save` contains the keys of the
+    embedding and the head if their own weights were trained as a whole. `saved_norms` contains the other names in the
+    configuration's `modules_to_save` with their places in the list. `token_indices` contains pairs of a module's key
+    and the tokens whose rows in that module were trained. A regular expression that selects modules
+    (`targets_from_tensors`) never runs, because the tensors of the file show what it selected. `invocation_tokens` is
+    empty unless the adapter is an activated LoRA (aLoRA). With `trains_biases`, the file can replace biases of the
+    base.
 
     `target_parameters` names tensors of the base that the adapter changes like modules, such as the stacked weights of
     experts. With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT does not
@@ -136,6 +138,7 @@ class PeftConfig:
     trains_biases: bool
     invocation_tokens: tuple[int, ...]
     modules_to_save: frozenset[str]
+    saved_norms: tuple[tuple[int, str], ...]
     token_indices: tuple[tuple[str, tuple[int, ...]], ...]
     ensure_weight_tying: bool
     recorded: dict[str, str | None]
@@ -146,7 +149,7 @@ class PeftConfig:
         used = {
             "use_dora": self.use_dora,
             "lora_bias": self.lora_bias,
-            "modules_to_save": self.modules_to_save,
+            "modules_to_save": self.modules_to_save or self.saved_norms,
             "trainable_token_indices": self.token_indices,
         }
         return tuple(name for name, value in used.items() if value)
@@ -179,6 +182,7 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     parameters = _target_parameters(document)
     ranks = _pattern(document, "rank_pattern")
     alphas = _pattern(document, "alpha_pattern")
+    modules_to_save, saved_norms = parse_modules_to_save(document.get("modules_to_save"))
     targets, exclusions = document.get("target_modules"), document.get("exclude_modules")
     layers = _layers(document.get("layers_to_transform"))
     is_regex = isinstance(targets, str) and targets.lower() != ALL_LINEAR
@@ -198,7 +202,8 @@ def parse_peft_config(text: bytes) -> PeftConfig:
         targets_from_tensors=is_regex or bool(exclusions and isinstance(exclusions, str)) or has_own_layers,
         trains_biases=document.get("bias", "none") != "none",
         invocation_tokens=invocation_tokens,
-        modules_to_save=parse_modules_to_save(document.get("modules_to_save")),
+        modules_to_save=modules_to_save,
+        saved_norms=saved_norms,
         token_indices=parse_token_indices(document.get("trainable_token_indices")),
         ensure_weight_tying=_switch(document, "ensure_weight_tying"),
         recorded={key: _recorded(document.get(key)) for key in _RECORDED},

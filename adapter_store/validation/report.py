@@ -69,7 +69,8 @@ class Report:
     """The result of a validation. `scales` contains each module's scale, in the order of the packed streams.
 
     `trained` maps outer modules to the rows that the adapter replaces. `vocab_size` is the adapter's vocabulary size,
-    or None if the adapter has the base's vocabulary. `names` maps PEFT's current name of each tensor to the file's own
+    or None if the adapter has the base's vocabulary. `num_trained_vectors` counts the biases and norms that replace the
+    base's, by their names without layers. `names` maps PEFT's current name of each tensor to the file's own
     name. `invocation_tokens` is empty unless the adapter is an activated LoRA.
     """
 
@@ -77,6 +78,7 @@ class Report:
     trained: Mapping[str, TrainedRows]
     vocab_size: int | None
     num_trained_rows: Mapping[str, int]
+    num_trained_vectors: Mapping[str, int]
     names: Mapping[str, str]
     max_rank: int
     num_pages: int
@@ -109,6 +111,8 @@ class Report:
             "checks": self.checks.document(),
             "recorded": dict(self.recorded),
         }
+        if self.num_trained_vectors:
+            facts["trained_vectors"] = dict(self.num_trained_vectors)
         return {**facts, "invocation_tokens": list(self.invocation_tokens)} if self.invocation_tokens else facts
 
 

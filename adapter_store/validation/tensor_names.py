@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.ignored_tensors import WRAPPERS
-from loramux.adapter_store.formats.module_places import MAGNITUDE_SUFFIX
+from loramux.adapter_store.formats.module_places import BASE_BIAS_SUFFIXES, MAGNITUDE_SUFFIX
 from loramux.adapter_store.formats.trained_rows import BASE_SUFFIXES, DELTA_SUFFIX, UNUSED_SUFFIXES
+from loramux.adapter_store.formats.trained_vectors import UNUSED_BIAS_SUFFIXES
 
 _PEFT_PREFIX = "base_model.model."
 _PARALLEL = "module."
@@ -41,6 +42,7 @@ _WEIGHTS = {
     "lora_magnitude": ("",),
 }
 _OUTER_SUFFIXES = "|".join(re.escape(suffix) for suffix in (*BASE_SUFFIXES, *UNUSED_SUFFIXES, DELTA_SUFFIX))
+_OWN_SUFFIXES = "|".join(map(re.escape, (".weight", *BASE_BIAS_SUFFIXES, *UNUSED_BIAS_SUFFIXES)))
 _NAME = re.compile(
     rf"""
     (?P<prefix>(?:base_model\.model\.){{0,3}})
@@ -54,6 +56,8 @@ _NAME = re.compile(
         (?P<weight>(?:\.weight|\.bias)?)
     |
         (?P<module>embed_tokens|lm_head)(?P<suffix>{_OUTER_SUFFIXES})
+    |
+        (?P<own>layers\.[0-9]{{1,4}}\.[a-z0-9_.]+|[a-z_]*norm|lm_head)(?P<tail>{_OWN_SUFFIXES})
     )
     """,
     re.VERBOSE | re.ASCII,
@@ -65,8 +69,8 @@ class _Spelling:
     """A file's naming style: the wrapper, PEFT's prefixes, the number of `model.` levels, and the adapter name.
 
     `outer_part` is the text decoder's name if it precedes `model.`, and `inner_part` is its name if it follows
-    `model.`. `inner_part` is None for the head, which is outside `model`. `adapter` is None for the weights of the
-    embedding and the head, which PEFT saves without the adapter's name.
+    `model.`. `inner_part` is None for the head, which is outside `model`. `adapter` is None for the base's own weights
+    and biases, which PEFT saves without the adapter's name.
     """
 
     is_parallel: bool
@@ -133,13 +137,14 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
     match = _NAME.fullmatch(".".join(parts))
     if match is None:
         return original, None
-    prefix, outer, models, inner, place, half, adapter, weight, module, suffix = match.groups()
-    place = place or module
+    prefix, outer, models, inner, place, half, adapter, weight, module, suffix, own, tail = match.groups()
+    place = place or module or own
     if (half and weight not in _WEIGHTS[half]) or (inner and (outer or place == _HEAD)):
         return original, None
-    if module and not prefix:
-        # PEFT saves these weights only with its prefix.
+    if not half and not prefix:
+        # PEFT saves the base's own weights and biases only with its prefix.
         return original, None
+    suffix = suffix or tail
     if half:
         suffix = MAGNITUDE_SUFFIX if half.startswith("lora_magnitude") else f".{half}{weight}"
     depth = models.count("model.")

@@ -13,17 +13,17 @@ _KEYS = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
 _SAVED, _TOKENS = "modules_to_save", "trainable_token_indices"
 
 
-def parse_modules_to_save(value: Any) -> frozenset[str]:
-    """Return the modules of the text decoder that were trained as a whole. Raises AdapterRejected."""
+def parse_modules_to_save(value: Any) -> tuple[frozenset[str], tuple[tuple[int, str], ...]]:
+    """Return which of the embedding and the head were trained as a whole, and the other names with their places in the
+    list, which must stand for norms. Raises AdapterRejected.
+    """
     if not value and (value is None or isinstance(value, (list, dict, bool))):
-        return frozenset()
+        return frozenset(), ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         _refuse("invalid_config", f"{_SAVED} must be a list of module names", _SAVED)
     names = list(map(text_module, value))
-    for index, name in enumerate(names):
-        if name not in _KEYS and not is_other_part(name):
-            _refuse("unsupported_config", f"{_SAVED} may name only embed_tokens and lm_head", f"{_SAVED}[{index}]")
-    return frozenset(_KEYS[name] for name in names if name in _KEYS)
+    others = tuple((index, name) for index, name in enumerate(names) if name not in _KEYS and not is_other_part(name))
+    return frozenset(_KEYS[name] for name in names if name in _KEYS), others
 
 
 def parse_token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -104,7 +104,7 @@ def trained_parts(
     parts = TrainedParts(vocabulary=resized_vocabulary(config, target, entries))
     if parts.vocab_size is not None:
         modules = {key: (parts.vocab_size, row_len) for key, (_, row_len) in modules.items()}
-    _check_tokens(config, {key: count for key, (count, _) in modules.items()}, adapted)
+    _check_tokens(config, {key: count for key, (count, _) in modules.items()}, adapted, target)
     is_tied = target.tied_embeddings and modules.keys() == {EMBEDDING, HEAD}
     follows_whole = is_tied and config.ensure_weight_tying and bool(saved)
     follows_tokens = is_tied and EMBEDDING in tokens and tokens.get(HEAD, tokens[EMBEDDING]) == tokens[EMBEDDING]
@@ -155,8 +155,17 @@ def trained_parts(
     return parts
 
 
-def _check_tokens(config: PeftConfig, vocab_sizes: Mapping[str, int], adapted: Collection[str]) -> None:
+def _check_tokens(
+    config: PeftConfig, vocab_sizes: Mapping[str, int], adapted: Collection[str], target: PackTarget
+) -> None:
+    biased = {module.name for module in target.outer_modules if module.has_bias}
     for key, tokens in config.token_indices:
+        if key in biased or (biased and target.tied_embeddings):
+            raise AdapterRejected(
+                "unsupported_config",
+                "PEFT leaves out the bias of the base's head if tokens of the head were trained",
+                "trainable_token_indices",
+            )
         if key in config.modules_to_save:
             raise AdapterRejected(
                 "invalid_config",

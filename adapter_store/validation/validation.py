@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
@@ -22,6 +23,7 @@ from loramux.adapter_store.formats.module_places import (
     TENSOR_PREFIX,
     ModulePlace,
     module_of,
+    shared_places,
     unused_projections,
 )
 from loramux.adapter_store.formats.pack_target import PackTarget
@@ -29,7 +31,9 @@ from loramux.adapter_store.formats.rearranged_places import places_in_file
 from loramux.adapter_store.formats.safetensors_header import TensorEntry
 from loramux.adapter_store.formats.tensor_file import TensorFile
 from loramux.adapter_store.formats.trained_rows import max_row_counts, outer_weight_names
+from loramux.adapter_store.formats.trained_vectors import TrainedVector
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
+from loramux.adapter_store.validation.expected_vectors import expected_vectors
 from loramux.adapter_store.validation.peft_config import PeftConfig, parse_peft_config
 from loramux.adapter_store.validation.report import CheckList, Report, Warn, tensor_warnings, unmatched, without_effect
 from loramux.adapter_store.validation.stacked_names import with_stacked_names
@@ -69,7 +73,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     INVOCATION_KEY,
                 )
         with checks.check("names"):
-            parts = trained_parts(parsed, target, entries, {module.key for module in expected})
+            adapted = {module.key for module in expected}
+            parts = trained_parts(parsed, target, entries, adapted)
             # Copies of the base's weights are allowed, because packing compares them with the base.
             has_trained = parsed.modules_to_save or parsed.token_indices or parts.vocab_size is not None
             if parsed.invocation_tokens and has_trained:
@@ -79,11 +84,20 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     "use them even before the invocation",
                     INVOCATION_KEY,
                 )
-            _check_names(parsed, entries, expected, parts, target)
+            vectors = expected_vectors(parsed, target, entries, adapted)
+            if parsed.invocation_tokens and vectors:
+                raise AdapterRejected(
+                    "unsupported_config",
+                    "an activated LoRA cannot have trained biases or norms, because PEFT would use them even before "
+                    "the invocation",
+                    INVOCATION_KEY,
+                )
+            _check_names(parsed, entries, expected, parts, vectors, target)
             if parts.vocabulary is not None:
-                parts.vocabulary.check(parts.rows, target, {module.key for module in expected})
+                parts.vocabulary.check(parts.rows, target, adapted)
         with checks.check("shapes"):
             _check_shapes(entries, expected)
+            _check_vectors(entries, vectors)
             parts.check_shapes(entries)
         with checks.check("weights"):
             weights = WeightChecks()
@@ -93,6 +107,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     vector = entries[module.vector_name].name
                     check_vector = weights.check_magnitude if parsed.use_dora else weights.check_bias
                     check_vector(vector, file.float32(vector))
+            for name in sorted(vectors):
+                weights.check_vector(entries[name].name, file.float32(entries[name].name))
             parts.check_values(file, entries)
             if parsed.ensure_weight_tying and target.tied_embeddings:
                 _check_tied(file, entries, expected)
@@ -135,12 +151,13 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             for module in target.outer_modules
             if module.name in parts.rows
         },
+        num_trained_vectors=Counter(f"{one.place.kind}.{name.rpartition('.')[2]}" for name, one in vectors.items()),
         names=names.originals,
         max_rank=max(expectation.total_ranks.values()),
-        num_pages=_num_pages(expected, parts, target),
+        num_pages=_num_pages(expected, parts, vectors, target),
         num_parameters=sum(math.prod(entry.shape) for entry in entries.values()),
         dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
-        features=parsed.features,
+        features=(*parsed.features, "bias") if parsed.trains_biases and vectors else parsed.features,
         invocation_tokens=parsed.invocation_tokens,
         effects=weights.effects,
         recorded=parsed.recorded,
@@ -221,7 +238,9 @@ def _ranks(entries: Mapping[str, TensorEntry], places: Sequence[ModulePlace]) ->
     return {place.key: place.rank_of(entry.shape) for place, entry in found if entry is not None and entry.shape}
 
 
-def _num_pages(expected: Sequence[ExpectedModule], parts: TrainedParts, target: PackTarget) -> int:
+def _num_pages(
+    expected: Sequence[ExpectedModule], parts: TrainedParts, vectors: Mapping[str, TrainedVector], target: PackTarget
+) -> int:
     ranks = np.zeros((target.geometry.num_layers, len(target.all_modules)), np.int32)
     outer_ranks = np.zeros(len(target.outer_modules), np.int32)
     for module in expected:
@@ -230,7 +249,16 @@ def _num_pages(expected: Sequence[ExpectedModule], parts: TrainedParts, target: 
         else:
             # A module that the file divides has the ranks of all its parts.
             ranks[module.layer, module.module] += module.rank
-    has_affines = any(module.vector_name is not None for module in expected)
+    with_affine: list[ModulePlace] = [vector.place for vector in vectors.values()]
+    # The products with replaced rows of a head lack the base's bias, which the affine adds.
+    with_affine += [place for place in shared_places(target) if place.shape.has_bias and place.key in parts.rows]
+    for place in with_affine:
+        # A module without a LoRA needs rank 1 for its affine.
+        if place.layer is None:
+            outer_ranks[place.module] = max(outer_ranks[place.module], 1)
+        else:
+            ranks[place.layer, place.module] = max(ranks[place.layer, place.module], 1)
+    has_affines = bool(with_affine) or any(module.vector_name is not None for module in expected)
     try:
         rows = max_row_counts(parts.rows, target, parts.vocab_size)
         return target.layout(ranks, outer_ranks, has_affines, rows).num_pages
@@ -247,6 +275,7 @@ def _check_names(
     entries: Mapping[str, TensorEntry],
     expected: Sequence[ExpectedModule],
     parts: TrainedParts,
+    vectors: Collection[str],
     target: PackTarget,
 ) -> None:
     """Check that `entries`, keyed by current names, are the expected tensors.
@@ -254,7 +283,7 @@ def _check_names(
     Errors about a tensor in the file use its name in the file.
     """
     wanted = {name for module in expected for name in (module.a_name, module.b_name, module.vector_name) if name}
-    wanted |= parts.shapes.keys()
+    wanted |= {*parts.shapes, *vectors}
     missing, unexpected = wanted - entries.keys(), entries.keys() - wanted
     if not missing and not unexpected:
         return
@@ -284,8 +313,13 @@ def _check_names(
             "save it with save_pretrained(..., save_embedding_layers=False)",
             entries[min(base_weights)].name,
         )
-    if config.trains_biases and any(name.endswith(".bias") for name in unexpected):
-        raise AdapterRejected("unsupported_config", "the file has trained biases of the base", "bias")
+    biases = [name for name in unexpected if name.endswith(".bias")]
+    if config.trains_biases and biases:
+        raise AdapterRejected(
+            "unexpected_tensor",
+            "the base has no bias that PEFT would replace with this tensor",
+            entries[min(biases)].name,
+        )
     magnitudes = [name for name in unexpected if name.endswith(MAGNITUDE_SUFFIX)]
     if magnitudes and not any(name.endswith(MAGNITUDE_SUFFIX) for name in wanted):
         raise AdapterRejected(
@@ -320,6 +354,17 @@ def _beyond_experts(names: Collection[str], target: PackTarget) -> tuple[int, st
     found = ((int(match[1]), name) for name in names if (match := _EXPERT.search(name)) is not None)
     num_experts = 0 if target.experts is None else target.experts.num_experts
     return min((one for one in found if one[0] >= num_experts), default=None)
+
+
+def _check_vectors(entries: Mapping[str, TensorEntry], vectors: Mapping[str, TrainedVector]) -> None:
+    for name, vector in vectors.items():
+        entry = entries[name]
+        if entry.shape != (vector.size,):
+            raise AdapterRejected(
+                "base_mismatch",
+                f"the tensor has shape {list(entry.shape)}, but the base needs {[vector.size]}",
+                entry.name,
+            )
 
 
 def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:

@@ -41,6 +41,13 @@ class ResizedVocabulary:
                     "have per-layer embeddings, which an adapter does not contain",
                     self.param,
                 )
+            if module.has_bias:
+                raise AdapterRejected(
+                    "unsupported_config",
+                    f"the adapter has {self.num_tokens} tokens and the base {num_rows}, but the base's head has a "
+                    "bias, which cannot be resized",
+                    self.param,
+                )
             if not 0 < self.num_tokens <= num_rows + MAX_EXTRA_TOKENS:
                 raise AdapterRejected(
                     "base_mismatch",

@@ -85,6 +85,11 @@ class WeightChecks:
         """Check a module's bias `[out]`. Raises AdapterRejected."""
         self.has_vectors = self.has_vectors or _norm(name, bias) > 0
 
+    def check_vector(self, name: str, vector: npt.NDArray[np.float32]) -> None:
+        """Check a vector that replaces one of the base's. Raises AdapterRejected."""
+        check_values(name, vector)
+        self.has_vectors = True
+
     def _probe(self, num_features: int) -> npt.NDArray[np.float32]:
         if num_features not in self._probes:
             generator = np.random.default_rng(num_features)

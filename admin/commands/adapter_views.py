@@ -78,8 +78,9 @@ def print_version(adapter: Document, version: Document) -> None:
     ]
     if features := version["report"].get("features"):
         rows.append(("report features", " ".join(features)))
-    if trained := version["report"].get("trained_rows"):
-        rows.append(("report trained_rows", ", ".join(f"{name} {count}" for name, count in trained.items())))
+    for key in ("trained_rows", "trained_vectors"):
+        if trained := version["report"].get(key):
+            rows.append((f"report {key}", ", ".join(f"{name} {count}" for name, count in trained.items())))
     print_table(("fact", "value"), rows)
 
 

@@ -20,7 +20,7 @@ from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.step_buffer import SamplingInputs, StepBuffer, StepLayout
 from loramux.engine.execution.step_shape import MAX_SINGLE_ROWS, StepShape, step_shape
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
-from loramux.engine.layer_groups import LayerGroups
+from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.engine.logit_penalties import logit_penalties
 from loramux.engine.messages import GraphMemory, SamplingParams
 from loramux.engine.model.decoder import Decoder, HeadAdapters
@@ -61,8 +61,8 @@ class GraphExecutor:
     run is not captured, because it compiles and loads the kernels that the shape needs. Beyond `max_graphs`, the least
     recently replayed graph is dropped. A shape whose capture fails always runs uncaptured.
 
-    Batches with adapters that modify the embedding or the head have separate shapes, so that other batches do not
-    launch the extra kernels.
+    Batches with adapters that modify the embedding, the head or norms have separate shapes, so that other batches do
+    not launch the extra kernels.
 
     Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a shape uses only
     kernels of the shape with all groups, so it is captured on its first run if the shape with all groups has already
@@ -120,6 +120,7 @@ class GraphExecutor:
             if captures and shape.is_decode:
                 self._capture(layout)
             if shape.max_rank:
+                self._warm_up_norms(layout)
                 self._warm_up_outer(replace(shape, has_outer=True))
             num_samples = min(shape.num_sequences, self._max_sequences)
             self._warm_up_sampling(layout, self._decoder.logits(self._hidden[:num_samples]))
@@ -133,6 +134,12 @@ class GraphExecutor:
         ):
             row = SamplingRow(params, 0, 0, logit_penalties(params, [0], 1))
             self._sampler.choose(logits.clone(), [row] * len(logits), layout.sampling).tokens()
+
+    def _warm_up_norms(self, layout: StepLayout) -> None:
+        """Run the kernels that adapters with norms add to a shape. The same shape without norms has already run."""
+        self._decoder.launch_norms(layout.inputs, self._kernels, self._tables.device)
+        if layout.shape.is_captured:
+            self._has_run.add(replace(layout.shape, groups=ALL_GROUPS | LayerGroups.NORMS))
 
     def submit(self, batch: Batch) -> GraphForward:
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)

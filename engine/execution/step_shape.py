@@ -32,6 +32,7 @@ class StepShape:
     `num_tokens` and `num_sequences` include padding. `is_decode` means one row per sequence. `max_rank` is an upper
     bound on the adapters' ranks, or 0 if there are no adapters. Without `has_outer`, no adapter modifies the embedding
     or the head. In each layer, adapters modify only modules in `groups`, which is ALL_GROUPS if there are no adapters.
+    Without NORMS, no adapter replaces norms.
     Segments have up to `segment_rows` rows, which is 1 in decodes with few rows per adapter.
     """
 
@@ -54,8 +55,8 @@ class StepShape:
 
     @property
     def with_all_groups(self) -> StepShape:
-        """The shape with all groups, which can run any batch of this shape but launches more kernels."""
-        return self if self.groups == ALL_GROUPS else replace(self, groups=ALL_GROUPS)
+        """The shape with ALL_GROUPS, which can run any batch of this shape but launches more kernels."""
+        return self if ALL_GROUPS in self.groups else replace(self, groups=self.groups | ALL_GROUPS)
 
 
 def step_shape(

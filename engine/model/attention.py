@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from loramux.engine.cache_groups import CacheLayout
+from loramux.engine.model.layer_adapters import LayerAdapters
 from loramux.engine.model.model_config import SINKS, ModelConfig
 from loramux.engine.model.norms import Norm, RmsNorm
 from loramux.engine.model.placement import Placement
 from loramux.engine.model.rope_config import NO_ROPE
 from loramux.engine.model.rotary import in_halves
 from loramux.kernels.dispatch import Kernels
-from loramux.kernels.tables import AttentionBatch, AttentionSpec
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, ModuleGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +38,8 @@ class AttentionStep:
 class Attention:
     """The attention of one layer.
 
-    `norms` contains the norms of q and k with their numbers of channels, or is empty. `rotary` is an index into
+    `norms` contains the norms of q and k with their numbers of channels, or is empty. `norm_groups` are the modules
+    with which adapters replace them. `rotary` is an index into
     `AttentionStep.angles`. With `interleaves`, each pair of adjacent channels is rotated. Without `stores_kv`, the
     layer reads the K and V of another layer. `cache_group` and `cache_layer` are the `CacheLayout.place` of the layer
     whose K and V are read. Without `has_v`, the projection of K, before its norm, is also V. Without `scales_query`,
@@ -46,6 +48,7 @@ class Attention:
 
     spec: AttentionSpec
     norms: tuple[tuple[Norm, int], ...]
+    norm_groups: tuple[ModuleGroup | None, ...]
     value_norm: Norm | None
     rotary: int
     interleaves: bool
@@ -58,8 +61,13 @@ class Attention:
     scales_query: bool
     clip: float | None
 
-    def __call__(self, qkv: torch.Tensor, kernels: Kernels, step: AttentionStep) -> torch.Tensor:
-        """The input of the output projection. `qkv` `[num_tokens, ...]` is the output of the fused projections."""
+    def __call__(
+        self, qkv: torch.Tensor, kernels: Kernels, step: AttentionStep, norm_adapters: LayerAdapters | None
+    ) -> torch.Tensor:
+        """The input of the output projection. `qkv` `[num_tokens, ...]` is the output of the fused projections.
+
+        `norm_adapters` is None if no adapter of the step replaces norms.
+        """
         spec, num_tokens = self.spec, qkv.shape[0]
         head_dim, kv_out = spec.head_dim, spec.num_kv_heads * spec.head_dim
         q_out = spec.num_heads * head_dim
@@ -70,10 +78,10 @@ class Attention:
         gate = None
         if self.has_gates:
             q, gate = q.view(num_tokens, spec.num_heads, 2 * head_dim).chunk(2, dim=2)
-        q = self._normed(0, q, kernels).view(num_tokens, spec.num_heads, head_dim)
+        q = self._normed(0, q, kernels, norm_adapters).view(num_tokens, spec.num_heads, head_dim)
         k, v = None, None
         if kv:
-            k = self._normed(1, kv[0], kernels).view(num_tokens, spec.num_kv_heads, head_dim)
+            k = self._normed(1, kv[0], kernels, norm_adapters).view(num_tokens, spec.num_kv_heads, head_dim)
             v = kv[-1].view(num_tokens, spec.num_kv_heads, head_dim)
             if self.value_norm is not None:
                 v = self.value_norm(kernels, v)
@@ -91,24 +99,39 @@ class Attention:
             attended = attended * gate.sigmoid()
         return attended.view(num_tokens, q_out)
 
-    def _normed(self, index: int, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    def _normed(
+        self, index: int, x: torch.Tensor, kernels: Kernels, norm_adapters: LayerAdapters | None
+    ) -> torch.Tensor:
         if not self.norms:
             return x
         norm, size = self.norms[index]
-        return norm(kernels, x.view(x.shape[0], -1, size))
+        y = norm(kernels, x.view(x.shape[0], -1, size))
+        return y if norm_adapters is None else norm_adapters.replace_norm(y, self.norm_groups[index])
 
 
 def load_attention(
-    config: ModelConfig, place: Placement, layer: int, rotary: int, window: int | None, cache: CacheLayout
+    config: ModelConfig,
+    place: Placement,
+    layer: int,
+    rotary: int,
+    window: int | None,
+    cache: CacheLayout,
+    norm_groups: Mapping[str, ModuleGroup],
 ) -> Attention:
-    """Load the attention of one layer. `rotary` is the index of the layer's rotary embedding."""
+    """Load the attention of one layer. `rotary` is the index of the layer's rotary embedding. `norm_groups` has the
+    layer's norms by name.
+    """
     attention = config.attention
     prefix, heads = f"model.layers.{layer}.self_attn", attention.layer_heads[layer]
     cache_group, cache_layer = cache.place(attention.kv_sources[layer])
     stores_kv = attention.kv_sources[layer] == layer
     is_rotated = attention.ropes[layer] is not NO_ROPE
     norms: tuple[tuple[Norm, int], ...] = ()
+    groups: tuple[ModuleGroup | None, ...] = tuple(
+        norm_groups.get(f"self_attn.{name}") for name, _ in attention.norm_sizes(layer)
+    )
     if attention.has_l2_norms and is_rotated:
+        groups = (None, None)
         # transformers normalises after the rotation, but a rotation does not change the length of a head's vector.
         norms = (
             (RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps), heads.head_dim),
@@ -127,6 +150,7 @@ def load_attention(
         ),
         norms=norms
         or tuple((place.norm(f"{prefix}.{name}", size), size) for name, size in attention.norm_sizes(layer)),
+        norm_groups=groups,
         value_norm=value_norm,
         rotary=rotary,
         interleaves=attention.interleaved_rotary and is_rotated,

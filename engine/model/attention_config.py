@@ -13,6 +13,7 @@ from loramux.engine.model.family import HEAD_WIDE, PROJECTION_WIDE, Family
 from loramux.engine.model.layer_heads import LayerHeads, heads_by_layer, kv_sources, usual_heads
 from loramux.engine.model.layer_kinds import CHUNKED, FULL, LINEAR, SLIDING
 from loramux.engine.model.rope_config import QueryScaling, RopeConfig, parse_ropes
+from loramux.kernels.layout import NormShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,19 @@ class AttentionConfig:
         num_heads = {HEAD_WIDE: (1, 1), PROJECTION_WIDE: (self.num_heads, heads.num_kv_heads)}[self.qk_norm]
         sizes = tuple(zip(("q_norm", "k_norm"), (num * heads.head_dim for num in num_heads), strict=True))
         return sizes if self.kv_sources[layer] == layer else sizes[:1]
+
+    def norm_shapes(self, attending: Sequence[bool], offset: float) -> list[NormShape]:
+        """The weighted norms of q and k in the layers that are marked in `attending`. Sizes can differ by layer."""
+        found: dict[tuple[str, int, int], list[int]] = {}
+        for layer, has_attention in enumerate(attending):
+            heads = self.layer_heads[layer]
+            widths = (self.num_heads * heads.head_dim, heads.width)
+            for (name, size), width in zip(self.norm_sizes(layer) if has_attention else (), widths, strict=False):
+                found.setdefault((f"self_attn.{name}", size, width // size), []).append(layer)
+        return [
+            NormShape(*shape, offset, layers=None if len(layers) == len(attending) else tuple(layers))
+            for shape, layers in found.items()
+        ]
 
 
 def parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_layers: int) -> list[str]:

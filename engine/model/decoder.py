@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
 from loramux.engine.model.altup import AltUp, AltUpLayer, sparse_gate, sparsity_multiplier
 from loramux.engine.model.attention import Attention, AttentionStep, load_attention
+from loramux.engine.model.delta_config import DELTA_NORM
 from loramux.engine.model.delta_net import DeltaNet
 from loramux.engine.model.feed_forward_config import GELU_TANH, XIELU
 from loramux.engine.model.layer_adapters import LayerAdapters
@@ -39,6 +40,7 @@ from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, Segment
 class DecoderLayer:
     """The weights of one layer. q/k/v are fused into one linear layer.
 
+    `norm_groups` has the modules with which adapters replace the layer's norms, by the norm's name.
     A layer with a `mixture` has a `feed_forward` only if it has a shared expert. A layer with a `delta` has no
     `attention`. Its `qkv` and `o` are the input and output projections of the delta rule.
 
@@ -47,6 +49,7 @@ class DecoderLayer:
     the residual. With `altup`, the layer has several residuals.
     """
 
+    norm_groups: Mapping[str, ModuleGroup]
     attention_norm: Norm
     qkv: Linear
     qkv_group: ModuleGroup
@@ -62,6 +65,10 @@ class DecoderLayer:
     layer_input: LayerInput | None
     scalar: float
     altup: AltUpLayer | None
+
+    def norm_group(self, name: str | None) -> ModuleGroup | None:
+        """The module with which adapters replace a norm, or None if the layer or the adapters lack the norm."""
+        return None if name is None else self.norm_groups.get(name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +140,7 @@ class Decoder:
             for layer in range(config.num_layers)
         ]
         self._final_norm = place.norm(config.final_norm, config.hidden_size)
+        self._final_norm_group = _norm_groups(config, config.num_layers - 1).get(config.final_norm)
         if config.tied_embeddings:
             head_bias = place.tensor(HEAD_BIAS, (config.vocab_size,)) if config.head_bias else None
             self._head = backend.make_linear(self._embedding, head_bias)
@@ -168,6 +176,7 @@ class Decoder:
                 groups += layer.mixture.groups.all
             if layer.layer_input is not None:
                 groups += (layer.layer_input.gate_group, layer.layer_input.projection_group)
+            groups += layer.norm_groups.values()
         return KernelShapes(
             groups=tuple(dict.fromkeys(groups)),
             attention=tuple(layer.attention.spec for layer in self._layers if layer.attention is not None),
@@ -233,6 +242,7 @@ class Decoder:
 
         # The module groups that this step's adapters modify.
         adapted = inputs.groups if inputs.segments.num_segments else NO_GROUPS
+        has_own_norms = LayerGroups.NORMS in adapted
 
         def feed_forward(x: torch.Tensor, layer: DecoderLayer, adapters: LayerAdapters) -> torch.Tensor:
             block, out = layer.feed_forward, None
@@ -259,17 +269,22 @@ class Decoder:
                 residual, x = streams[0].clone(), None
             norm = layer.attention_norm
             x = norm(kernels, residual) if x is None else norm.add(kernels, x, residual)
+            norm_adapters = adapters if has_own_norms else None
+            if has_own_norms:
+                x = adapters.replace_norm(x, layer.norm_group(config.norms.before_attention))
             qkv = adapters.add(x, layer.qkv(x), LayerGroups.QKV, layer.qkv_group)
             normed = x
             if layer.attention is not None:
-                x = layer.attention(qkv, kernels, attention)
+                x = layer.attention(qkv, kernels, attention, norm_adapters)
             else:
                 assert layer.delta is not None
                 assert inputs.states is not None
-                x = layer.delta(qkv, kernels, inputs.states)
+                x = layer.delta(qkv, kernels, inputs.states, norm_adapters)
             x = adapters.add(x, layer.o(x), LayerGroups.O, layer.o_group)
             if layer.attention_output_norm is not None:
                 x = layer.attention_output_norm(kernels, x)
+                if has_own_norms:
+                    x = adapters.replace_norm(x, layer.norm_group(config.norms.after_attention))
             if residual_scale != 1.0:
                 x.mul_(residual_scale)
             attention_output = x
@@ -278,9 +293,13 @@ class Decoder:
                 x = layer.feed_forward_norm(kernels, residual)
             else:
                 x = normed if config.parallel_blocks else layer.feed_forward_norm.add(kernels, x, residual)
+            if has_own_norms:
+                x = adapters.replace_norm(x, layer.norm_group(config.norms.before_feed_forward))
             x = feed_forward(x, layer, adapters)
             if layer.feed_forward_output_norm is not None:
                 x = layer.feed_forward_output_norm(kernels, x)
+                if has_own_norms:
+                    x = adapters.replace_norm(x, layer.norm_group(config.norms.after_feed_forward))
             if residual_scale != 1.0:
                 x.mul_(residual_scale)
             if config.parallel_blocks:
@@ -299,13 +318,27 @@ class Decoder:
             if layer.scalar != 1.0:
                 residual.add_(x).mul_(layer.scalar)
                 x = None
-        rows = inputs.sample_rows
+        # Adapters replace the final norm in all rows, because their segments list the step's rows.
+        rows = slice(None) if has_own_norms else inputs.sample_rows
         if self._altup is not None:
             assert streams is not None
-            return self._final_norm(kernels, self._altup.join(streams[:, rows]))
-        if x is None:
-            return self._final_norm(kernels, residual[rows])
-        return self._final_norm.add(kernels, x[rows], residual[rows])
+            hidden = self._final_norm(kernels, self._altup.join(streams[:, rows]))
+        elif x is None:
+            hidden = self._final_norm(kernels, residual[rows])
+        else:
+            hidden = self._final_norm.add(kernels, x[rows], residual[rows])
+        if has_own_norms:
+            last = LayerAdapters(kernels, tables, inputs.slots, inputs.segments, adapted, config.num_layers - 1)
+            hidden = last.replace_norm(hidden, self._final_norm_group)[inputs.sample_rows]
+        return hidden
+
+    @torch.inference_mode()
+    def launch_norms(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> None:
+        """Launch the kernels with which adapters replace norms of each width, on zeros."""
+        groups = (group for layer in self._layers for group in layer.norm_groups.values())
+        for group in {group.total_out: group for group in groups}.values():
+            y = torch.zeros(len(inputs.tokens), group.total_out, dtype=self._dtype, device=self._embedding.device)
+            kernels.lora_affine(LoraCall(0, group, tables, inputs.segments), y)
 
     def new_hidden(self, num_rows: int) -> torch.Tensor:
         """Allocate memory for `num_rows` rows of the output of `hidden`."""
@@ -370,7 +403,7 @@ def _outer(tables: AdapterTables) -> AdapterTables:
 
 def all_module_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """The indices of each group of `LayerGroups`: first `ModelConfig.module_groups`, then the groups of the experts and
-    `ModelConfig.input_groups`.
+    `ModelConfig.input_groups`, and the norms.
     """
     gate_up: list[int] = []
     down: list[int] = []
@@ -380,7 +413,18 @@ def all_module_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
             of_expert = [first + config.experts.index(expert, linear) for linear in range(num_linears)]
             gate_up += of_expert[:-1]
             down.append(of_expert[-1])
-    return (*config.module_groups, tuple(gate_up), tuple(down), *config.input_groups)
+    norms = range(config.first_norm, config.first_norm + len(config.norm_shapes))
+    return (*config.module_groups, tuple(gate_up), tuple(down), *config.input_groups, tuple(norms))
+
+
+def _norm_groups(config: ModelConfig, layer: int) -> dict[str, ModuleGroup]:
+    """The modules with which adapters replace a layer's norms, by the norm's name."""
+    shapes = enumerate((norm.linear for norm in config.norm_shapes), config.first_norm)
+    return {
+        shape.name: ModuleGroup((index,), shape.in_features, (shape.out_features,), (0,))
+        for index, shape in shapes
+        if shape.is_in(layer)
+    }
 
 
 def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleGroup:
@@ -424,12 +468,14 @@ def _load_layer(
         groups = mixture_groups(config.mixture, hidden_size, _group(modules, router), first_expert=len(modules))
         mixture = Mixture(config.mixture, groups, hidden_size, place, prefix)
     has_attention = config.has_attention(index)
+    norm_groups = _norm_groups(config, index)
     attention, delta, layer_input = None, None, None
     if has_attention:
-        attention = load_attention(config, place, index, rotary, window, cache)
+        attention = load_attention(config, place, index, rotary, window, cache, norm_groups)
     else:
         assert config.delta is not None
-        delta = DeltaNet(config.delta, config.norm_eps, place, prefix, config.delta.layers.index(index))
+        own_index = config.delta.layers.index(index)
+        delta = DeltaNet(config.delta, config.norm_eps, place, prefix, own_index, norm_groups.get(DELTA_NORM))
     if config.layer_input_size:
         gate, projection = config.input_groups
         layer_input = LayerInput(
@@ -443,6 +489,7 @@ def _load_layer(
     if config.has_layer_scalars:
         scalar = place.finite(f"{prefix}.{LAYER_SCALAR}", (1,)).item()
     return DecoderLayer(
+        norm_groups=norm_groups,
         attention_norm=norm(config.norms.before_attention) or NoNorm(),
         qkv=linear(qkv, config.attention.qkv_bias and has_attention),
         qkv_group=_group(modules, qkv),

@@ -12,6 +12,9 @@ from loramux.engine.model.layer_kinds import FULL, LINEAR
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.layout import LinearShape
 
+DELTA_NORM = "linear_attn.norm"
+"""Name of the norm of a delta rule's output. All heads share its weight."""
+
 MAX_HEADS = 1024
 MAX_DIM = 256
 """Maximum number of elements in a head's key or value."""
@@ -51,7 +54,7 @@ class DeltaConfig:
         yield "linear_attn.conv1d.weight", (spec.channels, 1, spec.conv_len)
         yield "linear_attn.A_log", (spec.num_v_heads,)
         yield "linear_attn.dt_bias", (spec.num_v_heads,)
-        yield "linear_attn.norm.weight", (spec.v_dim,)
+        yield f"{DELTA_NORM}.weight", (spec.v_dim,)
 
 
 def parse_delta(raw: Mapping[str, Any], architecture: str, kinds: Sequence[str]) -> DeltaConfig | None:

@@ -6,9 +6,10 @@ import torch
 from torch.nn import functional
 
 from loramux.engine.model.delta_config import DeltaConfig
+from loramux.engine.model.layer_adapters import LayerAdapters
 from loramux.engine.model.placement import Placement
 from loramux.kernels.dispatch import Kernels
-from loramux.kernels.tables import AttentionBatch
+from loramux.kernels.tables import AttentionBatch, ModuleGroup
 
 
 class DeltaNet:
@@ -16,8 +17,17 @@ class DeltaNet:
     state is stored in pages of the pool.
     """
 
-    def __init__(self, config: DeltaConfig, eps: float, place: Placement, prefix: str, layer: int) -> None:
+    def __init__(
+        self,
+        config: DeltaConfig,
+        eps: float,
+        place: Placement,
+        prefix: str,
+        layer: int,
+        norm_group: ModuleGroup | None,
+    ) -> None:
         self._spec = config.spec
+        self._norm_group = norm_group
         self._layer = layer
         self._eps = eps
         shapes = dict(config.weight_shapes())
@@ -31,11 +41,18 @@ class DeltaNet:
         self._rates = torch.stack([-tensor("A_log").exp(), tensor("dt_bias")])
         self._norm_weight = tensor("norm.weight")
 
-    def __call__(self, projected: torch.Tensor, kernels: Kernels, batch: AttentionBatch) -> torch.Tensor:
-        """The input of the output projection. `projected` is the output of the fused input projections."""
+    def __call__(
+        self, projected: torch.Tensor, kernels: Kernels, batch: AttentionBatch, norm_adapters: LayerAdapters | None
+    ) -> torch.Tensor:
+        """The input of the output projection. `projected` is the output of the fused input projections.
+
+        `norm_adapters` is None if no adapter of the step replaces norms.
+        """
         spec = self._spec
         qkv, z, gates = torch.split(projected, [spec.channels, spec.matrix_rows, 2 * spec.num_v_heads], dim=1)
         mixed = kernels.convolve(qkv, self._weight, self._layer, batch, spec)
         y = kernels.delta_rule(mixed, gates, self._rates, self._layer, batch, spec)
         y = kernels.rms_norm(y.view(-1, spec.num_v_heads, spec.v_dim), self._norm_weight, self._eps)
+        if norm_adapters is not None:
+            norm_adapters.replace_norm(y, self._norm_group)
         return (y.view_as(z) * functional.silu(z.float())).to(projected.dtype)

@@ -42,6 +42,15 @@ class LayerAdapters:
             self.kernels.lora_add(x, LoraCall(self.layer, group, self.tables, segments), y)
         return y
 
+    def replace_norm(self, y: torch.Tensor, group: ModuleGroup | None) -> torch.Tensor:
+        """Turn `y` `[num_tokens, ...]`, the output of the base's norm, into that of the adapters' norms, in place.
+
+        `group` is None if adapters cannot replace this norm.
+        """
+        if group is not None and LayerGroups.NORMS in self.groups:
+            self.kernels.lora_affine(LoraCall(self.layer, group, self.tables, self.segments), y.view(y.shape[0], -1))
+        return y
+
     def pairs(self, routing: Routing) -> Segments | None:
         """The pairs of token and expert, grouped by adapter and expert. None if no adapter changes experts."""
         if self.groups & _EXPERTS == NO_GROUPS:

@@ -45,19 +45,23 @@ def attention_modules(
     found = [
         (Group.QKV, linear)
         for name, sizes in outputs.items()
-        for linear in _linears(f"self_attn.{name}", [(hidden_size, size) if size else None for size in sizes])
+        for linear in _linears(
+            f"self_attn.{name}", [(hidden_size, size) if size else None for size in sizes], attention.qkv_bias
+        )
     ]
     o_shapes = [(size, hidden_size) if size else None for size in q_out]
-    return found + [(Group.OUTPUT, linear) for linear in _linears(attention.o_name, o_shapes)]
+    return found + [(Group.OUTPUT, linear) for linear in _linears(attention.o_name, o_shapes, attention.o_bias)]
 
 
-def feed_forward_modules(block: FeedForward, hidden_size: int, sizes: Sequence[int]) -> list[tuple[Group, LinearShape]]:
+def feed_forward_modules(
+    block: FeedForward, hidden_size: int, sizes: Sequence[int], has_bias: bool
+) -> list[tuple[Group, LinearShape]]:
     """The linear layers of a feed-forward block, given its number of inner features in each layer (0: no block)."""
     per_input = (2 if block.has_gate else 1) / len(block.inputs)
     wide = [(hidden_size, int(per_input * size)) if size else None for size in sizes]
     narrow = [(size, hidden_size) if size else None for size in sizes]
-    found = [(Group.GATE_UP, linear) for name in block.inputs for linear in _linears(name, wide)]
-    return found + [(Group.DOWN, linear) for linear in _linears(block.output, narrow)]
+    found = [(Group.GATE_UP, linear) for name in block.inputs for linear in _linears(name, wide, has_bias)]
+    return found + [(Group.DOWN, linear) for linear in _linears(block.output, narrow, has_bias)]
 
 
 def router_modules(mixture: MixtureConfig, hidden_size: int, num_layers: int) -> list[tuple[Group, LinearShape]]:
@@ -66,11 +70,11 @@ def router_modules(mixture: MixtureConfig, hidden_size: int, num_layers: int) ->
     for router in mixture.router_linears(hidden_size):
         shape = router.in_features, router.out_features
         layers = [shape if layer in mixture.layers else None for layer in range(num_layers)]
-        found += [(Group.ROUTER, linear) for linear in _linears(router.name, layers)]
+        found += [(Group.ROUTER, linear) for linear in _linears(router.name, layers, mixture.names.has_biases)]
     return found
 
 
-def _linears(name: str, shapes: Sequence[tuple[int, int] | None]) -> list[LinearShape]:
+def _linears(name: str, shapes: Sequence[tuple[int, int] | None], has_bias: bool) -> list[LinearShape]:
     """One entry for each distinct shape `(in_features, out_features)` of a linear layer. None means that a decoder
     layer lacks it.
     """
@@ -79,6 +83,6 @@ def _linears(name: str, shapes: Sequence[tuple[int, int] | None]) -> list[Linear
         if shape is not None:
             found.setdefault(shape, []).append(layer)
     return [
-        LinearShape(name, *shape, layers=None if len(layers) == len(shapes) else tuple(layers))
+        LinearShape(name, *shape, layers=None if len(layers) == len(shapes) else tuple(layers), has_bias=has_bias)
         for shape, layers in found.items()
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from loramux.engine.model.config_fields import (
     refuse_field,
     refuse_what_is_not_computed,
 )
-from loramux.engine.model.delta_config import DeltaConfig, parse_delta
+from loramux.engine.model.delta_config import DELTA_NORM, DeltaConfig, parse_delta
 from loramux.engine.model.family import Family, NormNames
 from loramux.engine.model.feed_forward import ClampedGate, FeedForward
 from loramux.engine.model.feed_forward_config import intermediate_sizes, parse_activation, parse_clamped_gate
@@ -34,7 +34,7 @@ from loramux.engine.model.missing_features import MISSING_FEATURES
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
 from loramux.engine.model.multimodal import text_decoder
 from loramux.engine.model.rope_config import longest_contexts
-from loramux.kernels.layout import ExpertModules, LinearShape, PageGeometry
+from loramux.kernels.layout import ExpertModules, LinearShape, NormShape, PageGeometry
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
@@ -131,7 +131,7 @@ class ModelConfig:
         attending = [self.has_attention(layer) for layer in range(self.num_layers)]
         found = attention_modules(self.attention, hidden, attending)
         for block, sizes in self._feed_forwards:
-            found += feed_forward_modules(block, hidden, sizes)
+            found += feed_forward_modules(block, hidden, sizes, self.mlp_bias)
         if self.mixture is not None:
             found += router_modules(self.mixture, hidden, self.num_layers)
         if self.delta is not None:
@@ -153,6 +153,34 @@ class ModelConfig:
         linears = self.mixture.expert_linears(self.hidden_size)
         names, num_experts = self.mixture.names, self.mixture.routing.num_experts
         return ExpertModules(num_experts, linears, names.router, names.stacked_router, self._mixture_layers)
+
+    @property
+    def norm_shapes(self) -> tuple[NormShape, ...]:
+        """The norms that adapters can replace. Along the module axis, they follow all linear layers.
+
+        Norms that only a few architectures have, such as those between the branches of a mixture, are left out.
+        """
+        if not self.has_norm_weights:
+            return ()
+
+        def norm(name: str, layers: tuple[int, ...] | None = None) -> NormShape:
+            return NormShape(name, self.hidden_size, 1, self.norm_offset, self.has_norm_biases, layers)
+
+        found = [norm(name) for name in astuple(self.norms) if name is not None]
+        found += self.attention.norm_shapes(
+            [self.has_attention(layer) for layer in range(self.num_layers)], self.norm_offset
+        )
+        if self.delta is not None:
+            spec = self.delta.spec
+            found.append(NormShape(DELTA_NORM, spec.v_dim, spec.num_v_heads, layers=self.delta.layers))
+        return (*found, norm(self.final_norm, (self.num_layers - 1,)))
+
+    @property
+    def first_norm(self) -> int:
+        """The index of the first norm along the module axis."""
+        experts = self.experts
+        num_experts = 0 if experts is None else experts.num_experts * len(experts.linears)
+        return len(self.modules) + num_experts
 
     @property
     def _mixture_layers(self) -> tuple[int, ...] | None:
@@ -182,7 +210,7 @@ class ModelConfig:
         """
         return (
             LinearShape("model.embed_tokens", self.vocab_size, self.hidden_size, is_embedding=True),
-            LinearShape("lm_head", self.hidden_size, self.vocab_size),
+            LinearShape("lm_head", self.hidden_size, self.vocab_size, has_bias=self.head_bias),
         )
 
     @property

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from loramux.kernels.cpu.addresses import group_plan
+from loramux.kernels.cpu.affines import apply_affines
 from loramux.kernels.cpu.arrays import array, planes_of, rows_of
 from loramux.kernels.cpu.gather import gather
 from loramux.kernels.cpu.low_rank import low_rank
@@ -69,6 +70,16 @@ class CpuLora:
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         self._run(x, self.lora_planes(call, y.shape[0]), y, call)
+
+    def lora_affine(self, call: LoraCall, y: torch.Tensor) -> None:
+        self._read(call)
+        if self._slots.shape[0]:
+            (width,), (module,) = call.group.out_features, call.group.modules
+            layout = row_layout(width, self._geometry.adapter_elements)
+            apply_affines(
+                *rows_of(y), self._adapter, call.layer, module, width, layout.padded_len, layout.chunk_len,
+                self._page_table, self._off, self._segment_rows, self._starts, self._slots,
+            )  # fmt: skip
 
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         self._read(call)

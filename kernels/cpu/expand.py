@@ -7,14 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loramux.kernels.cpu.addresses import B_CHUNK, B_PADDED, COLUMN, MODULE, OUT, place
-from loramux.kernels.cpu.blocks import (
-    COLUMNS_STEP,
-    add_ranks,
-    add_ranks_to_sums,
-    eight_rows,
-    four_rows,
-    scale_and_shift,
-)
+from loramux.kernels.cpu.affines import apply_affine
+from loramux.kernels.cpu.blocks import COLUMNS_STEP, add_ranks, add_ranks_to_sums, eight_rows, four_rows
 from loramux.kernels.cpu.compiled import helper
 from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.cpu.vectors import PANEL, floats_at, prefetch, widen
@@ -107,18 +101,6 @@ def _expand_segment(
 
 
 @helper
-def _apply_affine(y: int, y_step: int, rows: Any, begin: int, end: int, pool: Any, visit: Any) -> None:
-    """In the rows of a segment, replace the columns of the visit by `y + gain * y + shift`."""
-    whole = visit.length - visit.length % PANEL
-    for j in range(begin, end):
-        address = y + np.int64(rows[j]) * y_step
-        scale_and_shift(pool, visit.gain, visit.shift, whole, address)
-        row = floats_at(address)
-        for e in range(whole, visit.length):
-            row[e] += widen(pool[visit.gain + e]) * row[e] + widen(pool[visit.shift + e])
-
-
-@helper
 def _expand_visit(
     visit: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
     starts: Any, sums: Any,
@@ -134,7 +116,7 @@ def _expand_visit(
         pool, places, ahead, visit.num_ranks, visit.factor, visit.length, sums,
     )  # fmt: skip
     if visit.gain != NO_AFFINE:
-        _apply_affine(visit.y, 4 * y_stride, rows, begin, end, pool, visit)
+        apply_affine(visit.y, 4 * y_stride, rows, begin, end, pool, visit.gain, visit.shift, visit.length)
 
 
 @helper

@@ -60,6 +60,7 @@ def warm(dtype: torch.dtype) -> None:
     kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
     # Adapters without trained rows compile the same code.
     none = replace(call, tables=replace(tables, rank=torch.zeros_like(tables.rank)))
+    kernels.lora_affine(none, torch.zeros(3, width))
     kernels.replace_rows(torch.zeros(3, dtype=torch.int32), replace(none, group=embedding.group), x.to(dtype))
     kernels.replace_columns(x, none, torch.zeros(3, width))
     kernels.kv_write(heads, heads, 0, batch)

@@ -10,6 +10,7 @@ import torch
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.gpu.adapter_pairs import adapter_pairs
 from loramux.kernels.gpu.addresses import check_geometry
+from loramux.kernels.gpu.affines import lora_affine
 from loramux.kernels.gpu.attention import paged_attention
 from loramux.kernels.gpu.attention_plan import AttentionPlan, attention_plan, check_attention
 from loramux.kernels.gpu.coded_products import multiply_coded_experts
@@ -83,6 +84,9 @@ class GpuLora:
         # An embedding's gather, unlike a shrink, does not let the next kernel start early.
         pdl = self._pdl and not call.group.is_embedding
         lora_expand(self._pool, planes, call, y, pdl=pdl)
+
+    def lora_affine(self, call: LoraCall, y: torch.Tensor) -> None:
+        lora_affine(self._pool, call, y)
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         planes = self.lora_planes(call, y.shape[0])

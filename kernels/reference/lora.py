@@ -83,6 +83,17 @@ class ReferenceLora:
         self.lora_shrink(x, call, planes)
         self.lora_expand(planes, call, y)
 
+    def lora_affine(self, call: LoraCall, y: torch.Tensor) -> None:
+        """`y[t] = y[t] + gain * y[t] + shift` for each row `t` of each segment whose adapter has an affine.
+
+        `y` float32 `[T, group.total_out]`; the group has one module. All other rows keep their exact bits.
+        """
+        (module,) = call.group.modules
+        for rows, slot, _ in _slots_of(call.segments):
+            if call.tables.off[slot, call.layer, module, AFFINE] >= 0:
+                gain, shift = self.adapter_matrix(call, slot, 0, AFFINE)
+                y[rows] += gain * y[rows] + shift
+
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
 

@@ -31,7 +31,7 @@ from loramux.admin.rest.services import (
 )
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.server.transfer_slots import TransferSlots
-from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.layout import LinearShape, NormShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
@@ -63,6 +63,7 @@ TARGET = PackTarget(
         LinearShape("model.embed_tokens", 64, 32, is_embedding=True),
         LinearShape("lm_head", 32, 64),
     ),
+    norms=(NormShape("input_layernorm", 32),),
 )
 
 

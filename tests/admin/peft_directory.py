@@ -20,10 +20,11 @@ def write_peft_directory(
     config: dict[str, object] | None = None,
     poison: float | None = None,
     tokens: tuple[int, ...] = (),
+    has_norms: bool = False,
 ) -> Path:
     """Write a PEFT directory for TARGET with random weights under `parent`. `poison` replaces the first weight.
 
-    `tokens` are trained tokens of the embedding.
+    `tokens` are trained tokens of the embedding. With `has_norms`, the norms of all layers are trained too.
     """
     directory = parent / f"peft-{secrets.token_hex(4)}"
     directory.mkdir()
@@ -38,6 +39,10 @@ def write_peft_directory(
     if tokens:
         rows = random.standard_normal((len(tokens), TARGET.outer_modules[0].out_features)).astype(np.float32)
         tensors["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"] = rows
+    for norm in TARGET.norms if has_norms else ():
+        for layer in range(NUM_LAYERS):
+            name = f"base_model.model.model.layers.{layer}.{norm.name}.weight"
+            tensors[name] = random.uniform(0.5, 1.5, norm.size).astype(np.float32)
     if poison is not None:
         next(iter(tensors.values()))[0, 0] = poison
     save_file(tensors, directory / "adapter_model.safetensors")
@@ -47,6 +52,7 @@ def write_peft_directory(
         "lora_alpha": 2 * rank,
         "target_modules": ["q_proj", "down_proj"],
         "trainable_token_indices": list(tokens) or None,
+        "modules_to_save": [norm.name for norm in TARGET.norms] if has_norms else None,
         **(config or {}),
     }
     (directory / "adapter_config.json").write_text(json.dumps(document))

@@ -71,10 +71,13 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
 
 
 def random_trained_parts(chance: random.Random) -> dict[str, Any]:
-    """Settings that train the head, the embedding, or tokens of either. PEFT refuses some combinations."""
+    """Settings that train the head, the embedding, tokens of either, or norms. PEFT refuses some combinations."""
     parts: dict[str, Any] = {"ensure_weight_tying": chance.random() < 0.2}
     if chance.random() < 0.5:
         parts["modules_to_save"] = chance.choice([["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+    if chance.random() < 0.3:
+        norms = chance.choice([["norm"], ["input_layernorm"], ["model.norm", "layers.1.post_attention_layernorm"]])
+        parts["modules_to_save"] = [*parts.get("modules_to_save", ()), *norms]
     if chance.random() < 0.6:
         lists = [chance.sample(range(VOCAB_SIZE), chance.randint(1, 40)) for _ in range(2)]
         by_module = {"lm_head": lists[0], "embed_tokens": lists[1]}
@@ -92,7 +95,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"init_lora_weights": "olora"},
     {"layer_replication": [[0, NUM_LAYERS], [0, 1]]},
     {"target_parameters": ["embed_tokens.weight"]},
-    {"modules_to_save": ["norm"]},
+    {"modules_to_save": ["up_proj"]},
     {"trainable_token_indices": {"up_proj": [1, 2]}},
 )
 """Options that peft can save but loramux does not serve. The first key is the option's name."""

@@ -27,9 +27,12 @@ def _spelt(name: str, code: str, members: str, param: str = CONFIG) -> Hostile:
     return _text(name, code, json.dumps(good_files().config)[:-1].encode() + b", " + members.encode() + b"}", param)
 
 
+Q_BIAS = Q_A.replace("lora_A.weight", "base_layer.bias")
+
+
 def _with_bias(files: AdapterFiles) -> None:
     files.config["bias"] = "all"
-    files.tensors[Q_A.replace("lora_A.weight", "base_layer.bias")] = np.ones(32, np.float32)
+    files.tensors[Q_BIAS] = np.ones(32, np.float32)
 
 
 def _with_c_attn(files: AdapterFiles, **config: Any) -> None:
@@ -126,7 +129,7 @@ TYPES = [
             "lists": [[1]],
         }.items()
     ),
-    _config("bias is null", "unsupported_config", "bias", bias=None),
+    _config("bias is a number", "unsupported_config", "bias", bias=1),
     _config("DoRA is a number", "invalid_config", "use_dora", use_dora=0),
 ]
 
@@ -162,7 +165,8 @@ UNSUPPORTED = [
     _config("method in lower case", "unsupported_config", "peft_type", peft_type="lora"),
     _config("DoRA with a bias", "unsupported_config", "lora_bias", use_dora=True, lora_bias=True),
     _config("bias of some modules", "unsupported_config", "bias", bias="lora-only"),
-    Hostile(name="trained biases", code="unsupported_config", param="bias", change=_with_bias),
+    Hostile(name="biases that the base lacks", code="unexpected_tensor", param=Q_BIAS, change=_with_bias),
+    _config("bias of another method", "unsupported_config", "bias", bias="boft_only"),
     _config("bias is text", "invalid_config", "lora_bias", lora_bias="true"),
     _config("auto mapping", "invalid_config", "auto_mapping", auto_mapping=[MARK]),
     _config("transposed weights", "invalid_config", "fan_in_fan_out", fan_in_fan_out=MARK),

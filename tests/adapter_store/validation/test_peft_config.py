@@ -97,7 +97,7 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
         pytest.param({"use_dora": True, "lora_bias": True}, "unsupported_config", "lora_bias", id="DoRA with bias"),
         pytest.param({"bias": "some"}, "unsupported_config", "bias", id="bias"),
         pytest.param({"lora_bias": 1}, "invalid_config", "lora_bias", id="LoRA bias as number"),
-        pytest.param({"modules_to_save": ["norm"]}, "unsupported_config", "modules_to_save[0]", id="saved norm"),
+        pytest.param({"modules_to_save": [1]}, "invalid_config", "modules_to_save", id="saved number"),
         pytest.param({"auto_mapping": ["a"]}, "invalid_config", "auto_mapping", id="auto mapping as list"),
         pytest.param({"fan_in_fan_out": 1}, "invalid_config", "fan_in_fan_out", id="transposed weights as number"),
         pytest.param({"layers_pattern": [1]}, "invalid_config", "layers_pattern", id="pattern of layers as number"),

@@ -227,15 +227,16 @@ async def test_optional_files_of_a_version_are_shown(operator: Browser, make_ada
     assert 'title="temperature 0.5, top_k 3">settings</span>' in page
 
 
-async def test_trained_tokens_of_a_version_are_shown(operator: Browser, make_adapter: Callable[..., Path]) -> None:
+async def test_trained_parts_of_a_version_are_shown(operator: Browser, make_adapter: Callable[..., Path]) -> None:
     await operator.post("/tenants", slug="tokens")
     await operator.post("/adapters", tenant="tokens", name="own")
     listed = (await operator.get("/adapters?tenant=tokens")).text
     here = f"/adapters/{first_match(r'/console/adapters/(ada_[0-9a-f]{32})', listed)}"
-    await _upload(operator, here, make_adapter(tokens=(5, 6, 60)))
+    await _upload(operator, here, make_adapter(tokens=(5, 6, 60), has_norms=True))
     shown = await _until_ready(operator, f"{here}/versions/1")
     assert '<span class="tag">trainable_token_indices</span>' in shown
     assert "Trained rows: <code>model.embed_tokens</code> 3" in shown
+    assert "Trained vectors: <code>input_layernorm.weight</code> 2" in shown
 
 
 async def test_adapter_is_uploaded_promoted_and_rolled_back(

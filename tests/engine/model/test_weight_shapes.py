@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from loramux.adapter_store.formats.module_places import norm_places, shared_places
+from loramux.engine.config import pack_target
 from loramux.engine.device.backend import open_backend
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.decoder import Decoder
@@ -65,6 +68,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+UNSERVED_NORMS = {
+    "model.per_layer_projection_norm.weight",
+    "model.layers.*.altup.router_norm.weight",
+    "model.layers.*.laurel.post_laurel_norm.weight",
+    "model.layers.*.post_per_layer_input_norm.weight",
+}
+"""Norms that adapters cannot replace."""
+
+
 class RecordedWeights:
     """Returns zeros of every requested shape, and records the requests."""
 
@@ -87,6 +99,23 @@ def test_shapes_are_those_that_the_decoder_reads(tmp_path: Path, family: str) ->
     weights = RecordedWeights()
     Decoder(config, weights, torch.float32, 64, open_backend("cpu"))
     assert weight_shapes(config) == weights.asked
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_adapters_can_replace_the_biases_and_the_norms_that_the_decoder_reads(tmp_path: Path, family: str) -> None:
+    config = write_config(tmp_path, family)
+    target, shapes = pack_target(config, "float32"), weight_shapes(config)
+    biased = {
+        f"{place.key}.bias": (place.shape.out_features,) for place in shared_places(target) if place.shape.has_bias
+    }
+    for place in norm_places(target):
+        assert shapes[f"{place.key}.weight"] == (place.norm.size,)
+        biased |= {f"{place.key}.bias": (place.norm.size,)} if place.norm.has_bias else {}
+    assert biased == {name: shape for name, shape in shapes.items() if name.endswith(".bias")}
+    served = {f"{place.key}.weight" for place in norm_places(target)}
+    others = {re.sub("[0-9]+", "*", name) for name in shapes.keys() - served if name.endswith("norm.weight")}
+    assert others <= UNSERVED_NORMS
+    assert len(target.all_modules) == config.first_norm + len(config.norm_shapes)
 
 
 def loaded(directory: Path, config: ModelConfig) -> str:

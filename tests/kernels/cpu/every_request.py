@@ -34,6 +34,7 @@ def call_every_kernel(dtype: torch.dtype) -> None:
     kernels.lora_shrink(x, call, planes)
     kernels.lora_expand(planes, call, qkv)
     kernels.lora_add(x, call, qkv)
+    kernels.lora_affine(replace(call, group=ModuleGroup((1,), 64, (64,), (0,))), qkv[:, 64:])
     embedding = ModuleGroup((1,), 64, (64,), (0,), is_embedding=True)
     tokens = torch.zeros(3, dtype=torch.int32)
     kernels.lora_gather(tokens, LoraCall(1, embedding, adapters.tables, segments), planes)
