@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ CONTEXT_TOKENS = 5
 """Number of preceding tokens to decode with new ones, so that spaces and split characters are decoded correctly."""
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
+_CONTINUATION = re.compile(rb"[\x80-\xbf]")
 
 
 def new_detokenizer(tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
@@ -81,8 +83,11 @@ class ContextDetokenizer:
         self._start = self._read = 0
         self._given = ""
         self._utf8 = _Utf8("replace")
-        # The prompt can end with an incomplete character.
-        self.feed_all(prompt[-CONTEXT_TOKENS:])
+        # The prompt can end with an incomplete character. The rest of a character that begins before the context would
+        # spoil the bytes after it, because decoders replace every byte of a run that is not UTF-8.
+        context = prompt[-CONTEXT_TOKENS:]
+        begins = (index for index, one in enumerate(context) if not _CONTINUATION.match(self.spelled(one)))
+        self.feed_all(context[next(begins, len(context)) :])
 
     def feed(self, token_id: int) -> str:
         spelled = self.spelled(token_id)

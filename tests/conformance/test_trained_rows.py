@@ -219,7 +219,7 @@ def test_prompts_are_scored_with_the_trained_head(subject: TrainedSubject, is_gp
         (name, msgspec.structs.replace(add, sampling=sampling))
         for name, add in requests_of(subject, [None, "both", "tokens", "lora-of-head-and-tokens"]).values()
     ]
-    scores, _, _ = run_scoring(subject, made, asked, max_batch_tokens=16)
+    scores, *_ = run_scoring(subject, made, asked, max_batch_tokens=16)
     for name, add in asked:
         logits = subject.reference_logits(name, list(add.prompt))[:-1]
         scored = scores[add.sequence_id]

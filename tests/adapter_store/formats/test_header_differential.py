@@ -31,7 +31,7 @@ def valid_files(draw: st.DrawFn) -> tuple[bytes, bytes]:
     position = 0
     for name in names:
         dtype = draw(st.sampled_from(sorted(STORAGE)))
-        shape = draw(st.tuples(st.integers(0, 5), st.integers(0, 5)))
+        shape = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
         end = position + shape[0] * shape[1] * STORAGE[dtype].itemsize
         fields = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         order = draw(st.permutations(list(fields)))

@@ -70,50 +70,50 @@ def priced(prompt: int, completion: int) -> Price:
         pytest.param(
             standing("tokens_per_day", 3000, 52),
             demand(42, 2948),
-            "the tenant's limit of 3000 for tokens_per_day leaves 2948: 52 are used, running requests reserve 0, and "
-            "this request would reserve 2990; max_tokens of at most 2906 would fit now",
+            "the tenant's limit of 3,000 for tokens_per_day leaves 2,948: 52 are used, running requests reserve 0, and "
+            "this request would reserve 2,990; max_tokens of at most 2906 would fit now",
             id="budget with room",
         ),
         pytest.param(
             standing("tokens_per_month", 3000, 2000, 900),
             demand(40, 100, 3),
-            "the tenant's limit of 3000 for tokens_per_month leaves 100: 2000 are used, running requests reserve 900, "
-            "and this request would reserve 340; max_tokens of at most 20 would fit now",
+            "the tenant's limit of 3,000 for tokens_per_month leaves 100: 2,000 are used, running requests reserve "
+            "900, and this request would reserve 340; max_tokens of at most 20 would fit now",
             id="several choices",
         ),
         pytest.param(
             standing("tokens_per_day", 3000, 3010),
             demand(42, 1),
-            "the tenant's limit of 3000 for tokens_per_day is reached: 3010 are used, running requests reserve 0, "
+            "the tenant's limit of 3,000 for tokens_per_day is reached: 3,010 are used, running requests reserve 0, "
             "and this request would reserve 43",
             id="spent budget",
         ),
         pytest.param(
             standing("tokens_per_minute", 1000, 700, 200),
             demand(60, 100),
-            "the tenant's limit of 1000 for tokens_per_minute leaves 100: running requests reserve 200, and this "
+            "the tenant's limit of 1,000 for tokens_per_minute leaves 100: running requests reserve 200, and this "
             "request would reserve 160; max_tokens of at most 40 would fit now",
             id="rate",
         ),
         pytest.param(
             standing("tokens_per_minute", 1000, 990),
             demand(60, 1),
-            "the tenant's limit of 1000 for tokens_per_minute leaves 10: running requests reserve 0, and this request "
+            "the tenant's limit of 1,000 for tokens_per_minute leaves 10: running requests reserve 0, and this request "
             "would reserve 61",
             id="prompt alone is too long now",
         ),
         pytest.param(
             standing("tokens_per_minute", 1000),
             demand(60, 1000),
-            "the request may use 1060 tokens, but the tenant's tokens_per_minute admits at most 1000 at once: set "
+            "the request may use 1,060 tokens, but the tenant's tokens_per_minute admits at most 1,000 at once: set "
             "max_tokens to at most 940, or shorten the prompt",
             id="never",
         ),
         pytest.param(
             standing("tokens_per_minute", 1000),
             demand(1000, 1),
-            "the request may use 1001 tokens, but the tenant's tokens_per_minute admits at most 1000 at once: shorten "
-            "the prompt, or set or lower max_tokens",
+            "the request may use 1,001 tokens, but the tenant's tokens_per_minute admits at most 1,000 at once: "
+            "shorten the prompt, or set or lower max_tokens",
             id="prompt alone is too long for ever",
         ),
         pytest.param(

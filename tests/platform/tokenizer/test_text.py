@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -99,6 +99,7 @@ def test_an_echo_and_its_continuation_join_to_the_text_of_all_tokens(
 
 
 @settings(max_examples=100, deadline=None)
+@example(text="\u0800\U00010000", place=6)
 @given(text=st.text(max_size=6), place=st.integers(0, 20))
 def test_a_prompt_can_end_inside_a_character_of_byte_tokens(text: str, place: int) -> None:
     tokenizer = sentencepiece_like()
