@@ -199,7 +199,7 @@ campaign-templates: $(WARM) ## Hostile chat templates and histories, and the tem
 		-m 'campaign or not campaign' --timeout 3600
 	$(VENV)/bin/python -m tests.conformance.chat_templates $(ARGS)
 
-campaign-trainers: $(WARM) ## 200 directories as training programs write them, served equal to peft or refused (LORAMUX_TRAINER_COUNTS=FILE for the counts)
+campaign-trainers: $(WARM) ## 251 directories as training programs write them, served equal to peft or refused (LORAMUX_TRAINER_COUNTS=FILE for the counts)
 	$(VENV)/bin/python -m pytest tests/conformance/test_trainer_directories.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-validation: $(WARM) ## All hostile uploads, 20,000 random headers and 1,000 random peft configurations (LORAMUX_PEFT_COUNTS=FILE for the counts)
