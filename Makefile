@@ -13,6 +13,8 @@ READY := $(VENV)/.ready
 WARM := $(VENV)/.warm
 CLIENTS := .venv-clients
 DEPLOY := .venv-deploy
+STRANGERS := .venv-strangers
+HARNESSES := .venv-harnesses
 S3_TESTS := tests/adapter_store/blobs/test_blobs.py tests/adapter_store/blobs/test_s3_blobs.py \
 	tests/adapter_store/blobs/test_s3_faults.py tests/adapter_store/tiers/test_store_faults.py \
 	tests/adapter_store/tiers/test_packed_source.py
@@ -122,6 +124,27 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
 	mkdir -p $(CLIENTS)/node && cp tests/clients/package.json $(CLIENTS)/node/
 	cd $(CLIENTS)/node && npm install --no-audit --no-fund --loglevel error
+	@touch $@
+
+test-strangers: $(WARM) $(STRANGERS)/.ready ## Run vLLM's, SGLang's and openai-python's own tests of a server against ours (ARGS='--only vllm')
+	$(VENV)/bin/python -m tests.strangers $(ARGS)
+
+$(STRANGERS)/.ready: tests/strangers/requirements.txt
+	$(PYTHON) -m venv $(STRANGERS)
+	$(STRANGERS)/bin/python -m pip install --quiet -r tests/strangers/requirements.txt
+	@touch $@
+
+test-harnesses: $(WARM) $(HARNESSES)/.ready ## Compare lm-eval with its own backend, and run guidellm, aiperf and vLLM's benchmark (ARGS='--only lm-eval')
+	$(VENV)/bin/python -m tests.harnesses $(ARGS)
+
+# Each tool has its own environment. The pins keep pip from installing another torch.
+$(HARNESSES)/.ready: $(wildcard tests/harnesses/*.txt) constraints.txt
+	mkdir -p $(HARNESSES)
+	grep -E '^(torch|transformers|peft|accelerate|numpy)==' constraints.txt > $(HARNESSES)/constraints.txt
+	for tool in lm-eval guidellm aiperf vllm; do \
+		$(PYTHON) -m venv $(HARNESSES)/$$tool && \
+		$(HARNESSES)/$$tool/bin/python -m pip install --quiet -c $(HARNESSES)/constraints.txt -r tests/harnesses/$$tool.txt || exit 1; \
+	done
 	@touch $@
 
 test-browser: $(WARM) ## Test the console in Debian's Chromium (installed if root)

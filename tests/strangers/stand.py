@@ -1,0 +1,79 @@
+"""The servers that other projects' tests and tools call: one for each of the demo's bases, each with an adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.served import deployment
+
+DEMO = Path(__file__).parents[2] / "admin" / "demo"
+BASES = {
+    "chat": (DEMO / "base", DEMO / "adapters" / "pirate"),
+    "tools": (DEMO / "tools" / "base", DEMO / "tools" / "adapters" / "concierge"),
+}
+TENANT = "harbour"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server. The fields are those that a suite's process reads."""
+
+    host: str
+    port: int
+    key: str
+    folder: str
+    model: str
+    adapter: str
+    adapter_folder: str
+    context: int
+    vocabulary: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+@contextmanager
+def served(scratch: Path, bases: tuple[str, ...] = tuple(BASES)) -> Iterator[dict[str, Served]]:
+    """Serve bases in float32 during the block, so that answers do not depend on which requests share a batch."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(_one(name, scratch / name)) for name in bases}
+
+
+def _greedy(source: Path, base: Path) -> Path:
+    """Make a copy of a base whose requests are greedy unless they set a temperature, so that outcomes do not vary."""
+    base.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.name != "generation_config.json":
+            (base / file.name).symlink_to(file)
+    config = json.loads((source / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**config, "temperature": 0}))
+    return base
+
+
+@contextmanager
+def _one(name: str, scratch: Path) -> Iterator[Served]:
+    source, adapter = BASES[name]
+    base = _greedy(source, scratch / "base")
+    made = deployment(base, scratch / "data", ("--dtype", "float32"), {})
+    config: dict[str, Any] = json.loads((base / "config.json").read_text())
+    with made.running(scratch / "server.log"):
+        made.json("tenants", "create", TENANT)
+        key = made.json("keys", "create", "--tenant", TENANT)["secret"]
+        pushed = made.json("adapters", "push", str(adapter), "--tenant", TENANT, "--name", adapter.name)
+        yield Served(
+            host="127.0.0.1",
+            port=made.port,
+            key=key,
+            folder=str(source),
+            model="demo-base",
+            adapter=pushed["model"],
+            adapter_folder=str(adapter),
+            context=config["max_position_embeddings"],
+            vocabulary=config["vocab_size"],
+        )

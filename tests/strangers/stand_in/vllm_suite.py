@@ -1,0 +1,122 @@
+"""A pytest plugin that runs vLLM's tests of its server against ours, without vLLM."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import remote_server
+from absent_modules import absent, allow_absent
+from served_base import served_base
+
+SERVER = remote_server.RemoteOpenAIServer.__name__
+VLLM_VERSION = "0.33.0"
+ABSENT = (
+    "vllm",
+    "torch",
+    "openai_harmony",
+    "rapidfuzz",
+    "model_hosting_container_standards",
+    "lm_eval",
+    "PIL",
+    "gpt_oss",
+    "mcp",
+)
+
+
+def _tokenizer(*_arguments: Any, **_options: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(served_base(remote_server.last_base).folder)
+
+
+class _Platform:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_arguments, **_options: 0 if name == "device_count" else False
+
+
+class _Hub:
+    def snapshot_download(self, *_arguments: Any, **_options: Any) -> str:
+        return served_base("chat").adapter_folder
+
+
+class _ModelConfig:
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        self._base = served_base(remote_server.last_base)
+
+    def get_vocab_size(self) -> int:
+        return self._base.vocabulary
+
+
+class _Utils(ModuleType):
+    """Stands in for vLLM's tests/utils.py. Its decorators return the test."""
+
+    RemoteOpenAIServer = remote_server.RemoteOpenAIServer
+    VLLM_PATH = Path("absent")
+    ROCM_EXTRA_ARGS: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return absent(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Prepare the modules that the suite's conftests import."""
+    import transformers
+    from transformers.utils import is_torch_available, is_vision_available
+
+    # transformers remembers that these are missing, before their stand-ins can be found.
+    assert not is_torch_available()
+    assert not is_vision_available()
+    transformers.AutoTokenizer.from_pretrained = _tokenizer
+    transformers.AutoConfig.from_pretrained = absent("AutoConfig")
+    utils = _Utils("tests.utils")
+    utils.ROCM_EXTRA_ARGS = []  # type: ignore[assignment]
+    sys.modules["tests.utils"] = utils
+    allow_absent(
+        ABSENT,
+        {
+            "vllm.platforms": {"current_platform": _Platform()},
+            "vllm.tokenizers": {"get_tokenizer": _tokenizer},
+            "vllm.transformers_utils.repo_utils": {"hf_api": _Hub},
+            "vllm.config": {"ModelConfig": _ModelConfig},
+            "vllm.model_executor.model_loader.weight_utils": {
+                "download_weights_from_hf": lambda model, **_options: model
+            },
+            "torch": {"iinfo": lambda _kind: SimpleNamespace(min=-(2**63), max=2**63 - 1), "long": "long"},
+            "vllm.version": {"__version__": VLLM_VERSION, "_prev_minor_version": lambda: VLLM_VERSION},
+        },
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests that start a server, themselves or through a fixture. The others test vLLM's own modules.
+
+    Of the tests that are repeated for many models, keep one model's, because another changes nothing here.
+    """
+    kept = [item for item in items if _starts_a_server(item) and _is_first_model(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _is_first_model(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is None or callspec.indices.get("server_config", 0) == 0
+
+
+def _starts_a_server(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    functions = [item.obj]
+    for definitions in item._fixtureinfo.name2fixturedefs.values():
+        functions += [definition.func for definition in definitions]
+    return any(SERVER in _names(function) for function in functions)
+
+
+def _names(function: Any) -> tuple[str, ...]:
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    return code.co_names if isinstance(code, CodeType) else ()
