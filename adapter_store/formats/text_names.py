@@ -8,10 +8,10 @@ _TEXT = (
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
 )
+_DRAFTS = "mtp"
+"""The part with layers for multi-token prediction. The model's ordinary output does not depend on them."""
 _OTHER_PARTS = frozenset(
     {
-        # Layers for multi-token prediction. The model's ordinary output does not depend on them.
-        "mtp",
         "aligner",
         "audio_tower",
         "connector",
@@ -37,12 +37,12 @@ _OTHER_PARTS = frozenset(
 
 def is_other_part(module: str) -> bool:
     """Return whether a module, given by its name or by the end of its name, is outside the text decoder."""
-    return not _OTHER_PARTS.isdisjoint(module.split("."))
+    return not (_OTHER_PARTS | {_DRAFTS}).isdisjoint(module.split("."))
 
 
 def text_name(stored: str) -> str | None:
     """Return the tensor's name in a text-only model, or None if a text-only model does not need the tensor."""
-    if stored.removeprefix("model.").partition(".")[0] in _OTHER_PARTS:
+    if stored.startswith(f"{_DRAFTS}.") or stored.removeprefix("model.").partition(".")[0] in _OTHER_PARTS:
         return None
     for prefix, replacement in _TEXT:
         if stored.startswith(prefix):

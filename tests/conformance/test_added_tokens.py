@@ -173,7 +173,7 @@ def test_further_tokens_of_prompts_are_scored(subject: ResizedSubject, is_gpu: b
     made = plain_backend(HostAccelerator()) if is_gpu else None
     names = [None, "trained", "fewer"]
     asked = [(name, subject.add(name, number, num_prompt_logprobs=2)) for number, name in enumerate(names, 1)]
-    scores, _, _ = run_scoring(subject, made, asked, max_batch_tokens=16)
+    scores, *_ = run_scoring(subject, made, asked, max_batch_tokens=16)
     for name, add in asked:
         logits = subject.reference_logits(name, list(add.prompt))[:-1]
         for one, row in zip(scores[add.sequence_id], torch.log_softmax(logits, dim=1), strict=True):

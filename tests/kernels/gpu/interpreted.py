@@ -21,6 +21,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 TRITON_MODULES = (
     "adapter_pairs",
     "addresses",
+    "affines",
     "attention",
     "attention_plan",
     "code_values",
