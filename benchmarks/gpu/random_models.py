@@ -88,9 +88,9 @@ class RandomAdapters:
 
     def layout(self, rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0) -> AdapterLayout:
         """The layout in pages of an adapter with this rank on these modules, from `first_layer` on."""
-        ranks = np.zeros((self._target.geometry.num_layers, len(self._target.modules)), np.int32)
+        ranks = np.zeros((self._target.geometry.num_layers, len(self._target.all_modules)), np.int32)
         ranks[first_layer:, list(modules)] = rank
-        return adapter_layout(self._target.geometry, self._target.modules, ranks)
+        return adapter_layout(self._target.geometry, self._target.all_modules, ranks)
 
     @property
     def page_bytes(self) -> int:
@@ -104,12 +104,12 @@ class RandomAdapters:
 def _random_payload(bench: Bench, target: PackTarget, ranks: np.ndarray) -> np.ndarray:
     """The pages of a random adapter, uint8 `[num_pages, num_layers, page_bytes]`. Elements outside rows are zero."""
     geometry, E = target.geometry, target.geometry.adapter_elements
-    layout = adapter_layout(geometry, target.modules, ranks)
+    layout = adapter_layout(geometry, target.all_modules, ranks)
     size = (geometry.num_layers, layout.num_pages * E)
     streams = torch.zeros(size, dtype=DTYPES[target.dtype], device=bench.device)
     generator = torch.Generator(bench.device).manual_seed(int(ranks.sum()))
     for layer, m in zip(*np.nonzero(ranks), strict=True):
-        rank, module = int(ranks[layer, m]), target.modules[m]
+        rank, module = int(ranks[layer, m]), target.all_modules[m]
         spreads = {A: (module.in_features, module.in_features**-0.5), B: (module.out_features, EFFECT * rank**-0.5)}
         for half, (row_len, spread) in spreads.items():
             padded_len, offset = row_layout(row_len, E).padded_len, int(layout.offsets[layer, m, half])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import save
 
@@ -63,8 +62,7 @@ class AdapterFiles:
     def num_pages(self, dtype: str) -> int:
         """Pages of one adapter. All adapters have the same size."""
         target = pack_target(self.model, dtype)
-        ranks = np.full((target.geometry.num_layers, len(target.modules)), self.rank, np.int32)
-        return target.layout(ranks).num_pages
+        return target.layout(target.equal_ranks(self.rank)).num_pages
 
     def pack(self, digests: tuple[str, ...], dtype: str, disk_bytes: int, say: Callable[[str], None]) -> None:
         """Fetch the packed files into the disk tier, as an engine does when it first uses an adapter."""
