@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
+from loramux.platform.grammars import checker as checker_module
 from loramux.platform.grammars.checker import MAX_KEPT_PER_TENANT, MAX_WAITING_PER_TENANT, NUM_PROCESSES, GrammarChecker
 from loramux.platform.grammars.constraint import MAX_TEXT_BYTES, Constraint
 from tests.demo_base import DEMO_BASE
@@ -28,7 +29,10 @@ def observed() -> Observed:
 
 @pytest.fixture(scope="module")
 def shared_checker(observed: Observed) -> Iterator[GrammarChecker]:
-    checker = GrammarChecker(DEMO_BASE, 1024, (1,), observed.note)
+    with pytest.MonkeyPatch.context() as patch:
+        # Most of these checks are long. Pauses after them are tested with the lanes.
+        patch.setattr(checker_module, "PAUSE", 0.0)
+        checker = GrammarChecker(DEMO_BASE, 1024, (1,), observed.note)
     yield checker
     checker.close()
 
