@@ -109,8 +109,9 @@ class Stand:
     def num_billed(self) -> int:
         events, adjustments = schema.usage_events.c, schema.usage_adjustments.c
         with self.database.read() as connection:
+            # PostgreSQL's sums are decimals.
             return sum(
-                connection.execute(select(func.coalesce(func.sum(column), 0))).scalar_one()
+                int(connection.execute(select(func.coalesce(func.sum(column), 0))).scalar_one())
                 for column in (events.completion_tokens, adjustments.completion_tokens)
             )
 
