@@ -269,7 +269,7 @@ retired_numbers = Table(
     Column("last_number", Integer, nullable=False),
 )
 
-# What was purged, until every server has deleted its copies.
+# Purged weights, until every server has deleted its copies.
 purges = Table(
     "purges",
     metadata,

@@ -261,7 +261,7 @@ class Ingest:
         self.has_pending.set()
 
     def remove_abandoned(self) -> None:
-        """Delete the files that no version needs: abandoned uploads, and the blobs of what was purged."""
+        """Delete the files of abandoned uploads and the blobs of purged versions."""
         self._janitor.clear_up()
         self.purged_blobs.clear_up()
 

@@ -1,4 +1,4 @@
-"""Deletes the blobs of what was purged, and tells servers which copies of weights to delete."""
+"""Deletes the blobs of purged versions, and tells servers which copies of weights to delete."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SHOWN = {
     "open_uploads": "open uploads",
     "keys": "keys",
     "prices": "prices",
-    "usage_events": "requests in the ledger, of which sums stay",
+    "usage_events": "requests in the ledger (their sums stay)",
 }
 """The counts of a purge that are shown if they are not 0."""
 

@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 
 
 class PurgeDocument(TypedDict):
-    """What was purged or, with `dry_run`, what would be purged.
+    """The objects that the purge deleted or, with `dry_run`, would delete.
 
     `bytes` counts the stored weights and optional files, without the packed files, which can be rebuilt.
     `shared_weights` stay, because versions of other adapters have the same weights. `blocked_by` says why the purge

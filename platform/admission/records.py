@@ -21,7 +21,7 @@ class ReservationRequest:
     prompt_tokens: int
     reserved_tokens: int
     num_sequences: int = 1
-    """Number of choices, for each of which max_tokens are reserved."""
+    """Number of choices. Each reserves max_tokens."""
     base: str = ""
     """The served base model that the request runs on."""
     end_user: str | None = None
