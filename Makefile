@@ -66,7 +66,7 @@ endif
 endif
 
 # Compile the CPU kernels once, so that servers start without waiting for them.
-$(WARM): $(READY) $(wildcard kernels/*.py kernels/cpu/*.py)
+$(WARM): $(READY) $(wildcard kernels/*.py kernels/cpu/*.py kernels/cpu/*/*.py)
 	$(VENV)/bin/python -m loramux.kernels.cpu.warm
 	@touch $@
 
@@ -212,7 +212,7 @@ campaign-sampling: $(WARM) ## Sampling at the extremes of its settings against f
 
 campaign-processes: $(WARM) ## Servers and engines that hang, die, restart or stop early
 	$(VENV)/bin/python -m pytest tests/platform/engine_link/test_supervision.py tests/platform/engine_link/test_joined_engine.py \
-		tests/admin/test_serve.py tests/admin/test_sharing.py -m 'campaign or not campaign' --timeout 3600 $(ARGS)
+		tests/admin/serving/test_serve.py tests/admin/serving/test_sharing.py -m 'campaign or not campaign' --timeout 3600 $(ARGS)
 
 campaign-schemas: $(WARM) ## JSON Schema's own test suite against structured output (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m tests.conformance.schema_suite $(ARGS)
@@ -239,7 +239,7 @@ campaign-store-faults: $(WARM) ## A running server while its S3 store fails in e
 	$(VENV)/bin/python -m pytest tests/conformance/test_store_faults.py -m campaign -s $(ARGS)
 
 campaign-gateways: $(WARM) ## Gateways that race, lose streams, are stopped and are killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _STOPS=1000 _KILLS=200)
-	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py tests/admin/test_gateway.py \
+	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py tests/admin/serving/test_gateway.py \
 		tests/platform/generation/test_database_trouble.py tests/platform/generation/test_database_refusals.py \
 		-m 'campaign and not fleet' -s --timeout 3600 $(ARGS)
 

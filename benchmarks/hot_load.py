@@ -45,7 +45,7 @@ from benchmarks.random_model import SHAPES
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import AdapterUnavailable
-from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.tiers.host_slab import EngineMemory, HostSlab
 from loramux.adapter_store.tiers.host_tier import HostTier

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from loramux.kernels.cpu.linear import product_of
+from loramux.kernels.cpu.linear.linear import product_of
 
 PACKAGES = ("torch", "transformers", "peft", "numba", "numpy")
 BUSY_SHARE = 0.15

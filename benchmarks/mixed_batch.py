@@ -26,16 +26,16 @@ from safetensors.torch import load_file, save
 from benchmarks import peft_ways
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES, load_peft, make_base
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.canonical import write_canonical
-from loramux.adapter_store.formats.module_places import module_places
-from loramux.adapter_store.formats.packing import PackedAdapter, pack
+from loramux.adapter_store.formats.packed.canonical import write_canonical
+from loramux.adapter_store.formats.packed.module_places import module_places
+from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.assembly import AssembledEngine, assemble_engine
-from loramux.engine.config import EngineConfig, pack_target
-from loramux.engine.messages import Add, Finished, Load, SamplingParams, StepOutput
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
+from loramux.engine.loop.config import EngineConfig, pack_target
+from loramux.engine.protocol.messages import Add, Finished, Load, SamplingParams, StepOutput
 
 FOLDER = Path(__file__).parent
 NUM_CHECKED_TOKENS = 8

@@ -29,15 +29,15 @@ from benchmarks.machine import add_allow_busy, busy_share, describe, require_idl
 from benchmarks.random_model import SHAPES, Shape, make_base
 from benchmarks.tables import open_console
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.assembly import AssembledEngine, assemble_engine
-from loramux.engine.config import EngineConfig
 from loramux.engine.device.backend import Linear, open_backend
-from loramux.engine.messages import Add, SamplingParams, StepOutput
-from loramux.kernels.cpu.integer_blocks import HAS_VNNI
-from loramux.kernels.cpu.linear import PackedLinear
-from loramux.kernels.cpu.quantized_layout import BLOCKS
-from loramux.kernels.cpu.quantized_linear import make_quantized_linear
-from loramux.kernels.cpu.threads import set_num_threads
+from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.messages import Add, SamplingParams, StepOutput
+from loramux.kernels.cpu.instructions.integer_blocks import HAS_VNNI
+from loramux.kernels.cpu.instructions.threads import set_num_threads
+from loramux.kernels.cpu.linear.linear import PackedLinear
+from loramux.kernels.cpu.linear.quantized_layout import BLOCKS
+from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
 from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 from loramux.kernels.reference.quantized import round_to_bytes
 

@@ -24,19 +24,19 @@ from benchmarks.gpu.bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.cache_groups import cache_layout
-from loramux.engine.engine import Engine, EngineParts, Observers
-from loramux.engine.engine_stats import EngineStats
+from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.execution.simulation import GREEDY, SimulatedExecutor, SimulatedPages, simulated_adapters
-from loramux.engine.grammars.grammars import Grammars
-from loramux.engine.messages import Add, Finished, StepOutput
+from loramux.engine.loop.engine import Engine, EngineParts, Observers
+from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.protocol.messages import Add, Finished, StepOutput
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.sequences.cache_groups import cache_layout
 
 VOCAB_SIZE = 97
 PAGE_TOKENS = 16

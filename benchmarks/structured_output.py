@@ -44,7 +44,7 @@ from benchmarks.peers.vllm_server import VllmServer, find_vllm, open_vllm
 from benchmarks.peers.workload import DISTINCT, Load, draw_work
 from benchmarks.random_model import SHAPES
 from benchmarks.tables import open_console
-from loramux.engine.grammars.vocabulary import load_vocabulary
+from loramux.engine.constraints.vocabulary import load_vocabulary
 
 FOLDER = Path(__file__).parent
 EOS = 2

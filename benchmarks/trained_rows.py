@@ -23,9 +23,9 @@ from rich.table import Table
 
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from benchmarks.tables import open_console
+from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
-from loramux.kernels.cpu.linear import PackedLinear
-from loramux.kernels.cpu.threads import set_num_threads
+from loramux.kernels.cpu.linear.linear import PackedLinear
 from loramux.kernels.layout import LinearShape, PageGeometry, RowCounts, adapter_layout, row_layout
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews

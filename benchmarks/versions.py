@@ -35,14 +35,14 @@ WORKER = """
 import json, sys, time
 from pathlib import Path
 import torch
-from loramux.adapter_store.formats.canonical import write_canonical
-from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.formats.packed.canonical import write_canonical
+from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.assembly import assemble_engine
-from loramux.engine.config import EngineConfig, pack_target
-from loramux.engine.messages import Add, Load, SamplingParams, StepOutput
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.loop.assembly import assemble_engine
+from loramux.engine.loop.config import EngineConfig, pack_target
+from loramux.engine.protocol.messages import Add, Load, SamplingParams, StepOutput
+from loramux.engine.architectures.model_config import ModelConfig
 
 base, adapters, canonical, threads, prompt, vocabulary = json.loads(sys.argv[1])
 torch.set_num_threads(threads)

@@ -24,16 +24,16 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import ConversionRefused, printable
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
-from loramux.adapter_store.formats.module_places import (
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.tensor_writer import write_tensors
+from loramux.adapter_store.formats.packed.module_places import (
     A_SUFFIX,
     B_SUFFIX,
     EMBEDDING_A_SUFFIX,
     EMBEDDING_B_SUFFIX,
     TENSOR_PREFIX,
 )
-from loramux.adapter_store.formats.peft_document import peft_document
-from loramux.adapter_store.formats.tensor_writer import write_tensors
+from loramux.adapter_store.formats.version_files.peft_document import peft_document
 from loramux.adapter_store.gguf.gguf_file import GgufFile
 
 LLAMA, PHI3 = "llama", "phi3"

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import ConversionRefused, printable
-from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
+from loramux.adapter_store.formats.files.float_formats import STORAGE, to_float32
 
 MAX_HEADER_BYTES = 4 << 20
 """Largest header, up to the tensors' data, in bytes. An adapter with 1,000 modules needs about 150,000 bytes."""

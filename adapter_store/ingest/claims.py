@@ -12,7 +12,7 @@ import structlog
 from sqlalchemy import Connection, select, update
 
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
-from loramux.adapter_store.formats.further_files import NO_FURTHER_FILES, FurtherFiles, version_digest
+from loramux.adapter_store.formats.version_files.further_files import NO_FURTHER_FILES, FurtherFiles, version_digest
 from loramux.adapter_store.ingest.purge_rows import refuse_purged
 from loramux.adapter_store.ingest.upload_rows import (
     LEASE_US,

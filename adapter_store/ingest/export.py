@@ -17,7 +17,7 @@ from loramux.adapter_store.errors import (
     OriginalNotKept,
     VersionNotReady,
 )
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, FURTHER_FILES
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key, sha256_of
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, UploadFile

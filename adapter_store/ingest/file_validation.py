@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loramux.adapter_store.errors import AdapterCorrupt
-from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE
-from loramux.adapter_store.formats.further_files import FurtherFiles
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE
+from loramux.adapter_store.formats.packed.canonical import digest_of
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.version_files.further_files import FurtherFiles
 from loramux.adapter_store.validation.further_checks import (
     TemplateCheck,
     VocabularyCheck,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.file_names import FURTHER_FILES, TOKENIZER_CONFIG_FILE, UPLOAD_FILES
-from loramux.adapter_store.formats.sharded_tensors import INDEX_FILE, is_shard
+from loramux.adapter_store.formats.files.file_names import FURTHER_FILES, TOKENIZER_CONFIG_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.packed.sharded_tensors import INDEX_FILE, is_shard
 from loramux.adapter_store.ingest.hub_client import HubClient, HubFile
 
 _FILES = (*UPLOAD_FILES, *FURTHER_FILES, TOKENIZER_CONFIG_FILE, INDEX_FILE)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from loramux.adapter_store.blobs.interface import BlobStore, PresignedParts, PresignedPut, upload_key
 from loramux.adapter_store.errors import BlobNotFound, BlobTooLarge, PartsMissing, UploadNotFound, UploadRefused
-from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
-from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.tokenizer_files import BaseVocabulary
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.packed.canonical import digest_of
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.version_files.further_files import MAX_FURTHER_BYTES
+from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary
 from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook, no_op

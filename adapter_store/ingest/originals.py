@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from loramux.adapter_store.errors import AdapterCorrupt
-from loramux.adapter_store.formats.canonical import MAX_HEADER_BYTES, CanonicalAdapter
-from loramux.adapter_store.formats.file_names import CONFIG_FILE
-from loramux.adapter_store.formats.safetensors_header import LENGTH_BYTES, TensorEntry
-from loramux.adapter_store.formats.tensor_file import TensorFile
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE
+from loramux.adapter_store.formats.files.safetensors_header import LENGTH_BYTES, TensorEntry
+from loramux.adapter_store.formats.files.tensor_file import TensorFile
+from loramux.adapter_store.formats.packed.canonical import MAX_HEADER_BYTES, CanonicalAdapter
 
 _CHUNK_BYTES = 1 << 20
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.file_names import TENSORS_FILE
-from loramux.adapter_store.formats.sharded_tensors import INDEX_FILE, MAX_INDEX_BYTES, ShardIndex, join_shards
+from loramux.adapter_store.formats.files.file_names import TENSORS_FILE
+from loramux.adapter_store.formats.packed.sharded_tensors import INDEX_FILE, MAX_INDEX_BYTES, ShardIndex, join_shards
 from loramux.adapter_store.ingest.sources import Source
 
 

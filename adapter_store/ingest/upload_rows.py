@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, delete, insert, not_, or_, select, update
 
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
-from loramux.adapter_store.formats.file_names import FURTHER_FILES, UPLOAD_FILES
+from loramux.adapter_store.formats.files.file_names import FURTHER_FILES, UPLOAD_FILES
 from loramux.adapter_store.ingest.purge_rows import last_number
 from loramux.adapter_store.ingest.tenant_caps import TenantCaps
 from loramux.adapter_store.registry.records import UNFINISHED, AdapterVersion, Upload, UploadFile

@@ -17,16 +17,16 @@ from loramux.adapter_store.errors import (
     SourceUnavailable,
     UploadRefused,
 )
-from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.file_names import (
+from loramux.adapter_store.formats.files.file_names import (
     CONFIG_FILE,
     FURTHER_FILES,
     TENSORS_FILE,
     TOKENIZER_CONFIG_FILE,
     UPLOAD_FILES,
 )
-from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES
-from loramux.adapter_store.formats.tokenizer_files import MAX_BYTES, BaseVocabulary, tokenizer_files
+from loramux.adapter_store.formats.packed.canonical import digest_of
+from loramux.adapter_store.formats.version_files.further_files import MAX_FURTHER_BYTES
+from loramux.adapter_store.formats.version_files.tokenizer_files import MAX_BYTES, BaseVocabulary, tokenizer_files
 from loramux.adapter_store.ingest.claims import ClaimedVersion, ClaimRenewal, Verdict, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook
 from loramux.adapter_store.ingest.file_validation import FileValidation

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from loramux.adapter_store.errors import MergeRefused
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
-from loramux.adapter_store.formats.peft_document import peft_document
-from loramux.adapter_store.formats.tensor_writer import write_tensors
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.tensor_writer import write_tensors
+from loramux.adapter_store.formats.version_files.peft_document import peft_document
 from loramux.adapter_store.merging.methods import Matrix, MergeMethod, MergeSettings, combine
 from loramux.adapter_store.merging.plain_lora import PlainLora, PlainModule
 from loramux.adapter_store.validation.peft_config import MAX_NAMES

@@ -9,18 +9,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from loramux.adapter_store.errors import AdapterRejected, MergeRefused
-from loramux.adapter_store.formats.canonical import MAX_HEADER_BYTES
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
-from loramux.adapter_store.formats.ignored_tensors import is_of_training
-from loramux.adapter_store.formats.module_places import (
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.ignored_tensors import is_of_training
+from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.files.tensor_file import TensorFile
+from loramux.adapter_store.formats.packed.canonical import MAX_HEADER_BYTES
+from loramux.adapter_store.formats.packed.module_places import (
     A_SUFFIX,
     B_SUFFIX,
     EMBEDDING_A_SUFFIX,
     EMBEDDING_B_SUFFIX,
     TENSOR_PREFIX,
 )
-from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
-from loramux.adapter_store.formats.tensor_file import TensorFile
 from loramux.adapter_store.merging.methods import Matrix
 from loramux.adapter_store.validation.expected_modules import Scales
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES, PeftConfig, parse_peft_config

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sqlalchemy import Connection, delete, insert, select
 
-from loramux.adapter_store.formats.further_files import FurtherFiles
+from loramux.adapter_store.formats.version_files.further_files import FurtherFiles
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_version_files
 

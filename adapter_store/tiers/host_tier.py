@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.tiers.tier_contents import MAX_LISTED, KeptAdapter, TierContents
 from loramux.adapter_store.tiers.tier_figures import Held, Tier
 

@@ -24,12 +24,12 @@ from loramux.adapter_store.errors import (
     PackedForOtherBase,
     StoreError,
 )
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.checksums import PayloadCheck, Proof
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packed_file import HostMemory, plain_memory, read_open_packed, write_packed
-from loramux.adapter_store.formats.packing import PackedAdapter, pack
+from loramux.adapter_store.formats.files.checksums import PayloadCheck, Proof
+from loramux.adapter_store.formats.packed.canonical import digest_of
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packed_file import HostMemory, plain_memory, read_open_packed, write_packed
+from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.tiers.disk_tier import DiskTier, HeldFile
 from loramux.adapter_store.tiers.tier_figures import Held, PassedStage, Tier, TierFigures
 

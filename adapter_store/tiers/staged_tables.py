@@ -12,7 +12,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 
 _FAST = 1
 _ITEM_BYTES = 4

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import StoreError
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.tiers.host_slab import EngineMemory, mapped
 from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter

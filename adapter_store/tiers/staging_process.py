@@ -26,8 +26,8 @@ import numpy.typing as npt
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import InvalidBlobUrl, StoreError
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.tiers.host_slab import HostSlab, mapped, shared_memory
 from loramux.adapter_store.tiers.packed_source import PackedSource

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.ignored_tensors import is_ignored
-from loramux.adapter_store.formats.module_places import ModulePlace, module_of, unused_projections
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.files.ignored_tensors import is_ignored
+from loramux.adapter_store.formats.packed.module_places import ModulePlace, module_of, unused_projections
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.validation.name_patterns import MAX_NAME_LEN, NameSet, suffixes
 from loramux.adapter_store.validation.pattern_keys import PatternKeys
 from loramux.adapter_store.validation.peft_config import PeftConfig

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.module_places import norm_places, shared_places
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.safetensors_header import TensorEntry
-from loramux.adapter_store.formats.trained_vectors import UNUSED_BIAS_SUFFIXES, TrainedVector, known_vectors
+from loramux.adapter_store.formats.files.safetensors_header import TensorEntry
+from loramux.adapter_store.formats.packed.module_places import norm_places, shared_places
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.trained_vectors import UNUSED_BIAS_SUFFIXES, TrainedVector, known_vectors
 from loramux.adapter_store.validation.peft_config import PeftConfig
 
 

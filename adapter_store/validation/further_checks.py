@@ -9,12 +9,16 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loramux.adapter_store.errors import AdapterRejected, printable
-from loramux.adapter_store.formats.added_vocabulary import AddedVocabulary, SpecialTokens, parse_added_vocabulary
-from loramux.adapter_store.formats.answer_parsers import parse_answer_parsers
-from loramux.adapter_store.formats.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
-from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, FurtherFiles
-from loramux.adapter_store.formats.generation_config import EOS_KEY, parse_generation_config
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.files.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.version_files.added_vocabulary import (
+    AddedVocabulary,
+    SpecialTokens,
+    parse_added_vocabulary,
+)
+from loramux.adapter_store.formats.version_files.answer_parsers import parse_answer_parsers
+from loramux.adapter_store.formats.version_files.further_files import MAX_FURTHER_BYTES, FurtherFiles
+from loramux.adapter_store.formats.version_files.generation_config import EOS_KEY, parse_generation_config
 from loramux.adapter_store.validation.report import Warn
 
 _MAX_REASON = 200

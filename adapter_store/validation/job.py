@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 
 _OWN_MEMORY_BYTES = 512 << 20
 """Address space for Python, numpy and the work on one tensor, in bytes; 142 MB is used before the first tensor."""

@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from typing import Generic, TypeVar
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.text_names import text_module
+from loramux.adapter_store.formats.files.text_names import text_module
 from loramux.adapter_store.validation.cpu_time import CpuTimeExceeded, limited_cpu_time
 from loramux.adapter_store.validation.name_patterns import is_literal, suffixes
 

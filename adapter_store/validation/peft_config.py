@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from loramux.adapter_store.errors import AdapterRejected, printable
-from loramux.adapter_store.formats.file_names import CONFIG_FILE
-from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
-from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
-from loramux.adapter_store.formats.text_names import text_module
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE
+from loramux.adapter_store.formats.files.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.files.text_names import text_module
+from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
 from loramux.adapter_store.validation.name_patterns import is_literal
 from loramux.adapter_store.validation.trained_config import parse_modules_to_save, parse_token_indices
 from loramux.kernels.layout import MAX_RANK

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected, printable
-from loramux.adapter_store.formats.ignored_tensors import is_of_training
-from loramux.adapter_store.formats.trained_rows import TrainedRows
+from loramux.adapter_store.formats.files.ignored_tensors import is_of_training
+from loramux.adapter_store.formats.packed.trained_rows import TrainedRows
 from loramux.adapter_store.validation.weight_checks import Effect
 
 CHECKS = ("configuration", "container", "modules", "names", "shapes", "weights", "effect", "packing")

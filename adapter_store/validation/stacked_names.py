@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.validation.name_patterns import NameSet
 from loramux.adapter_store.validation.peft_config import PeftConfig
 from loramux.adapter_store.validation.tensor_names import TensorNames

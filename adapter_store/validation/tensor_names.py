@@ -22,10 +22,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.ignored_tensors import WRAPPERS
-from loramux.adapter_store.formats.module_places import BASE_BIAS_SUFFIXES, MAGNITUDE_SUFFIX
-from loramux.adapter_store.formats.trained_rows import BASE_SUFFIXES, DELTA_SUFFIX, UNUSED_SUFFIXES
-from loramux.adapter_store.formats.trained_vectors import UNUSED_BIAS_SUFFIXES
+from loramux.adapter_store.formats.files.ignored_tensors import WRAPPERS
+from loramux.adapter_store.formats.packed.module_places import BASE_BIAS_SUFFIXES, MAGNITUDE_SUFFIX
+from loramux.adapter_store.formats.packed.trained_rows import BASE_SUFFIXES, DELTA_SUFFIX, UNUSED_SUFFIXES
+from loramux.adapter_store.formats.packed.trained_vectors import UNUSED_BIAS_SUFFIXES
 
 _PEFT_PREFIX = "base_model.model."
 _PARALLEL = "module."

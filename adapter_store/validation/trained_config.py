@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.text_names import is_other_part, text_module
+from loramux.adapter_store.formats.files.text_names import is_other_part, text_module
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 _KEYS = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}

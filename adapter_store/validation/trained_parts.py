@@ -15,12 +15,12 @@ from functools import partial
 import numpy as np
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.float_formats import to_float32
-from loramux.adapter_store.formats.module_places import TENSOR_PREFIX
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.safetensors_header import TensorEntry
-from loramux.adapter_store.formats.tensor_file import TensorFile
-from loramux.adapter_store.formats.trained_rows import (
+from loramux.adapter_store.formats.files.float_formats import to_float32
+from loramux.adapter_store.formats.files.safetensors_header import TensorEntry
+from loramux.adapter_store.formats.files.tensor_file import TensorFile
+from loramux.adapter_store.formats.packed.module_places import TENSOR_PREFIX
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.trained_rows import (
     BASE_SUFFIXES,
     DELTA_SUFFIX,
     UNUSED_SUFFIXES,

@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.file_names import CONFIG_FILE
-from loramux.adapter_store.formats.ignored_tensors import is_ignored
-from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
-from loramux.adapter_store.formats.module_places import (
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE
+from loramux.adapter_store.formats.files.ignored_tensors import is_ignored
+from loramux.adapter_store.formats.files.safetensors_header import TensorEntry
+from loramux.adapter_store.formats.files.tensor_file import TensorFile
+from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY
+from loramux.adapter_store.formats.packed.module_places import (
     A_SUFFIX,
     MAGNITUDE_SUFFIX,
     TENSOR_PREFIX,
@@ -26,12 +28,10 @@ from loramux.adapter_store.formats.module_places import (
     shared_places,
     unused_projections,
 )
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.rearranged_places import places_in_file
-from loramux.adapter_store.formats.safetensors_header import TensorEntry
-from loramux.adapter_store.formats.tensor_file import TensorFile
-from loramux.adapter_store.formats.trained_rows import max_row_counts, outer_weight_names
-from loramux.adapter_store.formats.trained_vectors import TrainedVector
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.rearranged_places import places_in_file
+from loramux.adapter_store.formats.packed.trained_rows import max_row_counts, outer_weight_names
+from loramux.adapter_store.formats.packed.trained_vectors import TrainedVector
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
 from loramux.adapter_store.validation.expected_vectors import expected_vectors
 from loramux.adapter_store.validation.peft_config import PeftConfig, parse_peft_config

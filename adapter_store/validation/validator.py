@@ -17,9 +17,9 @@ import msgspec
 import structlog
 
 from loramux.adapter_store.errors import AdapterRejected, AdapterUnavailable, StoreError
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.sandbox.fork_server import (
     Ended,
     ForkLimits,

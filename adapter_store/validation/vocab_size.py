@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.module_places import TENSOR_PREFIX
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.safetensors_header import TensorEntry
-from loramux.adapter_store.formats.trained_rows import BASE_SUFFIXES, TrainedRows
+from loramux.adapter_store.formats.files.safetensors_header import TensorEntry
+from loramux.adapter_store.formats.packed.module_places import TENSOR_PREFIX
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.trained_rows import BASE_SUFFIXES, TrainedRows
 from loramux.adapter_store.validation.peft_config import PeftConfig
 from loramux.kernels.layout import MAX_EXTRA_TOKENS, trained_rows_of
 

@@ -18,13 +18,13 @@ from typing import Any, TextIO
 import numpy.random  # noqa: F401 - numpy would import it on first use, when this process cannot open files any more
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.base_weights import WeightRows
-from loramux.adapter_store.formats.canonical import CanonicalAdapter, write_canonical
-from loramux.adapter_store.formats.open_matrices import MatrixPlace, OpenMatrices
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packed_file import write_packed
-from loramux.adapter_store.formats.packing import needs_base, pack
-from loramux.adapter_store.formats.replaced_rows import replaced_rows
+from loramux.adapter_store.formats.files.open_matrices import MatrixPlace, OpenMatrices
+from loramux.adapter_store.formats.packed.canonical import CanonicalAdapter, write_canonical
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packed_file import write_packed
+from loramux.adapter_store.formats.packed.packing import needs_base, pack
+from loramux.adapter_store.formats.packed.replaced_rows import replaced_rows
+from loramux.adapter_store.formats.quantization.base_weights import WeightRows
 from loramux.adapter_store.sandbox.confinement import confine, limit_resources
 from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
 from loramux.adapter_store.validation.job import Accepted, Limits, ValidationJob

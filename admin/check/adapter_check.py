@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.file_names import (
+from loramux.adapter_store.formats.files.file_names import (
     CONFIG_FILE,
     FURTHER_FILES,
     TENSORS_FILE,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
 )
-from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, FurtherFiles
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.tokenizer_files import tokenizer_files
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.adapter_store.formats.version_files.further_files import MAX_FURTHER_BYTES, FurtherFiles
+from loramux.adapter_store.formats.version_files.tokenizer_files import tokenizer_files
 from loramux.adapter_store.validation.further_checks import (
     accept_vocabulary,
     check_further_files,
@@ -34,9 +34,9 @@ from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.given_files import has_tokenizer
 from loramux.admin.client.push import PushRefused, adapter_files
 from loramux.admin.client.sharded_source import joined_directory
-from loramux.engine.config import pack_target, resolve_device, resolve_dtype
-from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target, resolve_device, resolve_dtype
+from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError, read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates

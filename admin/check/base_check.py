@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.answer_parsers import NO_CHOICE
-from loramux.adapter_store.formats.file_names import GENERATION_FILE
-from loramux.adapter_store.formats.generation_config import parse_generation_config
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.files.file_names import GENERATION_FILE
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE
+from loramux.adapter_store.formats.version_files.generation_config import parse_generation_config
 from loramux.adapter_store.validation.report import Warn
 from loramux.admin.check.verdict import Problem, Verdict
-from loramux.engine.config import pack_target, resolve_device, resolve_dtype
-from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.model_config import ModelConfig
-from loramux.engine.model.weight_files import HEAD, stored_tensors
-from loramux.engine.model.weight_shapes import check_shapes, weight_shapes
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.architectures.weight_files import HEAD, stored_tensors
+from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
+from loramux.engine.loop.config import pack_target, resolve_device, resolve_dtype
+from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 from loramux.platform.tokenizer.conversation import TemplateRefused
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer

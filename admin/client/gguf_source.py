@@ -10,8 +10,8 @@ from pathlib import Path
 from loramux.adapter_store.errors import ConversionRefused
 from loramux.adapter_store.gguf.conversion import convert_gguf
 from loramux.admin.client.push import Progress
-from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.protocol.errors import ModelNotSupported
 
 NAMES = {
     "LlamaForCausalLM": "llama",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from loramux.adapter_store.formats.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 
 def is_given(path: Path) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 
-from loramux.adapter_store.formats.file_names import CONFIG_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE
 
 _PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _WEIGHTS = ("adapter_model", "adapter", "pytorch_model")

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.tokenizer_files import BaseVocabulary, tokenizer_files
+from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary, tokenizer_files
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
 from loramux.admin.client.given_files import has_tokenizer, is_given
 from loramux.admin.client.missing_files import missing_file

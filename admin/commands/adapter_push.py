@@ -66,7 +66,7 @@ def push(
     operator must allow.
     """
     from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
-    from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser
+    from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers, problem_with_parser
     from loramux.admin.client.gguf_source import converted_gguf
     from loramux.admin.client.named_adapter import find_named
     from loramux.admin.client.push import (

@@ -108,9 +108,9 @@ def _show(finding: Finding) -> None:
 
 def _plan(model: Path, as_json: bool) -> None:
     from loramux.admin.doctor.memory_plan import plan_memory
-    from loramux.engine.config import resolve_device
-    from loramux.engine.errors import ModelNotSupported
+    from loramux.engine.loop.config import resolve_device
     from loramux.engine.pages.pool_size import in_gib
+    from loramux.engine.protocol.errors import ModelNotSupported
 
     device = resolve_device("auto")
     try:

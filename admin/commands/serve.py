@@ -100,8 +100,8 @@ def serve(
     """
     from loramux.admin.demo.corpus import sample_texts
     from loramux.admin.errors import StartRefused
-    from loramux.admin.serve import run
     from loramux.admin.server.settings import Settings, SettingsError, load_settings
+    from loramux.admin.serving.serve import run
 
     try:
         # The parameters have the same names as the settings.
@@ -136,8 +136,8 @@ def gateway(
     serves only metrics and health. Administer adapters and tenants on the server.
     """
     from loramux.admin.errors import StartRefused
-    from loramux.admin.gateway import run
     from loramux.admin.server.settings import Settings, SettingsError, load_settings
+    from loramux.admin.serving.gateway import run
 
     try:
         run(load_settings(Settings, context.params))

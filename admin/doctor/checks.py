@@ -20,7 +20,7 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.doctor.findings import Finding, Grade
-from loramux.kernels.cpu.capability import bfloat16_products, byte_products, integer_products
+from loramux.kernels.cpu.instructions.capability import bfloat16_products, byte_products, integer_products
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
 

@@ -28,7 +28,7 @@ from loramux.admin.doctor.checks import (
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import DataSettings
-from loramux.kernels.cpu.capability import host_features
+from loramux.kernels.cpu.instructions.capability import host_features
 from loramux.migrations.database import Database, DatabaseError
 
 SERVER_TIMEOUT_S = 30.0
@@ -156,8 +156,8 @@ def _check_database_at(url: str) -> list[Finding]:
 
 
 def _check_model(directory: Path) -> Finding:
-    from loramux.engine.errors import EngineError
-    from loramux.engine.model.model_config import ModelConfig
+    from loramux.engine.architectures.model_config import ModelConfig
+    from loramux.engine.protocol.errors import EngineError
 
     try:
         model = ModelConfig.load(directory)

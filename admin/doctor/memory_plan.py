@@ -15,15 +15,15 @@ from loramux.adapter_store.formats.quantization.base_format import Checkpoint
 from loramux.adapter_store.formats.quantization.mxfp4 import Mxfp4Experts
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.adapter_store.formats.quantization.reordered import ReorderedWeight
-from loramux.engine.config import ITEMSIZE, resolve_dtype
-from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.model_config import ModelConfig
-from loramux.engine.model.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
-from loramux.engine.model.weight_shapes import check_shapes, weight_shapes
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
+from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
+from loramux.engine.loop.config import ITEMSIZE, resolve_dtype
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
+from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.quantizing.methods import CHOICES, METHODS, WITH_HEAD
 from loramux.engine.quantizing.quantize import quantized_names
-from loramux.kernels.cpu.capability import host_features, integer_products
+from loramux.kernels.cpu.instructions.capability import host_features, integer_products
 from loramux.kernels.gpu.code_layout import can_place, placed_bytes
 from loramux.kernels.quantized import QuantizedWeight
 

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from starlette.types import ASGIApp
 
-from loramux.adapter_store.formats.tokenizer_files import BaseVocabulary
+from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.jobs import IngestJobs

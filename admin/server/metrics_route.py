@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response
 
-from loramux.engine.messages import Stats
+from loramux.engine.protocol.messages import Stats
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.openai_api.openapi import Responses, errors

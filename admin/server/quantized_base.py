@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loramux.admin.errors import StartRefused
-from loramux.engine.config import EngineConfig
+from loramux.engine.loop.config import EngineConfig
 from loramux.engine.quantizing.messages import (
     QuantizeJob,
     QuantizeLine,

@@ -19,7 +19,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from loramux.adapter_store.formats.answer_parsers import AUTO, problem_with_parser
+from loramux.adapter_store.formats.version_files.answer_parsers import AUTO, problem_with_parser
 from loramux.adapter_store.ingest.hub_client import ENDPOINT as HUB_ENDPOINT
 from loramux.adapter_store.ingest.sources import is_allowable
 from loramux.admin.client.suggestions import did_you_mean

@@ -31,7 +31,7 @@ from benchmarks.gpu.bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from benchmarks.tables import open_console
 from loramux.adapter_store.blobs.local import LocalBlobStore
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.jobs import IngestJobs
@@ -41,10 +41,10 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.adapter_store.validation.validator import SubprocessValidator
-from loramux.admin.app import create_admin_app
 from loramux.admin.doctor.self_check import SelfCheck
 from loramux.admin.rest.services import NUM_ADMIN_THREADS, AdminServices
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
+from loramux.admin.serving.app import create_admin_app
 from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database

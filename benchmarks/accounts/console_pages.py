@@ -27,8 +27,8 @@ from benchmarks.accounts.usage_world import UsageWorld, add_folder, open_usage_w
 from benchmarks.gpu.bench import CheckError
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.tables import open_console
-from loramux.admin.app import create_admin_app
 from loramux.admin.rest.services import AdminServices
+from loramux.admin.serving.app import create_admin_app
 from loramux.engine.server.gc_freeze import freeze_gc
 
 TARGET_MS = 200.0

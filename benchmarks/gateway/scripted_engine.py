@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from loramux.engine.messages import (
+from loramux.engine.protocol.messages import (
     Abort,
     Add,
     Credit,

@@ -18,7 +18,7 @@ from benchmarks.gateway.script import Script
 from benchmarks.gateway.scripted_engine import EngineScript
 from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, server_environment
 from benchmarks.peers.system import SystemFailed
-from loramux.engine.model.model_files import model_sha256
+from loramux.engine.architectures.model_files import model_sha256
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenants

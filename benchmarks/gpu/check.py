@@ -14,7 +14,7 @@ from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, RandomWeights, random_prompt
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear
-from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.kernels.reference.kernels import ReferenceKernels
 
 SMALL = Model(4, 512, 1024, 8, 2, 64, 2048)

@@ -18,15 +18,15 @@ from benchmarks.gpu.bench import Bench, CheckError
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters, RandomWeights, model_directory
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.assembly import DTYPES, AssembledEngine, assemble_engine
-from loramux.engine.batch import Batch
-from loramux.engine.config import EngineConfig
+from loramux.engine.constraints.grammar import NO_MASKS, Masks
+from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
 from loramux.engine.execution.executor import Executor, Forward, StepResult
 from loramux.engine.execution.sampler import SampledToken
-from loramux.engine.grammars.grammar import NO_MASKS, Masks
-from loramux.engine.messages import (
+from loramux.engine.loop.assembly import DTYPES, AssembledEngine, assemble_engine
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.messages import (
     AdapterState,
     Add,
     Finished,
@@ -38,7 +38,7 @@ from loramux.engine.messages import (
     TokenLogprobs,
     Unload,
 )
-from loramux.engine.model.weights import WeightSource
+from loramux.engine.sequences.batch import Batch
 
 WAKE_S = 0.001
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

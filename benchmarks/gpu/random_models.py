@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.model import Model
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import PackedAdapter
-from loramux.engine.assembly import DTYPES
-from loramux.engine.config import pack_target
-from loramux.engine.model.model_config import ModelConfig
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.assembly import DTYPES
+from loramux.engine.loop.config import pack_target
 from loramux.kernels.layout import A, AdapterLayout, B, adapter_layout, row_layout
 
 EFFECT = 0.5

@@ -25,7 +25,7 @@ from benchmarks.gpu.model import LLAMA_7B, TINY, Model
 from benchmarks.gpu.random_models import RandomAdapters
 from benchmarks.gpu.warm import WarmStep, warm_steps
 from benchmarks.s_lora.workload import DrawnRequest, Lengths, draw_requests
-from loramux.engine.messages import Add, Finished, StepOutput
+from loramux.engine.protocol.messages import Add, Finished, StepOutput
 
 ATTENTION_MODULES = (0, 1, 2, 3)
 SETTINGS = {"S1": (8,), "S2": (64, 32, 16, 8)}

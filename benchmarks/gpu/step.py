@@ -15,7 +15,7 @@ from benchmarks.gpu.engine import GREEDY, RunningEngine, device_backend, device_
 from benchmarks.gpu.model import Model, model_of
 from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
 from benchmarks.gpu.warm import WarmStep, warm_steps
-from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.protocol.messages import Add, SamplingParams
 
 RANK = 16
 PAGE_TOKENS = 16

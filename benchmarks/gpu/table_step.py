@@ -24,20 +24,20 @@ from benchmarks.gpu.cards import Card
 from benchmarks.gpu.code_formats import CodeFormat, SharedCodes
 from benchmarks.gpu.model import Experts, Model
 from benchmarks.gpu.random_models import config_of
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.batch import Batch, ScheduledSequence, build_batch
-from loramux.engine.config import pack_target
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
-from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.model.decoder import Decoder
-from loramux.engine.model.model_config import ModelConfig
-from loramux.engine.sequence import PageTable, block_list
-from loramux.engine.sequence import Sequence as EngineSequence
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.engine.sequences.batch import Batch, ScheduledSequence, build_batch
+from loramux.engine.sequences.sequence import PageTable, block_list
+from loramux.engine.sequences.sequence import Sequence as EngineSequence
 from loramux.kernels.gpu.kernels import GpuKernels
 from loramux.kernels.gpu.sampling import sample_tokens
 from loramux.kernels.tables import PoolViews

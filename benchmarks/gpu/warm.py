@@ -12,11 +12,11 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.engine import GREEDY, device_backend, engine_dtype, open_engine
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters
-from loramux.engine.assembly import DTYPES
-from loramux.engine.batch import Batch, ScheduledSequence, build_batch
 from loramux.engine.device.backend import DenseLinear
-from loramux.engine.messages import Add
-from loramux.engine.sequence import PageTable, Sequence, block_list
+from loramux.engine.loop.assembly import DTYPES
+from loramux.engine.protocol.messages import Add
+from loramux.engine.sequences.batch import Batch, ScheduledSequence, build_batch
+from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from benchmarks.peers.llama_server import LlamaFiles, quantize
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.system import SystemFailed
 from benchmarks.random_model import Shape
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.engine.model.model_config import ModelConfig
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.quantizing import quantize as quantizing
 
 WEIGHTS = "model.safetensors"

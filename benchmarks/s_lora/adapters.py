@@ -14,14 +14,14 @@ from safetensors.torch import save
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import canonical_key
 from loramux.adapter_store.cancellation import Cancellation
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.canonical import write_canonical
-from loramux.adapter_store.formats.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX, module_key
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.canonical import write_canonical
+from loramux.adapter_store.formats.packed.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX, module_key
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.tiers.packed_source import PackedSource
-from loramux.engine.config import pack_target
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target
 
 EFFECT = 0.5
 """Magnitude of an adapter's contribution to a linear layer's output, relative to the layer's input. It is large enough

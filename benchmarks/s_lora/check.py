@@ -18,7 +18,7 @@ from benchmarks.gpu.engine import Answer
 from benchmarks.s_lora.engine import OpenEngine, PoolPlan
 from benchmarks.s_lora.traffic import Traffic
 from benchmarks.s_lora.workload import Lengths
-from loramux.engine.messages import Add, Finished, SamplingParams, StepOutput
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StepOutput
 
 NUM_PAIRS = 6
 POOL_ADAPTERS = 4

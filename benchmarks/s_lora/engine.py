@@ -13,10 +13,10 @@ import msgspec
 
 from benchmarks.s_lora.adapters import AdapterFiles
 from benchmarks.s_lora.workload import Lengths
-from loramux.engine.assembly import AssembledEngine, assemble_engine
-from loramux.engine.config import EngineConfig
-from loramux.engine.engine import Outbound
-from loramux.engine.messages import Add, Stats, StatsRequest
+from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.loop.engine import Outbound
+from loramux.engine.protocol.messages import Add, Stats, StatsRequest
 from loramux.engine.server.gc_freeze import freeze_gc
 
 PAGE_TOKENS = 16

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.gpu.bench import CheckError
 from benchmarks.s_lora.engine import WAKE_S, OpenEngine
-from loramux.engine.messages import Add, Finished, FromEngine, Stats, StepOutput
+from loramux.engine.protocol.messages import Add, Finished, FromEngine, Stats, StepOutput
 
 
 @dataclass(frozen=True, slots=True)

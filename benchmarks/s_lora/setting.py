@@ -16,7 +16,7 @@ from benchmarks.s_lora.check import NUM_ADAPTERS, answer_alone, check_mixed, pai
 from benchmarks.s_lora.engine import DISK_BYTES, open_engine
 from benchmarks.s_lora.traffic import Traffic
 from benchmarks.s_lora.workload import Lengths
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
 
 FOLDER = Path(__file__).parents[1]
 DEMO_BASE = FOLDER.parent / "admin" / "demo" / "base"

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.s_lora.run import Arrival
 from benchmarks.s_lora.workload import Lengths, draw_arrivals, draw_requests
-from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.protocol.messages import Add, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from benchmarks.sharing.stamping_engine import now_us
 from benchmarks.tables import open_console
-from loramux.engine.messages import Add, Finished, SamplingParams
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams
 from loramux.platform.engine_link.engine_connection import EngineConnection
 from loramux.platform.engine_link.engine_session import EngineSession
 from loramux.platform.replicas.certificates import OwnCertificates, read_certificates

@@ -13,7 +13,15 @@ import time
 import msgspec
 import zmq
 
-from loramux.engine.messages import Add, EngineReady, Finished, FromEngine, SequenceOutput, StepOutput, ToEngine
+from loramux.engine.protocol.messages import (
+    Add,
+    EngineReady,
+    Finished,
+    FromEngine,
+    SequenceOutput,
+    StepOutput,
+    ToEngine,
+)
 
 READY = EngineReady(max_model_len=1 << 20, num_pages=1, page_tokens=1, device="cpu", dtype="float32")
 

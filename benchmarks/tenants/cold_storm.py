@@ -55,7 +55,7 @@ from benchmarks.tenants.setting import (
     say_disturbed,
     traffic_of,
 )
-from loramux.engine.messages import Load
+from loramux.engine.protocol.messages import Load
 
 QUIET, LOADS, WARM, STORM = WAYS = ("quiet", "loads", "warm", "storm")
 COLD_WAYS = (LOADS, STORM)

@@ -43,7 +43,7 @@ from benchmarks.tenants.setting import (
     say_disturbed,
     traffic_of,
 )
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 
 FLOOD, FULL, CALM = WAYS = ("flood", "full crowd", "calm crowd")
 LIMIT = 1.25

@@ -17,8 +17,8 @@ import msgspec
 from benchmarks.gpu.bench import CheckError
 from benchmarks.s_lora.engine import WAKE_S, OpenEngine
 from benchmarks.s_lora.run import Snapshot
-from loramux.engine.engine import Outbound
-from loramux.engine.messages import AdapterState, Add, Finished, Load, StepOutput, Unload
+from loramux.engine.loop.engine import Outbound
+from loramux.engine.protocol.messages import AdapterState, Add, Finished, Load, StepOutput, Unload
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool
-from loramux.engine.live_sequences import LiveSequences
-from loramux.engine.messages import AdapterState, Load, Pin, Unload, is_duration
 from loramux.engine.pages.eviction import AFTER_ALL
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.protocol.messages import AdapterState, Load, Pin, Unload, is_duration
+from loramux.engine.sequences.live_sequences import LiveSequences
 
 FIRST_CALL_POSITION = AFTER_ALL // 2
 """First queue position given to adapters that only calls or lost pins need. Adapters that sequences need have lower

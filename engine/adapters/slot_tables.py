@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import PackedAdapter
-from loramux.engine.batch import OuterSlots
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
+from loramux.engine.architectures.model_config import EMBEDDING, HEAD
 from loramux.engine.device.accelerator import Accelerator
-from loramux.engine.model.model_config import EMBEDDING, HEAD
+from loramux.engine.sequences.batch import OuterSlots
 from loramux.kernels.tables import AdapterTables
 
 

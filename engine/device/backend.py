@@ -14,7 +14,7 @@ from torch.nn import functional
 from loramux.engine.device.accelerator import Accelerator, HostAccelerator
 from loramux.engine.device.cuda import CudaAccelerator
 from loramux.engine.device.cuda_driver import missing_for_cuda
-from loramux.engine.errors import DeviceNotUsable
+from loramux.engine.protocol.errors import DeviceNotUsable
 from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
 from loramux.kernels.quantized import QuantizedWeight
 from loramux.kernels.routing import ExpertWeights, StackedExperts
@@ -144,11 +144,11 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
         # Imported here because an engine on a GPU does not need numba.
-        from loramux.kernels.cpu.coded_experts import make_coded_experts
-        from loramux.kernels.cpu.experts import PackedExperts
-        from loramux.kernels.cpu.linear import PackedLinear
-        from loramux.kernels.cpu.quantized_linear import make_quantized_linear
-        from loramux.kernels.cpu.threads import set_num_threads
+        from loramux.kernels.cpu.instructions.threads import set_num_threads
+        from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
+        from loramux.kernels.cpu.linear.experts import PackedExperts
+        from loramux.kernels.cpu.linear.linear import PackedLinear
+        from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
 
         return Backend(
             accelerator=HostAccelerator(),

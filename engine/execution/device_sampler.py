@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loramux.engine.batch import SamplingRow
+from loramux.engine.constraints.grammar import NO_MASKS, Masks
+from loramux.engine.constraints.logit_penalties import LogitPenalties, kept_finite, penalised
+from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.backend import SampleTokens
 from loramux.engine.execution.prompt_scores import ScoredPrompts
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.execution.step_buffer import SamplingInputs
 from loramux.engine.execution.token_marks import DeviceTokenMarks
-from loramux.engine.grammars.grammar import NO_MASKS, Masks
-from loramux.engine.logit_penalties import LogitPenalties, kept_finite, penalised
-from loramux.engine.messages import PromptLogprob, TokenLogprobs
-from loramux.engine.model.vocabularies import FORBIDDEN
+from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
+from loramux.engine.sequences.batch import SamplingRow
 
 EDITED_AT_ONCE = 16
 """Maximum number of rows with a bias or penalties to edit at a time. It bounds the memory for their float32 copies."""

@@ -10,15 +10,15 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.batch import Batch, OuterSlots, SamplingRow, StepInputs, samples_without
+from loramux.engine.architectures.model_config import HEAD
+from loramux.engine.constraints.grammar import NO_MASKS, Masks
+from loramux.engine.decoder.decoder import Decoder, HeadAdapters
+from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, sample
-from loramux.engine.grammars.grammar import NO_MASKS, Masks
-from loramux.engine.layer_groups import LayerGroups
-from loramux.engine.model.decoder import Decoder, HeadAdapters
-from loramux.engine.model.model_config import HEAD
-from loramux.engine.model.vocabularies import Vocabularies
+from loramux.engine.sequences.batch import Batch, OuterSlots, SamplingRow, StepInputs, samples_without
+from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, Segments

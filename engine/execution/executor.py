@@ -6,11 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from loramux.engine.batch import Batch
+from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.execution.sampler import SampledToken
-from loramux.engine.grammars.grammar import NO_MASKS, Masks
-from loramux.engine.messages import PromptLogprob
-from loramux.engine.sequence import Sequence
+from loramux.engine.protocol.messages import PromptLogprob
+from loramux.engine.sequences.batch import Batch
+from loramux.engine.sequences.sequence import Sequence
 
 
 class StepResult(Protocol):

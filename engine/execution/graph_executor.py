@@ -12,20 +12,20 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.batch import NO_ROWS, Batch, OuterSlots, SamplingRow, samples_without
+from loramux.engine.architectures.model_config import HEAD
+from loramux.engine.constraints.grammar import NO_MASKS, Masks
+from loramux.engine.constraints.logit_penalties import logit_penalties
+from loramux.engine.decoder.decoder import Decoder, HeadAdapters
+from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.device_faults import reason_of
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.step_buffer import SamplingInputs, StepBuffer, StepLayout
 from loramux.engine.execution.step_shape import MAX_SINGLE_ROWS, StepShape, step_shape
-from loramux.engine.grammars.grammar import NO_MASKS, Masks
-from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
-from loramux.engine.logit_penalties import logit_penalties
-from loramux.engine.messages import GraphMemory, SamplingParams
-from loramux.engine.model.decoder import Decoder, HeadAdapters
-from loramux.engine.model.model_config import HEAD
-from loramux.engine.model.vocabularies import Vocabularies
+from loramux.engine.protocol.messages import GraphMemory, SamplingParams
+from loramux.engine.sequences.batch import NO_ROWS, Batch, OuterSlots, SamplingRow, samples_without
+from loramux.engine.sequences.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import Segments

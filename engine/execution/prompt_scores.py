@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.engine.batch import ScoredRows
 from loramux.engine.device.accelerator import Accelerator
-from loramux.engine.messages import PromptLogprob
+from loramux.engine.protocol.messages import PromptLogprob
+from loramux.engine.sequences.batch import ScoredRows
 
 SCORED_AT_ONCE = 64
 """Maximum number of scored rows whose logits are in memory at once: 64 float32 rows of 150,000 tokens take 38 MB."""

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.engine.batch import SamplingRow
+from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.execution.prompt_scores import ScoredPrompts
-from loramux.engine.grammars.grammar import NO_MASKS, Masks
-from loramux.engine.messages import PromptLogprob, SamplingParams, TokenLogprobs
+from loramux.engine.protocol.messages import PromptLogprob, SamplingParams, TokenLogprobs
+from loramux.engine.sequences.batch import SamplingRow
 
 NUM_LIKELIEST = 1024
 """Number of most likely tokens to sort for top_k, top_p and min_p. The whole vocabulary is sorted only if these tokens

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters.adapter_load import AdapterLoad
-from loramux.engine.batch import Batch, samples_without
-from loramux.engine.cache_groups import CacheLayout
+from loramux.engine.constraints.grammar import NO_MASKS, Masks
+from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample
-from loramux.engine.grammars.grammar import NO_MASKS, Masks
-from loramux.engine.messages import SamplingParams
-from loramux.engine.model.vocabularies import FORBIDDEN
+from loramux.engine.protocol.messages import SamplingParams
+from loramux.engine.sequences.batch import Batch, samples_without
+from loramux.engine.sequences.cache_groups import CacheLayout
 from loramux.kernels.layout import AdapterLayout, RowCounts
 
 UNWRITTEN = -1

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.engine.batch import Batch, OuterSlots, StepInputs
 from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.execution.sampler import uniforms_of, used_temperature
 from loramux.engine.execution.step_shape import StepShape, step_shape
+from loramux.engine.sequences.batch import Batch, OuterSlots, StepInputs
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import AttentionBatch, Segments
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
+from loramux.engine.sequences.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS, max_segments
 
 MAX_GRAPH_TOKENS = 1024

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from loramux.engine.batch import SamplingRow
+from loramux.engine.constraints.logit_penalties import LogitPenalties
 from loramux.engine.device.accelerator import Accelerator
-from loramux.engine.logit_penalties import LogitPenalties
+from loramux.engine.sequences.batch import SamplingRow
 
 FIRST_SLOTS = 4
 """Number of slots in the first allocation. The number doubles as needed."""

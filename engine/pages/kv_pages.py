@@ -7,12 +7,12 @@ from array import array
 from dataclasses import dataclass
 from operator import itemgetter
 
-from loramux.engine.cache_groups import CacheGroup, CacheLayout
-from loramux.engine.cached_page import CachedPage
 from loramux.engine.pages.eviction import Reclaimer
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
-from loramux.engine.sequence import PageTable, Sequence, block_list
+from loramux.engine.sequences.cache_groups import CacheGroup, CacheLayout
+from loramux.engine.sequences.cached_page import CachedPage
+from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
 
 RUNNING = -1
 """Queue position of running sequences: ahead of all waiting sequences."""

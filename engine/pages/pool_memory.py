@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from loramux.engine.device.accelerator import DeviceMemory
-from loramux.engine.errors import PoolTooSmall
 from loramux.engine.pages.pool_size import DEFAULT_BYTES, in_gib
+from loramux.engine.protocol.errors import PoolTooSmall
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 

@@ -7,9 +7,9 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence as Tokens
 
-from loramux.engine.cached_page import CachedPage
 from loramux.engine.pages.eviction import EvictionPolicy
 from loramux.engine.pages.page_pool import PagePool
+from loramux.engine.sequences.cached_page import CachedPage
 
 
 class PrefixCache:

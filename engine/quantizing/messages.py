@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from loramux.engine.config import EngineConfig
+from loramux.engine.loop.config import EngineConfig
 
 QUALITY_FILE = "quality.json"
 

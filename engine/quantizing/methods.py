@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loramux.engine.errors import ModelNotSupported
+from loramux.engine.protocol.errors import ModelNotSupported
 
 GROUPS = (64, 32, 16)
 """Possible numbers of inputs that share an int4 scale. The first number that divides the number of inputs of every

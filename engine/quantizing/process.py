@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from loramux.engine.config import EngineConfig
-from loramux.engine.errors import EngineError
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.errors import EngineError
 from loramux.engine.quantizing.messages import (
     QUALITY_FILE,
     QuantizeJob,

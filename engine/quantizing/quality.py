@@ -10,17 +10,17 @@ import msgspec
 import torch
 
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.assembly import DTYPES, load_decoder
-from loramux.engine.batch import ScheduledSequence, build_batch
-from loramux.engine.cache_groups import CacheLayout
-from loramux.engine.config import EngineConfig, pack_target
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.backend import open_backend
 from loramux.engine.execution.direct_executor import DirectExecutor
-from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.loop.assembly import DTYPES, load_decoder
+from loramux.engine.loop.config import EngineConfig, pack_target
 from loramux.engine.pages.pool_memory import allocate_pool
-from loramux.engine.sequence import PageTable, block_list
-from loramux.engine.sequence import Sequence as EngineSequence
+from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.engine.sequences.batch import ScheduledSequence, build_batch
+from loramux.engine.sequences.cache_groups import CacheLayout
+from loramux.engine.sequences.sequence import PageTable, block_list
+from loramux.engine.sequences.sequence import Sequence as EngineSequence
 
 
 def mean_divergence(config: EngineConfig, prompts: Sequence[tuple[int, ...]]) -> float:

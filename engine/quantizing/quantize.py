@@ -15,13 +15,13 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.float_formats import STORAGE
-from loramux.adapter_store.formats.mapped_tensors import STORED, MappedTensor
-from loramux.engine.errors import ConfigNotUsable, ModelNotSupported
-from loramux.engine.model.model_config import ModelConfig
-from loramux.engine.model.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
-from loramux.engine.model.weight_shapes import check_shapes
+from loramux.adapter_store.formats.files.float_formats import STORAGE
+from loramux.adapter_store.formats.files.mapped_tensors import STORED, MappedTensor
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
+from loramux.engine.architectures.weight_shapes import check_shapes
+from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
 from loramux.engine.quantizing.methods import HEAD_METHOD, METHODS, WITH_HEAD, Method
 
 VERSION = 2

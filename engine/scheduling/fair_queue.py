@@ -10,7 +10,7 @@ from itertools import islice
 from operator import itemgetter
 
 from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, TOKEN_S, Share, ShareHeap, Turn, place
-from loramux.engine.sequence import Sequence
+from loramux.engine.sequences.sequence import Sequence
 
 MAX_ROUNDS = 64
 """Number of admissions from other shares after which a waiting share can go first, regardless of its counter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loramux.engine.messages import Add, SamplingParams, ThinkingBudget, is_duration
+from loramux.engine.protocol.messages import Add, SamplingParams, ThinkingBudget, is_duration
 from loramux.kernels.layout import MAX_EXTRA_TOKENS
 
 MAX_BIASED_TOKENS = 300

@@ -7,11 +7,11 @@ from operator import attrgetter
 
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool, Demand
-from loramux.engine.batch import ScheduledSequence
 from loramux.engine.pages.kv_pages import RUNNING, KvPages, Prefix
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.shares import place
-from loramux.engine.sequence import Sequence, SequenceState
+from loramux.engine.sequences.batch import ScheduledSequence
+from loramux.engine.sequences.sequence import Sequence, SequenceState
 
 NEW_SHARE = 4
 """`1 / NEW_SHARE` of the rows that are not used for decoding is reserved for sequences that could start."""

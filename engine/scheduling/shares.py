@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from loramux.engine.sequence import Sequence
+from loramux.engine.sequences.sequence import Sequence
 
 INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0

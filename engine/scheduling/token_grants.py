@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.scheduling.scheduler import Scheduler
-from loramux.engine.sequence import Sequence
-from loramux.engine.timers import Timers
+from loramux.engine.sequences.sequence import Sequence
+from loramux.engine.sequences.timers import Timers
 
 
 class TokenGrants:

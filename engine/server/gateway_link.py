@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from loramux.engine.messages import Finished, FromEngine, PromptLogprob, SequenceOutput, StepOutput, TokenLogprobs
+from loramux.engine.protocol.messages import (
+    Finished,
+    FromEngine,
+    PromptLogprob,
+    SequenceOutput,
+    StepOutput,
+    TokenLogprobs,
+)
 
 Send = Callable[[FromEngine], None]
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from loramux.engine.assembly import AssembledEngine, assemble_engine
-from loramux.engine.config import EngineConfig
 from loramux.engine.device.device_faults import device_fault
-from loramux.engine.errors import EngineError
-from loramux.engine.messages import (
+from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.errors import EngineError
+from loramux.engine.protocol.messages import (
     Abort,
     Add,
     Credit,

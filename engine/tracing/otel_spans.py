@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from loramux.engine.errors import ConfigNotUsable
+from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.engine.tracing.spans import Scope, SpanRecord, TraceConfig
 
 MAX_WAITING = 4096

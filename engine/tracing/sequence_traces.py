@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from loramux.engine.adapters.adapter_load import AdapterLoad
-from loramux.engine.sequence import Sequence
+from loramux.engine.sequences.sequence import Sequence
 from loramux.engine.tracing.spans import SpanRecord, SpanSink
 
 

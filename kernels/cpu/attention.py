@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from loramux.kernels.cpu.blocks import add_half_panels, add_panels, begin_outputs
-from loramux.kernels.cpu.compiled import exact, helper, kernel
-from loramux.kernels.cpu.kv import PAGE_TOKENS, page_start
-from loramux.kernels.cpu.vectors import (
+from loramux.kernels.cpu.instructions.blocks import add_half_panels, add_panels, begin_outputs
+from loramux.kernels.cpu.instructions.compiled import exact, helper, kernel
+from loramux.kernels.cpu.instructions.vectors import (
     PANEL,
     exponential,
     exponentials,
@@ -32,6 +31,7 @@ from loramux.kernels.cpu.vectors import (
     times,
     total,
 )
+from loramux.kernels.cpu.kv import PAGE_TOKENS, page_start
 
 TILE_ROWS = 16
 """Maximum number of query rows times heads in a tile. If a group has more heads than this, a tile has one query row."""

@@ -11,8 +11,19 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from loramux.kernels.cpu.compiled import helper, kernel
-from loramux.kernels.cpu.vectors import PANEL, exponential, floats_at, load, plus, prefetch, splat, store, times, total
+from loramux.kernels.cpu.instructions.compiled import helper, kernel
+from loramux.kernels.cpu.instructions.vectors import (
+    PANEL,
+    exponential,
+    floats_at,
+    load,
+    plus,
+    prefetch,
+    splat,
+    store,
+    times,
+    total,
+)
 
 SOFTPLUS_LIMIT = np.float32(20)
 """Above this value, softplus is the identity, as in torch."""

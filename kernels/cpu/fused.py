@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from loramux.kernels.cpu.compiled import exact, helper, kernel
-from loramux.kernels.cpu.vectors import PANEL, exponential, floats_at, load, plus, splat, times, total
+from loramux.kernels.cpu.instructions.compiled import exact, helper, kernel
+from loramux.kernels.cpu.instructions.vectors import PANEL, exponential, floats_at, load, plus, splat, times, total
 
 SERIAL_WORK = 30_000
 """Number of elements below which waking other threads costs more than it saves."""

@@ -9,15 +9,15 @@ import torch
 
 from loramux.kernels.cpu import attention as cpu_attention
 from loramux.kernels.cpu import delta as cpu_delta
-from loramux.kernels.cpu import experts as cpu_experts
 from loramux.kernels.cpu import fused as cpu_fused
 from loramux.kernels.cpu import kv as cpu_kv
 from loramux.kernels.cpu import routing as cpu_routing
-from loramux.kernels.cpu.adapters import CpuLora
-from loramux.kernels.cpu.arrays import array, rows_of
-from loramux.kernels.cpu.coded_experts import CodedExperts
-from loramux.kernels.cpu.experts import PackedExperts
-from loramux.kernels.cpu.vectors import LANES
+from loramux.kernels.cpu.instructions.arrays import array, rows_of
+from loramux.kernels.cpu.instructions.vectors import LANES
+from loramux.kernels.cpu.linear.coded_experts import CodedExperts
+from loramux.kernels.cpu.linear.experts import PackedExperts
+from loramux.kernels.cpu.linear.linear import experts as cpu_experts
+from loramux.kernels.cpu.lora.adapters import CpuLora
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.routing import ExpertWeights, Routing, group_pairs
 from loramux.kernels.routing_spec import RoutingSpec

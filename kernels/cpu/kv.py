@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from loramux.kernels.cpu.compiled import helper, kernel
-from loramux.kernels.cpu.vectors import floats_at, narrow
+from loramux.kernels.cpu.instructions.compiled import helper, kernel
+from loramux.kernels.cpu.instructions.vectors import floats_at, narrow
 
 PAGE_TOKENS = 16
 """Tokens per page. The scores of one head over one page fill sixteen lanes."""

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from loramux.kernels.cpu.compiled import helper, kernel
-from loramux.kernels.cpu.vectors import exponential, floats_at, integers_at
+from loramux.kernels.cpu.instructions.compiled import helper, kernel
+from loramux.kernels.cpu.instructions.vectors import exponential, floats_at, integers_at
 
 SERIAL_LOGITS = 10_000
 """Number of logits below which waking other threads costs more than it saves."""

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from loramux.kernels.cpu.coded_experts import make_coded_experts
-from loramux.kernels.cpu.compiled import cache_directory
-from loramux.kernels.cpu.experts import PackedExperts
+from loramux.kernels.cpu.instructions.compiled import cache_directory
 from loramux.kernels.cpu.kernels import CpuKernels
-from loramux.kernels.cpu.linear import PackedLinear
-from loramux.kernels.cpu.quantized_layout import CODEBOOK_FORMS
-from loramux.kernels.cpu.quantized_linear import make_quantized_linear
+from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
+from loramux.kernels.cpu.linear.experts import PackedExperts
+from loramux.kernels.cpu.linear.linear import PackedLinear
+from loramux.kernels.cpu.linear.quantized_layout import CODEBOOK_FORMS
+from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
 from loramux.kernels.quantized import QuantizedWeight

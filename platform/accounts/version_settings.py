@@ -8,11 +8,19 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from loramux.adapter_store.formats.added_vocabulary import AddedVocabulary, SpecialTokens, parse_added_vocabulary
-from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers, parse_answer_parsers
-from loramux.adapter_store.formats.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
-from loramux.adapter_store.formats.further_files import version_digest
-from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults, parse_generation_config
+from loramux.adapter_store.formats.files.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.version_files.added_vocabulary import (
+    AddedVocabulary,
+    SpecialTokens,
+    parse_added_vocabulary,
+)
+from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE, AnswerParsers, parse_answer_parsers
+from loramux.adapter_store.formats.version_files.further_files import version_digest
+from loramux.adapter_store.formats.version_files.generation_config import (
+    NO_DEFAULTS,
+    SamplingDefaults,
+    parse_generation_config,
+)
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.adapter_store.registry.version_files import read_further_files
 from loramux.migrations.database import Database

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 
 MAX_DEATHS = 2
 MEMORY_S = 600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
+from loramux.engine.protocol.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
 from loramux.platform.base_draw import BaseOrder
 
 

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from loramux.engine.messages import PROTOCOL, Add, Credit
+from loramux.engine.protocol.messages import PROTOCOL, Add, Credit
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_session import INITIAL_CREDIT, EngineSession, NoteEnd
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from loramux.engine.config import EngineConfig
+from loramux.engine.loop.config import EngineConfig
 from loramux.engine.server.step_record import StepRecord
 from loramux.platform.engine_link.output_lines import OutputLines
 from loramux.platform.engine_link.process_output import ProcessOutput

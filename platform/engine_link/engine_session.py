@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from loramux.engine.messages import (
+from loramux.engine.protocol.messages import (
     Abort,
     AdapterState,
     Add,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 from loramux.platform.engine_link.connected_engine import ConnectedEngine
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_session import EngineSession

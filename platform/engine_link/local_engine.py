@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from loramux.engine.config import EngineConfig
-from loramux.engine.messages import Add
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.messages import Add
 from loramux.platform.engine_link.connected_engine import ConnectedEngine
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
 from loramux.adapter_store.tiers.tier_figures import TierFigures
-from loramux.engine.messages import (
+from loramux.engine.protocol.messages import (
     Abort,
     AdapterState,
     Add,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from loramux.engine.messages import Add, Finished, SequenceOutput
+from loramux.engine.protocol.messages import Add, Finished, SequenceOutput
 from loramux.engine.server.gateway_link import HeldTokens
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from loramux.engine.messages import AdapterState
+from loramux.engine.protocol.messages import AdapterState
 from loramux.platform.admission.database_health import DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import LoadCharge

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loramux.engine.messages import Add, Finished, PromptLogprob, SequenceOutput, TokenLogprobs
+from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SequenceOutput, TokenLogprobs
 from loramux.platform.generation.answer_text import PlainText, answer_text
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer

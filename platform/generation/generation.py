@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from loramux.engine.messages import Finished
+from loramux.engine.protocol.messages import Finished
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import ApiError, RequestCancelled
 from loramux.platform.generation.choice import Choice, ChoiceDelta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from loramux.engine.messages import PromptLogprob, TokenLogprobs
+from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.tool_calls.events import CallEvent
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from loramux.adapter_store.registry.records import AdapterRef
-from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import Share
 from loramux.platform.accounts.version_settings import VersionSettings

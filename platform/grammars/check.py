@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from loramux.engine.grammars.limits import parser_limits
-from loramux.engine.grammars.problems import plain_problem, problem_of
+from loramux.engine.constraints.limits import parser_limits
+from loramux.engine.constraints.problems import plain_problem, problem_of
 from loramux.platform.grammars.endless import is_endless_lark, is_endless_schema
 from loramux.platform.grammars.structural_tag import UnusableFormat, structural_tag_grammar
 from loramux.platform.tool_calls.grammar import AnswerRules, lark_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loramux.adapter_store.formats.answer_parsers import AnswerParsers
+from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
 from loramux.platform.accounts.version_settings import VersionSettings
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Reasoning

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import PydanticKnownError
 from typing_extensions import TypedDict
 
-from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.strict_model import StrictModel
 from loramux.platform.tokenizer.content_form import ContentForms, formed_content

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
-from loramux.engine.messages import ThinkingBudget
+from loramux.engine.protocol.messages import ThinkingBudget
 from loramux.platform.accounts.end_users import end_user_label
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target, TextRules

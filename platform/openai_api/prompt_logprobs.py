@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loramux.engine.messages import PromptLogprob
+from loramux.engine.protocol.messages import PromptLogprob
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.openai_api.answers import Document, shown_logprob
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
-from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.errors import InvalidRequest, PayloadTooLarge, UnsupportedEncoding
 from loramux.platform.openai_api import unsupported_fields
 from loramux.platform.openai_api.strict_model import StrictModel

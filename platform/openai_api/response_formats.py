@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import MAX_CHOICES, Constraint
 from loramux.platform.openai_api.strict_model import StrictModel

@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults
-from loramux.engine.messages import SamplingParams
+from loramux.adapter_store.formats.version_files.generation_config import NO_DEFAULTS, SamplingDefaults
+from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers
-from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults
+from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE, AnswerParsers
+from loramux.adapter_store.formats.version_files.generation_config import NO_DEFAULTS, SamplingDefaults
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database

@@ -7,7 +7,7 @@ from collections.abc import Callable, Set
 
 import structlog
 
-from loramux.engine.messages import Stats
+from loramux.engine.protocol.messages import Stats
 from loramux.platform.routing.views import digest_prefix
 
 MIN_CLAIMS = 4

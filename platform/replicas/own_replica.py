@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from loramux.engine.messages import Stats
+from loramux.engine.protocol.messages import Stats
 from loramux.platform.replicas.certificates import OwnCertificates
 from loramux.platform.replicas.records import ReplicaRow, num_reclaimable_pages
 from loramux.platform.replicas.replica_table import Summary

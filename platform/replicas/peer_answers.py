@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from loramux.engine.messages import Finished, FromEngine, SequenceOutput, Stats, StepOutput
+from loramux.engine.protocol.messages import Finished, FromEngine, SequenceOutput, Stats, StepOutput
 from loramux.platform.engine_link.sequence_stream import SequenceStream
 from loramux.platform.replicas.frame_link import FrameRefused
 

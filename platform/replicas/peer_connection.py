@@ -7,7 +7,7 @@ import ssl
 
 import msgspec
 
-from loramux.engine.messages import PROTOCOL, Add, Credit
+from loramux.engine.protocol.messages import PROTOCOL, Add, Credit
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_session import INITIAL_CREDIT, EngineSession, NoteEnd
 from loramux.platform.replicas.certificates import OwnCertificate, PublishedCertificate, tls_context

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from loramux.engine.messages import Abort, Add, Credit, Extend, Finished, Load, StatsRequest, StepOutput
+from loramux.engine.protocol.messages import Abort, Add, Credit, Extend, Finished, Load, StatsRequest, StepOutput
 from loramux.platform.engine_link.engine_session import INITIAL_CREDIT
 from loramux.platform.replicas.frame_link import FrameLink, FrameRefused
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from loramux.engine.messages import EngineReady, Stats
+from loramux.engine.protocol.messages import EngineReady, Stats
 
 MAX_CERTIFICATES_CHARS = 8192
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from loramux.engine.messages import Stats
+from loramux.engine.protocol.messages import Stats
 from loramux.platform.replicas.records import ReplicaRow
 
 ReplicaState = Literal["serving", "draining", "unreachable", "refused"]

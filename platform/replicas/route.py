@@ -7,7 +7,7 @@ from array import array
 
 import msgspec
 
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.replicas.base_replicas import BaseReplicas

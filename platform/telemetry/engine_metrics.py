@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
-from loramux.engine.messages import EngineReady, Stats, StepTimes
+from loramux.engine.protocol.messages import EngineReady, Stats, StepTimes
 
 BOUNDED_TIERS = ("host", "disk")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.validation.validator import Accepted, ValidationJob, Validator
 from loramux.platform.telemetry.metrics import GatewayMetrics
 

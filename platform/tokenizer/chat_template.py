@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loramux.adapter_store.formats.added_vocabulary import SpecialTokens
-from loramux.adapter_store.formats.file_names import TOKENIZER_CONFIG_FILE
-from loramux.adapter_store.formats.tokenizer_files import (
+from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE
+from loramux.adapter_store.formats.version_files.added_vocabulary import SpecialTokens
+from loramux.adapter_store.formats.version_files.tokenizer_files import (
     DEFAULT,
     TOOL_USE,
     jinja_lines,

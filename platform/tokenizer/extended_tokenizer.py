@@ -6,7 +6,7 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.added_vocabulary import AddedToken, AddedVocabulary
+from loramux.adapter_store.formats.version_files.added_vocabulary import AddedToken, AddedVocabulary
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-from loramux.adapter_store.formats.added_vocabulary import AddedVocabulary
-from loramux.adapter_store.formats.tokenizer_files import BaseVocabulary, vocabulary_sha256
+from loramux.adapter_store.formats.version_files.added_vocabulary import AddedVocabulary
+from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary, vocabulary_sha256
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 from loramux.platform.tokenizer.extended_tokenizer import extended_tokenizer, next_token_id, renamed_ids

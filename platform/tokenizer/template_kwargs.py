@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from loramux.adapter_store.formats.added_vocabulary import SPECIAL_TOKENS
+from loramux.adapter_store.formats.version_files.added_vocabulary import SPECIAL_TOKENS
 from loramux.platform.errors import InvalidRequest
 
 MAX_KWARGS = 32

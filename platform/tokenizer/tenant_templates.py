@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.added_vocabulary import SpecialTokens
-from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
+from loramux.adapter_store.formats.files.file_names import TEMPLATE_FILE
+from loramux.adapter_store.formats.version_files.added_vocabulary import SpecialTokens
 from loramux.adapter_store.sandbox.confined_pool import (
     ConfinedPool,
     Ended,

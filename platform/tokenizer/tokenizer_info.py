@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loramux.adapter_store.formats.tokenizer_files import DEFAULT
+from loramux.adapter_store.formats.version_files.tokenizer_files import DEFAULT
 from loramux.platform.tokenizer.chat_template import ChatTemplate, read_json, read_special_tokens
 
 

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.added_vocabulary import AddedVocabulary
+from loramux.adapter_store.formats.version_files.added_vocabulary import AddedVocabulary
 from loramux.platform.errors import Unavailable
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 

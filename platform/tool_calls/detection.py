@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.adapter_store.formats.answer_parsers import AUTO, OFF, AnswerParsers
+from loramux.adapter_store.formats.version_files.answer_parsers import AUTO, OFF, AnswerParsers
 from loramux.platform.tool_calls import harmony
 from loramux.platform.tool_calls.reasoning import HARMONY, REASONING_MARKERS, Markers
 

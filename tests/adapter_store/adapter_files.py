@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 
 
 def tensor_name(layer: int, module: str, half: str) -> str:

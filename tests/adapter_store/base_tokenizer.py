@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loramux.adapter_store.formats.tokenizer_files import BaseVocabulary, vocabulary_sha256
+from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary, vocabulary_sha256
 
 NUM_TOKENS = 60
 FLAGS = {"special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}

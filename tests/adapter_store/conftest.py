@@ -12,11 +12,11 @@ from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.canonical import write_canonical
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packed_file import write_packed
-from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.formats.packed.canonical import write_canonical
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packed_file import write_packed
+from loramux.adapter_store.formats.packed.packing import pack
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.adapter_store.validation.validator import SubprocessValidator

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.kernels.layout import ExpertLinear, ExpertModules, LinearShape
 from tests.adapter_store.adapter_files import AdapterFiles
 from tests.adapter_store.small_base import HIDDEN, MODULES, make_target

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.kernels.layout import LinearShape, PageGeometry
 from tests.adapter_store.linears import fused_linears, llama_linears, outer_linears
 

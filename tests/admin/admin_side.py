@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.blobs.local import LocalBlobStore
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.jobs import IngestJobs

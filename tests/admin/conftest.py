@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.blobs.local import LocalBlobStore
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.sources import AdapterSources
-from loramux.admin.app import create_admin_app
+from loramux.admin.serving.app import create_admin_app
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
 from tests.admin.app_client import client_of
 from tests.admin.command_line import Run, command_line

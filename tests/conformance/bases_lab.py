@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import select
 
 from loramux.adapter_store.registry.bases import Bases, note_validated
-from loramux.engine.model.model_files import base_sha256
+from loramux.engine.architectures.model_files import base_sha256
 from loramux.migrations import schema
 from loramux.platform.accounts.tenants import Tenant
 from tests.conformance.fleet_lab import FleetLab

@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from loramux.adapter_store.formats.packing import PackedAdapter
-from loramux.engine.config import pack_target
-from loramux.engine.model.model_config import ModelConfig
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target
 from tests.conformance.parity import Subject
 from tests.conformance.tiny_models import make_base, pack_peft_directory
 

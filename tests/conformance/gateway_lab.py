@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 from sqlalchemy import func, select, text
 
-from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
+from loramux.adapter_store.formats.files.file_names import TEMPLATE_FILE
 from loramux.adapter_store.registry.bases import Bases
-from loramux.engine.model.model_files import base_sha256
+from loramux.engine.architectures.model_files import base_sha256
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys

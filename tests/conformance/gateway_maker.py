@@ -14,12 +14,12 @@ import sys
 import traceback
 from pathlib import Path
 
-import loramux.admin.assembly
-import loramux.admin.gateway_assembly
 import loramux.admin.server.http_servers
-import loramux.admin.sharing  # noqa: F401
-from loramux.admin import gateway, serve
+import loramux.admin.serving.assembly
+import loramux.admin.serving.gateway_assembly
+import loramux.admin.serving.sharing  # noqa: F401
 from loramux.admin.server.settings import Settings, load_settings
+from loramux.admin.serving import gateway, serve
 
 
 def main() -> None:

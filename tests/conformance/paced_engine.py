@@ -22,10 +22,10 @@ from typing import Any, TextIO
 import msgspec
 import zmq
 
-from loramux.engine.config import EngineConfig
-from loramux.engine.engine import Engine, Outbound
-from loramux.engine.messages import Add, EngineReady, Finished, StepOutput
-from loramux.engine.model.model_files import base_sha256, model_sha256
+from loramux.engine.architectures.model_files import base_sha256, model_sha256
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.loop.engine import Engine, Outbound
+from loramux.engine.protocol.messages import Add, EngineReady, Finished, StepOutput
 from loramux.engine.server.process import EngineServer
 from loramux.engine.server.step_record import StepRecord
 from tests.conformance.drawn_requests import LAB_ADAPTERS
@@ -96,7 +96,7 @@ def main() -> None:
         eos=(EOS,),
         vocab_size=VOCAB_SIZE,
         grammar_process=(
-            *(sys.executable, "-P", "-m", "loramux.engine.grammars.process"),
+            *(sys.executable, "-P", "-m", "loramux.engine.constraints.grammar_process"),
             *(str(model.absolute()), str(VOCAB_SIZE), str(EOS)),
         ),
         grammar_clock=time.monotonic,

@@ -11,18 +11,18 @@ import pytest
 import torch
 from peft.tuners.lora.variants import calculate_alora_offsets
 
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.assembly import AssembledEngine, assemble_engine
-from loramux.engine.batch import Batch
-from loramux.engine.config import EngineConfig, pack_target
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.decoder.decoder import Decoder, HeadAdapters
+from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.backend import Backend
-from loramux.engine.engine import Engine
 from loramux.engine.execution.executor import Forward
-from loramux.engine.messages import Add, Finished
-from loramux.engine.model.decoder import Decoder, HeadAdapters
-from loramux.engine.model.model_config import ModelConfig
-from loramux.engine.model.vocabularies import FORBIDDEN
+from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
+from loramux.engine.loop.config import EngineConfig, pack_target
+from loramux.engine.loop.engine import Engine
+from loramux.engine.protocol.messages import Add, Finished
+from loramux.engine.sequences.batch import Batch
 from tests.conformance.tiny_models import (
     PLANS,
     SHAPE,

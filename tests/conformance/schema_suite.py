@@ -28,13 +28,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from loramux.engine.grammars.limits import parser_limits
-from loramux.engine.grammars.vocabulary import load_vocabulary
+from loramux.engine.constraints.limits import parser_limits
+from loramux.engine.constraints.vocabulary import load_vocabulary
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.grammars.constraint import Constraint
 from tests.demo_base import DEMO_BASE
-from tests.engine.grammars.masks import allowed_tokens, follow
+from tests.engine.constraints.masks import allowed_tokens, follow
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv" / "schema-suite"

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.backend import Backend
-from loramux.engine.engine import Engine
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.graph_executor import GraphExecutor
-from loramux.engine.messages import Add, Finished, PromptLogprob, SamplingParams, StatsRequest, StepOutput
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.loop.engine import Engine
+from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SamplingParams, StatsRequest, StepOutput
 from loramux.platform.generation.activation import activation
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
 from tests.conformance.test_parity import ALONE

@@ -12,12 +12,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from loramux.engine.assembly import AssembledEngine
-from loramux.engine.config import pack_target
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
-from loramux.engine.messages import Add, Finished, SamplingParams, StepOutput
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.loop.assembly import AssembledEngine
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StepOutput
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity
 from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.test_prompt_logprobs import run as run_scoring

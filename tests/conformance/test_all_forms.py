@@ -12,9 +12,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.variants import calculate_alora_offsets
 
-from loramux.engine.config import pack_target
-from loramux.engine.messages import Add, SamplingParams, StatsRequest
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
 from loramux.platform.generation.activation import activation
 from tests.conformance.parity import Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import (

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.engine.assembly import AssembledEngine
 from loramux.engine.device.device_faults import device_fault
-from loramux.engine.engine import Engine
-from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, EngineError, PoolTooSmall
-from loramux.engine.messages import Add, Finished, SamplingParams
+from loramux.engine.loop.assembly import AssembledEngine
+from loramux.engine.loop.engine import Engine
+from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, EngineError, PoolTooSmall
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams
 from tests.conformance.parity import Subject, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, SMALL_WINDOW, AdapterPlan
 from tests.engine.device.fake_card import GIB, FakeCard, cuda_error, fake_backend, out_of_memory

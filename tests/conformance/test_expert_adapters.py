@@ -11,7 +11,7 @@ import torch
 
 from loramux.engine.device.backend import Backend
 from loramux.engine.execution.direct_executor import DirectExecutor
-from loramux.engine.messages import Add, SamplingParams, StatsRequest
+from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
 from tests.conformance.expert_adapters import NOT_TARGETED, WRAPPED, ExpertSubject, make_expert_subject, plans_for
 from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.parity import Recorder, Subject, assert_parity, run

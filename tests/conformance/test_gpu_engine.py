@@ -15,14 +15,14 @@ import pytest
 import torch
 from msgspec import structs
 
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import Accelerator, DeviceMemory, HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear
-from loramux.engine.engine import Engine
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.layer_groups import LayerGroups
-from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.loop.engine import Engine
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
+from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS

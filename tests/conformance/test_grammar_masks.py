@@ -11,11 +11,11 @@ import random
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from loramux.engine.grammars.limits import parser_limits
+from loramux.engine.constraints.limits import parser_limits
 from loramux.platform.grammars.check import checked_grammar
 from tests.conformance.random_languages import MAX_NESTING, Language, languages
 from tests.engine.byte_vocabulary import BYTES, EOS, TOKENS, VOCAB_SIZE, byte_vocabulary, tokenized
-from tests.engine.grammars.masks import allowed_tokens, follow
+from tests.engine.constraints.masks import allowed_tokens, follow
 
 NUM_LANGUAGES = 200
 NUM_STEPS = MAX_NESTING - 1

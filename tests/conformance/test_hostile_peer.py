@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loramux.engine.messages import Abort, Add, Credit, Extend, SamplingParams, ToEngine
+from loramux.engine.protocol.messages import Abort, Add, Credit, Extend, SamplingParams, ToEngine
 from loramux.platform.engine_link.engine_session import INITIAL_CREDIT
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.replicas.certificates import tls_context

@@ -11,10 +11,10 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
-from loramux.engine.assembly import AssembledEngine
-from loramux.engine.errors import ModelNotSupported, PoolTooSmall
-from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.assembly import AssembledEngine
+from loramux.engine.protocol.errors import ModelNotSupported, PoolTooSmall
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StatsRequest
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, make_base
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.adapter_store.formats.packing import PackedAdapter
-from loramux.engine.assembly import AssembledEngine
-from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
+from loramux.engine.loop.assembly import AssembledEngine
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StatsRequest
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject, run
 from tests.conformance.tiny_models import VOCAB_SIZE
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
-from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.protocol.messages import Add, SamplingParams
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, run
 from tests.conformance.tiny_models import SMALL_SHAPE, VOCAB_SIZE
 

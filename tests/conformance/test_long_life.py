@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
-from loramux.engine.messages import (
+from loramux.engine.protocol.messages import (
     Abort,
     AdapterState,
     Add,
@@ -26,7 +27,6 @@ from loramux.engine.messages import (
     StepOutput,
     Unload,
 )
-from loramux.engine.model.model_config import ModelConfig
 from loramux.platform.generation.activation import activation
 from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.parity import TOLERANCE, Subject, make_subject

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loramux.engine.errors import ModelNotSupported
-from loramux.engine.messages import Add, Finished, SamplingParams
+from loramux.engine.protocol.errors import ModelNotSupported
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import SMALL_SHAPE, AdapterPlan, make_base
 

@@ -11,10 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from loramux.adapter_store.formats.ignored_tensors import is_ignored
-from loramux.engine.config import pack_target
-from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.model.model_config import ModelConfig
+from loramux.adapter_store.formats.files.ignored_tensors import is_ignored
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.messages import Add, SamplingParams
 from tests.conformance.parity import Recorder, assert_parity, run
 from tests.conformance.test_trained_rows import TrainedSubject
 from tests.conformance.tiny_models import SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, make_base, pack_peft_directory

@@ -14,7 +14,7 @@ import torch
 from transformers import Phi3ForCausalLM
 
 from loramux.engine.execution.direct_executor import DirectExecutor
-from loramux.engine.messages import Add, SamplingParams, StatsRequest
+from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
 from tests.conformance.tiny_models import (
     ALL_LINEARS,

@@ -20,9 +20,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.engine.config import pack_target
-from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.platform.generation.activation import activations
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, run
 from tests.conformance.random_peft_configs import REFUSED, random_options

@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.assembly import assemble_engine
-from loramux.engine.config import EngineConfig, pack_target
-from loramux.engine.messages import Load, StatsRequest
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.assembly import assemble_engine
+from loramux.engine.loop.config import EngineConfig, pack_target
+from loramux.engine.protocol.messages import Load, StatsRequest
 from tests.conformance.tiny_models import (
     ALL_LINEARS,
     PLANS,

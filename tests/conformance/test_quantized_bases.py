@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loramux.engine.config import pack_target
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.backend import Backend, Linear, open_backend
-from loramux.engine.errors import ConfigNotUsable
-from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.model.model_config import ModelConfig
-from loramux.kernels.cpu.capability import byte_products
-from loramux.kernels.cpu.compiled import cpu_features
-from loramux.kernels.cpu.integer_blocks import IS_SUPPORTED
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.errors import ConfigNotUsable
+from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.kernels.cpu.instructions.capability import byte_products
+from loramux.kernels.cpu.instructions.compiled import cpu_features
+from loramux.kernels.cpu.instructions.integer_blocks import IS_SUPPORTED
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, add_adapters, pack_peft_directory
 from tests.engine.device.gpu_backend import gpu_backend

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loramux.engine.device.backend import Backend, open_backend
-from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.protocol.messages import Add, SamplingParams
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
 from tests.conformance.test_quantized_bases import CODES_TOLERANCE
 from tests.conformance.tiny_models import SMALL_SHAPE, make_base

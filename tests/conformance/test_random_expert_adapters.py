@@ -11,9 +11,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from loramux.engine.config import pack_target
-from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.messages import Add, SamplingParams
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, run
 from tests.conformance.tiny_models import ATTENTION, SMALL_SHAPE, VOCAB_SIZE, make_base, pack_peft_directory
 

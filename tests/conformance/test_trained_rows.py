@@ -15,13 +15,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.engine.config import pack_target
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.graph_executor import GraphExecutor
-from loramux.engine.messages import Add, SamplingParams, StatsRequest
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
 from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.test_prompt_logprobs import run as run_scoring

@@ -11,13 +11,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from loramux.engine.config import pack_target
+from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.backend import Backend
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.graph_executor import GraphExecutor
-from loramux.engine.layer_groups import LayerGroups
-from loramux.engine.messages import StatsRequest
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.messages import StatsRequest
+from loramux.engine.sequences.layer_groups import LayerGroups
 from tests.conformance.parity import Recorder, run
 from tests.conformance.test_trained_rows import TrainedSubject, check, requests_of
 from tests.conformance.tiny_models import SMALL_SHAPE, SMALL_WINDOW, make_base, pack_peft_directory

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.admin.check.adapter_check import check_directory, check_gguf
 from loramux.admin.check.verdict import Verdict
-from loramux.engine.config import pack_target
-from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import pack_target
+from loramux.engine.protocol.messages import Add, SamplingParams
 from tests.conformance.parity import Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import VOCAB_SIZE, pack_peft_directory
 from tests.conformance.trainers.axolotl import AXOLOTL

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from loramux.engine.messages import Add, SamplingParams, StatsRequest
+from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
 from tests.conformance.parity import TOLERANCE, Recorder, Subject
 from tests.conformance.tiny_models import SMALL_SHAPE, VOCAB_SIZE, make_base
 

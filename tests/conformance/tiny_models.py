@@ -31,10 +31,10 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.canonical import write_canonical
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import PackedAdapter, pack
+from loramux.adapter_store.formats.packed.canonical import write_canonical
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.validation.validation import validate_files
 from tests.conformance.further_families import FURTHER_FAMILIES, MakeModel
 from tests.conformance.gemma4_families import GEMMA4_FAMILIES

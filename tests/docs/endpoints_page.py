@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
+from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
 from loramux.platform.openai_api.openapi import operations
 from tests.admin.admin_side import TARGET, open_admin_side

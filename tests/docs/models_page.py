@@ -6,8 +6,8 @@ from functools import cache
 
 from transformers.models.auto import modeling_auto
 
-from loramux.engine.model.missing_features import MISSING_FEATURES
-from loramux.engine.model.multimodal import SUPPORTED, WRAPPERS
+from loramux.engine.architectures.missing_features import MISSING_FEATURES
+from loramux.engine.architectures.multimodal import SUPPORTED, WRAPPERS
 from tests.conformance.tiny_models import FAMILIES as TINY_MODELS
 from tests.conformance.tiny_models import RARE_FAMILIES, SMALL_SHAPE, SMALL_WINDOW
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loramux.engine.model.missing_features import MISSING_FEATURES
-from loramux.engine.model.multimodal import SUPPORTED
+from loramux.engine.architectures.missing_features import MISSING_FEATURES
+from loramux.engine.architectures.multimodal import SUPPORTED
 from tests.docs.models_page import architectures, compared
 
 

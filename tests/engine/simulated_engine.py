@@ -11,22 +11,30 @@ from typing import Any, Protocol
 
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.cache_groups import CacheLayout, cache_layout
-from loramux.engine.engine import Engine, EngineParts, Observers
-from loramux.engine.engine_stats import EngineStats
+from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
-from loramux.engine.grammars.grammars import Grammars
-from loramux.engine.messages import AdapterState, Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
+from loramux.engine.loop.engine import Engine, EngineParts, Observers
+from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.protocol.messages import (
+    AdapterState,
+    Add,
+    Finished,
+    SamplingParams,
+    Stats,
+    StatsRequest,
+    StepOutput,
+)
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.sequences.cache_groups import CacheLayout, cache_layout
 
 VOCAB_SIZE = 1000
-GRAMMAR_PROCESS = (sys.executable, "-P", str(Path(__file__).parent / "grammars" / "byte_grammar_process.py"))
+GRAMMAR_PROCESS = (sys.executable, "-P", str(Path(__file__).parent / "constraints" / "byte_grammar_process.py"))
 """Command of the process that follows grammars over `byte_vocabulary`."""
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

@@ -23,7 +23,7 @@ KERNEL_FILES = (
 ENGINE_FILES = (
     "engine/execution/test_device_sampler.py",
     "engine/execution/test_sampling_extremes.py",
-    "engine/test_logit_penalties.py",
+    "engine/constraints/test_logit_penalties.py",
     "conformance/test_gpu_engine.py",
     "conformance/test_added_tokens.py",
     "conformance/test_prompt_logprobs.py",

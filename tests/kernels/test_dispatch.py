@@ -13,28 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.cpu import (
-    amx,
-    avx512_bf16,
-    coded_experts,
-    expert_panels,
-    quantized_amx,
-    quantized_linear,
-    rounded_rows,
-)
 from loramux.kernels.cpu import attention as cpu_attention
 from loramux.kernels.cpu import delta as cpu_delta
-from loramux.kernels.cpu import experts as cpu_experts
 from loramux.kernels.cpu import fused as cpu_fused
-from loramux.kernels.cpu import gather as cpu_gather
 from loramux.kernels.cpu import kv as cpu_kv
-from loramux.kernels.cpu import linear as cpu_linear
-from loramux.kernels.cpu import low_rank as cpu_low_rank
 from loramux.kernels.cpu import routing as cpu_routing
-from loramux.kernels.cpu import trained_rows as cpu_trained_rows
-from loramux.kernels.cpu.compiled import cache_directory
+from loramux.kernels.cpu.instructions import amx, avx512_bf16, rounded_rows
+from loramux.kernels.cpu.instructions.compiled import cache_directory
+from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
-from loramux.kernels.cpu.threads import set_num_threads
+from loramux.kernels.cpu.linear.linear import coded_experts, expert_panels, quantized_amx, quantized_linear
+from loramux.kernels.cpu.linear.linear import experts as cpu_experts
+from loramux.kernels.cpu.linear.linear import linear as cpu_linear
+from loramux.kernels.cpu.lora import gather as cpu_gather
+from loramux.kernels.cpu.lora import low_rank as cpu_low_rank
+from loramux.kernels.cpu.lora import trained_rows as cpu_trained_rows
 from loramux.kernels.cpu.warm import main, warm
 from loramux.kernels.dispatch import KernelShapes, select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry

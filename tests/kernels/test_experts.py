@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
+from loramux.kernels.cpu.linear.experts import PackedExperts
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.routing import StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import insert
 
-from loramux.adapter_store.formats.further_files import FurtherFiles, version_digest
+from loramux.adapter_store.formats.version_files.further_files import FurtherFiles, version_digest
 from loramux.adapter_store.registry.aliases import change_alias
 from loramux.adapter_store.registry.bases import note_validated
 from loramux.adapter_store.registry.records import AliasTarget

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.messages import Abort, Unload
+from loramux.engine.protocol.messages import Abort, Unload
 from tests.engine.simulated_engine import Simulation, simulate_engine, stats_of
 
 KEY = b"tenant"

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from loramux.engine.cache_groups import CacheLayout, cache_layout, hybrid_layout
-from loramux.engine.messages import (
+from loramux.engine.protocol.messages import (
     Abort,
     AdapterState,
     Add,
@@ -20,6 +19,7 @@ from loramux.engine.messages import (
     StepOutput,
     Unload,
 )
+from loramux.engine.sequences.cache_groups import CacheLayout, cache_layout, hybrid_layout
 from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulation, simulate_engine, stats_of
 
 NUM_TURNS = int(os.environ.get("LORAMUX_SIMULATION_TURNS", "10000"))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.grids import check_group
 from loramux.adapter_store.formats.quantization.packing import pack, words_as_codes
 from loramux.adapter_store.formats.quantization.parts import Parts

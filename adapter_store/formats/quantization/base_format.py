@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.awq import parse_awq
 from loramux.adapter_store.formats.quantization.bitsandbytes import parse_bitsandbytes
 from loramux.adapter_store.formats.quantization.compressed_tensors import parse_compressed_tensors

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.packing import swap_pairs
 from loramux.adapter_store.formats.quantization.parts import Parts
 from loramux.adapter_store.formats.quantization.weight_format import affine_weight, flip_sign, matrix_shape

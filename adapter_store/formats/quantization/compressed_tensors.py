@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.codebooks import E2M1, E8M0
 from loramux.adapter_store.formats.quantization.fp8 import block_size, fp8_weight
 from loramux.adapter_store.formats.quantization.grids import check_group, grouped_scales

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.grids import check_group
 from loramux.adapter_store.formats.quantization.packing import pack, words_as_codes
 from loramux.adapter_store.formats.quantization.parts import CodedWeight, Parts

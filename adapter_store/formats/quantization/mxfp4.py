@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.codebooks import E2M1, E8M0
 from loramux.adapter_store.formats.quantization.parts import Parts
 from loramux.kernels.quantized import QuantizedWeight

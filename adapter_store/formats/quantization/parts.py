@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
-from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.files.float_formats import STORAGE, to_float32
+from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.codebooks import E8M0
 from loramux.kernels.quantized import E4M3
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.parts import CodedWeight, Parts
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 

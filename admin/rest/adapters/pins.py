@@ -15,7 +15,7 @@ from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.adapters.versions import Number
 from loramux.admin.rest.adapters.warm_and_drain import WARM_TIMEOUT_S, check_validated, load_charge
 from loramux.admin.rest.services import AdminServices
-from loramux.engine.messages import AdapterState
+from loramux.engine.protocol.messages import AdapterState
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import Conflict, NotFound, Unavailable
 from loramux.platform.openai_api.openapi import errors

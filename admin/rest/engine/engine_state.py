@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from loramux.admin.rest.access import PlatformReader, Services
 from loramux.admin.rest.services import AdminServices
-from loramux.engine.messages import Stats
+from loramux.engine.protocol.messages import Stats
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import NotFound, Unavailable
 from loramux.platform.replicas.reports import UnknownReplica

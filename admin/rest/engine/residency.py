@@ -13,7 +13,7 @@ from loramux.adapter_store.tiers.tier_contents import MAX_LISTED
 from loramux.admin.rest.access import Caller, Reader, Services, tenant_filter
 from loramux.admin.rest.engine.engine_state import engine_stats
 from loramux.admin.rest.listing import ListDocument, TenantParam
-from loramux.engine.messages import Stats
+from loramux.engine.protocol.messages import Stats
 
 router = APIRouter(prefix="/residency", tags=["residency"])
 

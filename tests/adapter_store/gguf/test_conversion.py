@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from loramux.adapter_store.errors import ConversionRefused
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.gguf.conversion import convert_gguf
 from loramux.adapter_store.validation.peft_config import parse_peft_config
 from tests.adapter_store.gguf.llama_cpp import rounded, write_gguf

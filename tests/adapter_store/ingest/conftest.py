@@ -7,7 +7,7 @@ import pytest
 
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.validation.validator import Validator
 from loramux.migrations.database import Database

@@ -23,7 +23,7 @@ from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.sources import AdapterSources

@@ -13,8 +13,8 @@ from sqlalchemy.exc import OperationalError
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import BlobStoreUnavailable
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.failpoints import FailpointHook, no_op
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.originals import config_key, header_key

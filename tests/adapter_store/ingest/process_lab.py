@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
-from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.file_names import FURTHER_FILES
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.formats.files.file_names import FURTHER_FILES
+from loramux.adapter_store.formats.packed.canonical import digest_of
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.originals import config_key, header_key
 from loramux.adapter_store.registry.records import AdapterVersion

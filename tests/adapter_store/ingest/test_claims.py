@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import LEASE_S, Verdict, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.registry.records import AdapterVersion

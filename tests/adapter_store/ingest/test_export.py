@@ -11,8 +11,8 @@ import pytest
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key
 from loramux.adapter_store.errors import AdapterCorrupt, AdapterRejected, FileNotFound, OriginalNotKept, VersionNotReady
-from loramux.adapter_store.formats.canonical import CanonicalAdapter, write_canonical
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.packed.canonical import CanonicalAdapter, write_canonical
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
 from loramux.adapter_store.registry.records import AdapterVersion

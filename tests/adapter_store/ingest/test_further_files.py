@@ -9,20 +9,20 @@ import pytest
 from sqlalchemy import func, select
 
 from loramux.adapter_store.errors import AdapterRejected, UploadRefused
-from loramux.adapter_store.formats.added_vocabulary import (
-    AddedToken,
-    AddedVocabulary,
-    SpecialTokens,
-    encode_added_vocabulary,
-)
-from loramux.adapter_store.formats.file_names import (
+from loramux.adapter_store.formats.files.file_names import (
     FURTHER_FILES,
     GENERATION_FILE,
     PARSERS_FILE,
     TEMPLATE_FILE,
     VOCABULARY_FILE,
 )
-from loramux.adapter_store.formats.further_files import version_digest
+from loramux.adapter_store.formats.version_files.added_vocabulary import (
+    AddedToken,
+    AddedVocabulary,
+    SpecialTokens,
+    encode_added_vocabulary,
+)
+from loramux.adapter_store.formats.version_files.further_files import version_digest
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.registry.version_files import read_further_files

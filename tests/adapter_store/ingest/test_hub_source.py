@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, hf_hub_download, hf_hub_url
 from safetensors.numpy import load, save
 
 from loramux.adapter_store.errors import AdapterRejected, Refused, SourceUnavailable, UploadRefused
-from loramux.adapter_store.formats.sharded_tensors import INDEX_FILE
+from loramux.adapter_store.formats.packed.sharded_tensors import INDEX_FILE
 from loramux.adapter_store.ingest import hub_client
 from loramux.adapter_store.ingest.hub_client import HubClient
 from loramux.adapter_store.ingest.sharded_source import JoinedSource

@@ -17,8 +17,8 @@ from loramux.adapter_store.errors import (
     UploadNotFound,
     UploadRefused,
 )
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry

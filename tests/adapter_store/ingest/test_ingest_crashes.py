@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store.blobs.blob_url import open_blob_store
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE, TENSORS_FILE
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import LEASE_S
 from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.registry.registry import AdapterRegistry

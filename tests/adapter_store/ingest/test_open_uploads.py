@@ -10,7 +10,7 @@ import pytest
 from loramux.adapter_store.blobs.interface import UPLOADS, BlobStore, PresignedPut
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import BlobStoreUnavailable, LimitReached, UploadNotFound, UploadRefused
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, MAX_OPEN_UPLOADS, UPLOAD_RETRY_S, TenantCaps
 from loramux.adapter_store.ingest.upload_rows import UploadRows

@@ -13,7 +13,7 @@ from sqlalchemy import select, update
 from loramux.adapter_store.blobs.interface import canonical_key, packed_key
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import BaseInUse, BaseNotFound, ClaimLost
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.base_claims import BaseClaims, BaseTurns
 from loramux.adapter_store.ingest.base_validation import BaseValidation
 from loramux.adapter_store.ingest.claims import VersionClaims

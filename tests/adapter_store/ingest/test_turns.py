@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.ingest.claims import VersionClaims
 from loramux.adapter_store.ingest.turns import IngestTurns
 from loramux.adapter_store.ingest.upload_rows import UploadRows

@@ -20,8 +20,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.adapter_store.errors import MergeRefused
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.merging.merge import MAX_ADAPTERS, merge_adapters
 from loramux.adapter_store.merging.methods import MergeMethod, MergeSettings, SignRule, keep_largest, random_mask
 from loramux.adapter_store.merging.plain_lora import PlainLora

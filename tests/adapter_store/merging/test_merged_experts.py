@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from loramux.adapter_store.errors import MergeRefused
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.merging.merge import merge_adapters
 from loramux.adapter_store.merging.methods import MergeMethod, MergeSettings
 from loramux.adapter_store.merging.plain_lora import PlainLora

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.kernels.layout import AdapterLayout
 

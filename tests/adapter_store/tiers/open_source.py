@@ -4,9 +4,9 @@ from pathlib import Path
 
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.cancellation import Cancellation
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.tiers.packed_source import PackedSource
 

@@ -12,8 +12,8 @@ import pytest
 
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import AdapterUnavailable, LoadCancelled
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.tiers.disk_tier import DiskTier, HeldFile
 from loramux.adapter_store.tiers.packed_source import PackedSource
 from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from loramux.adapter_store.blobs.local import LocalBlobStore
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.tiers import staging_client, staging_link
 from loramux.adapter_store.tiers.host_slab import ALIGNMENT, EngineMemory
 from loramux.adapter_store.tiers.host_tier import HostTier

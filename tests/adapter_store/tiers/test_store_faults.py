@@ -15,7 +15,7 @@ from loramux.adapter_store.blobs.interface import canonical_key, packed_key
 from loramux.adapter_store.blobs.retry_budget import RetryBudget
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 from loramux.adapter_store.errors import AdapterCorrupt, AdapterUnavailable
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.tiers.packed_source import PackedSource
 from tests.adapter_store.blobs.fault_proxy import Fault, FaultProxy, SeededPlan, no_faults
 from tests.adapter_store.blobs.limits import HURRIED

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store.errors import AdapterUnavailable
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.tiers.tier_figures import STAGES, LoadCounts, PassedStage
 from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
 from tests.adapter_store.tiers.open_source import fetch, open_source

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from loramux.adapter_store.errors import AdapterCorrupt
-from loramux.adapter_store.formats.checksums import CHUNK_BYTES, NUM_LANES, LaneSums, PayloadCheck, Proof
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packed_file import read_open_packed, write_packed
+from loramux.adapter_store.formats.files.checksums import CHUNK_BYTES, NUM_LANES, LaneSums, PayloadCheck, Proof
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packed_file import read_open_packed, write_packed
 from loramux.adapter_store.tiers.packed_source import PackedSource
 from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
 from tests.adapter_store.tiers.open_source import fetch, open_source

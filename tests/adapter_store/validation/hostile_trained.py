@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
+from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY
 from loramux.kernels.layout import MAX_EXTRA_TOKENS
 from tests.adapter_store.adapter_files import AdapterFiles
 from tests.adapter_store.small_base import HIDDEN, VOCAB_SIZE

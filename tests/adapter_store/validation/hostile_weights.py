@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from loramux.adapter_store.formats.float_formats import to_bfloat16_bits
+from loramux.adapter_store.formats.files.float_formats import to_bfloat16_bits
 from tests.adapter_store.adapter_files import AdapterFiles
 from tests.adapter_store.validation.hostile import LAYER, MARK, Q_A, Q_B, Change, Hostile, good_files, header_file
 

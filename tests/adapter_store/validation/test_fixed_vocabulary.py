@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.validation.vocab_size import ResizedVocabulary
 from loramux.kernels.layout import LinearShape, PageGeometry
 

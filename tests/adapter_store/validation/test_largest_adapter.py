@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loramux.adapter_store.formats.module_places import TENSOR_PREFIX, module_places
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.module_places import TENSOR_PREFIX, module_places
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.validation.validator import Limits, SubprocessValidator, ValidationJob
 from loramux.kernels.layout import MAX_EXTRA_TOKENS, MAX_RANK, PageGeometry, trained_rows_of
 from tests.adapter_store.linears import llama_linears, outer_linears

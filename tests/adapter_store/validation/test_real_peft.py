@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loramux.adapter_store.formats.canonical import write_canonical
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
-from loramux.adapter_store.formats.module_places import module_places
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.packed.canonical import write_canonical
+from loramux.adapter_store.formats.packed.module_places import module_places
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import LinearShape, part_layout
 

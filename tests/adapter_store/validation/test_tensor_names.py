@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.canonical import digest_of, write_canonical
-from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.formats.packed.canonical import digest_of, write_canonical
+from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.validation.tensor_names import current_names
 from loramux.adapter_store.validation.validation import validate_files
 from tests.adapter_store.adapter_files import AdapterMaker

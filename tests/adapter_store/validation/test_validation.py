@@ -17,10 +17,10 @@ import pytest
 from safetensors.numpy import save
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.canonical import write_canonical
-from loramux.adapter_store.formats.float_formats import to_float32
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.formats.files.float_formats import to_float32
+from loramux.adapter_store.formats.packed.canonical import write_canonical
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import pack
 from loramux.adapter_store.ingest.originals import KeptHeader
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import LinearShape

@@ -21,10 +21,10 @@ import structlog
 from safetensors.numpy import save
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packed_file import read_packed
+from loramux.adapter_store.formats.packed.canonical import digest_of
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packed_file import read_packed
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES
 from loramux.adapter_store.sandbox.fork_server import worker_environment
 from loramux.adapter_store.validation import worker as validation_worker

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loramux.admin.serve import next_commands
+from loramux.admin.serving.serve import next_commands
 
 
 def test_commands_that_a_new_server_prints_work_as_written(

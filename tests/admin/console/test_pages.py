@@ -22,8 +22,8 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loramux.adapter_store.registry.base_servers import OwnServer
-from loramux.admin.app import create_admin_app
 from loramux.admin.console.app import create_console
+from loramux.admin.serving.app import create_admin_app
 from loramux.migrations.schema import base_servers, version_bases
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.admin.admin_side import ADMIN_KEY, AdminSide

@@ -11,10 +11,10 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loramux.admin.app import create_admin_app
 from loramux.admin.console.app import create_console
 from loramux.admin.console.sessions.login_throttle import BURST, REFILL_S
 from loramux.admin.rest.services import AdminServices
+from loramux.admin.serving.app import create_admin_app
 from loramux.migrations import schema
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.keys import KeyChanges

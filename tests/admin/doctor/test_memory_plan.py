@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.admin.doctor import memory_plan
 from loramux.admin.doctor.memory_plan import PROCESS_BYTES, plan_memory
-from loramux.engine.errors import ModelNotSupported
+from loramux.engine.protocol.errors import ModelNotSupported
 from tests.admin.command_line import Run
 from tests.conformance.tiny_models import SMALL_SHAPE
 from tests.quantized_layouts import LAYOUTS, quantize_directory

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.registry.records import Adapter, UploadFile
 from loramux.platform.accounts.tenants import Tenant
 from tests.adapter_store.validation.hostile import good_files

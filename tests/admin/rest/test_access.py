@@ -6,7 +6,7 @@ import anyio
 import httpx
 import pytest
 
-from loramux.admin.app import create_admin_app
+from loramux.admin.serving.app import create_admin_app
 from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
 
 pytestmark = pytest.mark.anyio

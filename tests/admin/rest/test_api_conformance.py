@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
+from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
 from tests.adapter_store.validation.hostile import TARGET
 from tests.admin.admin_side import open_admin_side

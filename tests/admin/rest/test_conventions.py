@@ -12,8 +12,6 @@ import pytest
 from sqlalchemy import insert
 
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
-from loramux.admin.expired_rows import ExpiredRows
 from loramux.admin.server.idempotency_keys import (
     LIFETIME_US,
     RUNNING_US,
@@ -24,7 +22,9 @@ from loramux.admin.server.idempotency_keys import (
     OutcomeUnknown,
     StoredAnswer,
 )
-from loramux.admin.upkeep import Upkeep
+from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
+from loramux.admin.serving.expired_rows import ExpiredRows
+from loramux.admin.serving.upkeep import Upkeep
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions

@@ -12,11 +12,11 @@ from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.records import Adapter, UploadFile
 from loramux.adapter_store.registry.sharing import AdapterGrants
-from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
+from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions
 from loramux.platform.accounts.model_names import ModelNotFound, ModelResolver

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
-from loramux.admin.app import create_admin_app
+from loramux.admin.serving.app import create_admin_app
 from loramux.platform.openai_api.app import create_openai_app
 from tests.admin.admin_side import AdminSide
 from tests.admin.app_client import client_of

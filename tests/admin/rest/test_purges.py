@@ -12,7 +12,7 @@ from sqlalchemy import func, insert, select
 
 from loramux.adapter_store.blobs.interface import canonical_key
 from loramux.admin.rest import purging
-from loramux.admin.upkeep import Upkeep
+from loramux.admin.serving.upkeep import Upkeep
 from loramux.migrations import schema
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission.admission import Admission

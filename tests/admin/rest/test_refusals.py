@@ -13,7 +13,7 @@ from sqlalchemy import insert
 
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.base_servers import OwnServer
-from loramux.admin.app import create_admin_app
+from loramux.admin.serving.app import create_admin_app
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions
 from loramux.platform.accounts.api_keys import ApiKeys

@@ -9,13 +9,13 @@ import pytest
 
 from loramux.admin.demo.corpus import sample_texts
 from loramux.admin.errors import StartRefused
-from loramux.admin.serve import read_model
 from loramux.admin.server import quantized_base
 from loramux.admin.server.quantized_base import MAX_PROMPTS, quantize_base
 from loramux.admin.server.settings import Settings
-from loramux.engine.config import EngineConfig, check_activations
-from loramux.engine.errors import DeviceNotUsable
-from loramux.kernels.cpu import capability
+from loramux.admin.serving.serve import read_model
+from loramux.engine.loop.config import EngineConfig, check_activations
+from loramux.engine.protocol.errors import DeviceNotUsable
+from loramux.kernels.cpu.instructions import capability
 from tests.conformance.tiny_models import SMALL_SHAPE
 from tests.quantized_layouts import LAYOUTS, quantize_directory
 

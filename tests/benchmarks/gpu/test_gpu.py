@@ -19,7 +19,7 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu.bench import Bench, CheckError, Goal, Row, require_close
 from benchmarks.gpu.check import compare
 from benchmarks.gpu.engine import Answer
-from loramux.engine.messages import TokenLogprobs
+from loramux.engine.protocol.messages import TokenLogprobs
 
 ROOT = Path(__file__).parents[3]
 

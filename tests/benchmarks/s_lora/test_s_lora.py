@@ -20,8 +20,8 @@ from benchmarks.s_lora.plot import draw_plot
 from benchmarks.s_lora.report import Case, summaries
 from benchmarks.s_lora.run import Arrival, Drive, Journey, Snapshot, Window, drive_in_turns
 from benchmarks.s_lora.workload import Lengths, draw_arrivals, draw_requests
-from loramux.engine.engine import Outbound
-from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput, Stats, StepOutput
+from loramux.engine.loop.engine import Outbound
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput, Stats, StepOutput
 
 LENGTHS = Lengths(8, 32)
 STATS = Stats(

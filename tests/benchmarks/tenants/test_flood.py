@@ -18,7 +18,7 @@ from benchmarks.tenants import setting as flood_setting
 from benchmarks.tenants.figures import Target, compare, percentile, spread
 from benchmarks.tenants.plot import draw_tails
 from benchmarks.tenants.run import Observed, Stream
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 
 COMMON = ("--threads", "1", "--repeats", "2", "--allow-busy")
 FLOOD = ("--seconds", "0.6", "--seats", "4", "--open", "12", "--crowd", "3", "--polite", "2", "--polite-load", "0.39")

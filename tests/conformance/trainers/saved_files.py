@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 
 PREFIX = "base_model.model."
 

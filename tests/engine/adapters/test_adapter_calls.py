@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from loramux.engine.adapters.adapter_load import AdapterPhase
-from loramux.engine.messages import Abort, Extend, Load, Pin, ResidentAdapter, Unload
+from loramux.engine.protocol.messages import Abort, Extend, Load, Pin, ResidentAdapter, Unload
 from tests.engine.simulated_engine import Simulate, Simulation, stats_of
 
 OWNER = b"gateway"

@@ -8,9 +8,9 @@ from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool, Demand
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
-from loramux.engine.messages import Abort
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.page_pool import PageOwner, PagePool
+from loramux.engine.protocol.messages import Abort
 from tests.engine.simulated_engine import Clock, Simulate, Simulation, finishes, stats_of
 
 SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import pytest
 
 from loramux.engine.adapters.host_floors import MAX_MEMBERS, HostFloors
-from loramux.engine.messages import Finished
+from loramux.engine.protocol.messages import Finished
 from tests.adapter_store.tiers.lettered_adapters import adapter, content, filled
 from tests.engine.simulated_engine import Simulation
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters import page_copier
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool, Demand

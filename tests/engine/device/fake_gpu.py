@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.assembly import AssembledEngine, assemble_engine
-from loramux.engine.config import EngineConfig
+from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import Accelerator, HostAccelerator
 from loramux.engine.device.backend import Backend, CompileAhead, DenseLinear
-from loramux.engine.model.weights import WeightSource
+from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
+from loramux.engine.loop.config import EngineConfig
 from loramux.kernels.gpu.coded_weights import place_codes
 from loramux.kernels.quantized import E4M3, INT8, UINT4, QuantizedWeight
 

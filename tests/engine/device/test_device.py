@@ -6,13 +6,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from loramux.engine import config as config_module
-from loramux.engine.config import resolve_device
 from loramux.engine.device import backend as backend_module
 from loramux.engine.device import cuda_driver
 from loramux.engine.device.backend import open_backend
 from loramux.engine.device.cuda_driver import count_gpus, missing_for_cuda, states_cuda
-from loramux.engine.errors import DeviceNotUsable
+from loramux.engine.loop import config as config_module
+from loramux.engine.loop.config import resolve_device
+from loramux.engine.protocol.errors import DeviceNotUsable
 from tests.kernels.gpu.interpreted import HAS_GPU
 
 MISSING = "something is missing"

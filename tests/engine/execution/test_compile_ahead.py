@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import HostAccelerator
-from loramux.engine.model.weights import WeightSource
 from tests.engine.device.fake_gpu import (
     GEMMA,
     HYBRID,

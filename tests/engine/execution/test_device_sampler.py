@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.engine.batch import SamplingRow
+from loramux.engine.constraints.logit_penalties import logit_penalties
 from loramux.engine.device.accelerator import Fence, HostAccelerator
 from loramux.engine.device.backend import Backend
 from loramux.engine.execution import device_sampler
@@ -15,8 +15,8 @@ from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.sampler import SampledToken, sample, uniforms_of
 from loramux.engine.execution.step_buffer import SamplingInputs
 from loramux.engine.execution.token_marks import DeviceTokenMarks
-from loramux.engine.logit_penalties import logit_penalties
-from loramux.engine.messages import SamplingParams
+from loramux.engine.protocol.messages import SamplingParams
+from loramux.engine.sequences.batch import SamplingRow
 from tests.engine.device.gpu_backend import gpu_backend
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.messages import Abort, SamplingParams
+from loramux.engine.protocol.messages import Abort, SamplingParams
 from tests.engine.simulated_engine import Simulation, simulate_engine
 
 

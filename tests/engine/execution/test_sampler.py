@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from loramux.engine.batch import SamplingRow
 from loramux.engine.execution.sampler import sample
-from loramux.engine.messages import SamplingParams
+from loramux.engine.protocol.messages import SamplingParams
+from loramux.engine.sequences.batch import SamplingRow
 
 
 def sampling_row(params: SamplingParams, seed: int = 0, num_chosen: int = 0) -> SamplingRow:

@@ -17,14 +17,14 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from loramux.engine.batch import SamplingRow
+from loramux.engine.constraints.logit_penalties import LARGEST, logit_penalties
 from loramux.engine.execution import sampler as host_sampler
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.sampler import NUM_LIKELIEST, SampledToken, sample, used_temperature
 from loramux.engine.execution.step_buffer import SamplingInputs
-from loramux.engine.logit_penalties import LARGEST, logit_penalties
-from loramux.engine.messages import SamplingParams
+from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import sampling_problem
+from loramux.engine.sequences.batch import SamplingRow
 from tests.engine.device.gpu_backend import gpu_backend
 from tests.kernels.gpu.interpreted import DEVICE
 

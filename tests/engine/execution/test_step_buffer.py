@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.engine.batch import NO_ROWS, Batch, OuterSlots, ScheduledSequence, build_batch
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.sampler import used_temperature
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import MAX_SINGLE_ROWS, StepShape, reachable_shapes, step_shape
-from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.sequence import PageTable, Sequence, block_list
+from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.engine.sequences.batch import NO_ROWS, Batch, OuterSlots, ScheduledSequence, build_batch
+from loramux.engine.sequences.sequence import PageTable, Sequence, block_list
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 
 MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES = 600, 96, 96 * 8

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.cache_groups import cache_layout
-from loramux.engine.messages import Add
 from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
 from loramux.engine.pages.kv_pages import NO_PREFIX, KvPages
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
-from loramux.engine.sequence import Sequence
+from loramux.engine.protocol.messages import Add
+from loramux.engine.sequences.cache_groups import cache_layout
+from loramux.engine.sequences.sequence import Sequence
 from tests.engine.simulated_engine import GREEDY, Simulate, stats_of
 
 PAGE_TOKENS = 4

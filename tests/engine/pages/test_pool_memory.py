@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from loramux.engine.device.accelerator import DeviceMemory, HostAccelerator
-from loramux.engine.errors import PoolTooSmall
 from loramux.engine.pages.pool_memory import MIN_RESERVE_BYTES, pool_bytes_of
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
+from loramux.engine.protocol.errors import PoolTooSmall
 from tests.engine.device.fake_gpu import LLAMA, UnlaunchedProgram, fake_driver, start_engine
 
 MIB, GIB = 1 << 20, 1 << 30

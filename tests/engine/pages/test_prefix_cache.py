@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from loramux.engine.messages import Abort, Add, Unload
 from loramux.engine.pages.page_pool import PageOwner
+from loramux.engine.protocol.messages import Abort, Add, Unload
 from tests.engine.simulated_engine import VOCAB_SIZE, Simulate, Simulation, stats_of
 
 PAGE = 16

@@ -6,7 +6,7 @@ import pytest
 
 from loramux.engine.pages.kv_pages import NO_PREFIX
 from loramux.engine.pages.page_pool import PageOwner
-from loramux.engine.sequence import Sequence
+from loramux.engine.sequences.sequence import Sequence
 from tests.engine.pages.test_kv_pages import STEP_TOKENS, Bench
 from tests.engine.simulated_engine import Simulate, stats_of
 

@@ -13,10 +13,10 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.engine.config import EngineConfig
-from loramux.engine.errors import ConfigNotUsable, ModelNotSupported
-from loramux.engine.model.model_config import ModelConfig
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
 from loramux.engine.quantizing import quantize as quantizing
 from loramux.engine.quantizing.messages import QUALITY_FILE, QuantizeJob
 from loramux.engine.quantizing.process import run

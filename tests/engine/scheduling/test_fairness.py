@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_BETWEEN_CHECKS, FairQueue
 from loramux.engine.scheduling.shares import Share, place
-from loramux.engine.sequence import Sequence
+from loramux.engine.sequences.sequence import Sequence
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.messages import Abort, AdapterState, Extend, Unload
+from loramux.engine.protocol.messages import Abort, AdapterState, Extend, Unload
 from tests.engine.simulated_engine import Simulate, Simulation, stats_of
 
 

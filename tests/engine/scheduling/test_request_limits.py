@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from loramux.engine.messages import SamplingParams
+from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import sampling_problem
 
 VOCAB_SIZE = 70

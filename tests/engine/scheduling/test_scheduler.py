@@ -6,16 +6,16 @@ import pytest
 
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.cache_groups import cache_layout
 from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
-from loramux.engine.messages import Add
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.protocol.messages import Add
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.sequence import Sequence, SequenceState
+from loramux.engine.sequences.cache_groups import cache_layout
+from loramux.engine.sequences.sequence import Sequence, SequenceState
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation, finishes, stats_of
 
 PAGE_TOKENS = 4

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.engine.messages import Extend
+from loramux.engine.protocol.messages import Extend
 from tests.engine.simulated_engine import Simulate, stats_of
 
 

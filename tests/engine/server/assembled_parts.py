@@ -4,7 +4,7 @@ import os
 import select
 from collections.abc import Callable
 
-from loramux.engine.messages import EngineReady
+from loramux.engine.protocol.messages import EngineReady
 
 READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu", dtype="float32")
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from loramux.engine.messages import EngineReady, Finished, FromEngine, SequenceOutput, StepOutput
+from loramux.engine.protocol.messages import EngineReady, Finished, FromEngine, SequenceOutput, StepOutput
 from loramux.engine.server.gateway_link import GatewayLink
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from loramux.engine.messages import (
+from loramux.engine.protocol.messages import (
     AdapterState,
     Credit,
     Finished,

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
 from loramux.adapter_store.tiers.tier_figures import PassedStage
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 from loramux.engine.tracing.otel_spans import MAX_WAITING, OtelSpanSink
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 from loramux.engine.tracing.spans import SpanRecord

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from loramux.kernels.cpu.coded_experts import make_coded_experts
-from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
-from loramux.kernels.cpu.linear import PackedLinear
-from loramux.kernels.cpu.quantized_linear import make_quantized_linear
+from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
+from loramux.kernels.cpu.linear.experts import PackedExperts
+from loramux.kernels.cpu.linear.linear import PackedLinear
+from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.routing_spec import RoutingSpec

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-from loramux.kernels.cpu.capability import host_features
+from loramux.kernels.cpu.instructions.capability import host_features
 
 AVX512 = ("avx2", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numba
 import torch
 
-from loramux.kernels.cpu import compiled
+from loramux.kernels.cpu.instructions import compiled
 
 SIGNATURES: set[str] = set()
 
@@ -43,7 +43,7 @@ def main() -> None:
     # Nothing has imported the kernels yet, so they are all decorated with `record`.
     assert "loramux.kernels.cpu.kernels" not in sys.modules
     compiled.kernel = record
-    amx = importlib.import_module("loramux.kernels.cpu.amx")
+    amx = importlib.import_module("loramux.kernels.cpu.instructions.amx")
     # Linux would refuse permission to use tiles that this CPU lacks.
     amx.has_amx = lambda: "amx-bf16" in compiled.cpu_features()
     # On ARM, oneDNN would multiply by bfloat16 weights.

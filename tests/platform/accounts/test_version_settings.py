@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 import pytest
 from sqlalchemy import delete, insert
 
-from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers
-from loramux.adapter_store.formats.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE
-from loramux.adapter_store.formats.further_files import FurtherFiles, version_digest
-from loramux.adapter_store.formats.generation_config import SamplingDefaults
+from loramux.adapter_store.formats.files.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE, AnswerParsers
+from loramux.adapter_store.formats.version_files.further_files import FurtherFiles, version_digest
+from loramux.adapter_store.formats.version_files.generation_config import SamplingDefaults
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.adapter_store.registry.version_files import replace_further_files
 from loramux.migrations import schema

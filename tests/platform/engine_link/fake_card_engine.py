@@ -10,9 +10,9 @@ import sys
 import threading
 from functools import partial
 
-from loramux.engine.batch import Batch
 from loramux.engine.execution.device_sampler import SampledStep
 from loramux.engine.execution.graph_executor import GraphExecutor
+from loramux.engine.sequences.batch import Batch
 from loramux.engine.server import process
 from tests.engine.device.fake_card import FakeCard, cuda_error, fake_backend
 

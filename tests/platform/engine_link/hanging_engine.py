@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from loramux.engine.batch import Batch
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.sampler import FinishedStep
+from loramux.engine.sequences.batch import Batch
 from loramux.engine.server import process
 
 HANGING_TOKEN = 666

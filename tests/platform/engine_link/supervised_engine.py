@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput
 from loramux.platform.engine_link.local_engine import LocalEngine
 
 PATIENCE_S = 60

@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 from loramux.platform.engine_link.engine_session import EngineSession
 from loramux.platform.engine_link.followed_engine import FollowedEngine, Joining, JoinRefused
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine

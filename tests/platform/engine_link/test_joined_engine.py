@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from loramux.engine.config import EngineConfig
-from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput
-from loramux.engine.model.model_files import model_sha256
+from loramux.engine.architectures.model_files import model_sha256
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.engine_link.followed_engine import Joining, JoinRefused
 from loramux.platform.engine_link.joined_engine import JoinedEngine

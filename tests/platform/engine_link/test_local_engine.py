@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loramux.engine.config import EngineConfig
-from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine
 

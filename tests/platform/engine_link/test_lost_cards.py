@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from loramux.engine.config import EngineConfig
+from loramux.engine.loop.config import EngineConfig
 from loramux.engine.server.process import EXIT_DEVICE_FAILED
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
 from tests.platform.engine_link.supervised_engine import add, end_of, running, until

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from loramux.engine.messages import Add, Finished, PromptLogprob, SamplingParams, SequenceOutput, TokenLogprobs
+from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SamplingParams, SequenceOutput, TokenLogprobs
 from loramux.platform.engine_link.sequence_stream import SequenceStream
 
 pytestmark = pytest.mark.anyio

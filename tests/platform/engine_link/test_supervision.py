@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from loramux.engine.config import EngineConfig
+from loramux.engine.loop.config import EngineConfig
 from loramux.engine.server.step_record import ID_BYTES, LoopProgress, StepRecord
 from loramux.platform.engine_link import crash_strikes, process_output
 from loramux.platform.engine_link.crash_strikes import CrashStrikes

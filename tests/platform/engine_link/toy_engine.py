@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from loramux.engine.messages import EngineReady
+from loramux.engine.protocol.messages import EngineReady
 from loramux.engine.server.step_record import StepRecord
 
 

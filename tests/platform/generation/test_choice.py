@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput, TokenLogprobs
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput, TokenLogprobs
 from loramux.platform.generation.choice import Choice, ChoiceDelta
 from loramux.platform.generation.plan import Reasoning, TextRules
 from loramux.platform.tool_calls.reasoning import Markers

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loramux.engine.messages import Finished, FromEngine, SequenceOutput, StepOutput, TokenLogprobs
+from loramux.engine.protocol.messages import Finished, FromEngine, SequenceOutput, StepOutput, TokenLogprobs
 from loramux.engine.server.gateway_link import GatewayLink
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation.choice import ChoiceDelta

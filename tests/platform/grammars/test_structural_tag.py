@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from loramux.engine.grammars.limits import parser_limits
+from loramux.engine.constraints.limits import parser_limits
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.check import GrammarRefused, checked_grammar
 from loramux.platform.grammars.constraint import Constraint

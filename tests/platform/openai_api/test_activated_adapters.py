@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
+from loramux.adapter_store.formats.files.file_names import TEMPLATE_FILE
 from tests.platform.gateways import Gateway
 from tests.platform.ready_adapters import digest_of
 

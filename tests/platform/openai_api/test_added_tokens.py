@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from loramux.adapter_store.formats.added_vocabulary import AddedToken, AddedVocabulary, encode_added_vocabulary
-from loramux.adapter_store.formats.file_names import TEMPLATE_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.files.file_names import TEMPLATE_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.version_files.added_vocabulary import (
+    AddedToken,
+    AddedVocabulary,
+    encode_added_vocabulary,
+)
 from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
 from tests.platform.tool_base import TEMPLATE

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from tests.docs.request_fields_page import known_fields
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from loramux.adapter_store.formats.answer_parsers import AnswerParsers
-from loramux.engine.grammars.vocabulary import load_vocabulary
+from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
+from loramux.engine.constraints.vocabulary import load_vocabulary
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.openai_api.services import GatewaySettings

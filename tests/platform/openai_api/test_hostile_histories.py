@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
+from loramux.adapter_store.formats.files.file_names import TEMPLATE_FILE
 from loramux.migrations.database import Database
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import FULL, QUICK

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from loramux.adapter_store.formats.file_names import GENERATION_FILE
-from loramux.adapter_store.formats.generation_config import SETTINGS, SamplingDefaults
-from loramux.engine.messages import Add, SamplingParams
+from loramux.adapter_store.formats.files.file_names import GENERATION_FILE
+from loramux.adapter_store.formats.version_files.generation_config import SETTINGS, SamplingDefaults
+from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.scheduling.request_limits import sampling_problem
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script

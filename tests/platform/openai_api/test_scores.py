@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loramux.engine.messages import PromptLogprob, TokenLogprobs
+from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage

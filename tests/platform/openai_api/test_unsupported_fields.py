@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loramux.engine.messages import Add
+from loramux.engine.protocol.messages import Add
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.request_body import validated
 from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, GenerationRequest

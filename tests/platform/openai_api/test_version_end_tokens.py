@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from loramux.adapter_store.formats.added_vocabulary import AddedToken, AddedVocabulary, encode_added_vocabulary
-from loramux.adapter_store.formats.file_names import GENERATION_FILE, TEMPLATE_FILE, VOCABULARY_FILE
-from loramux.engine.messages import Add
+from loramux.adapter_store.formats.files.file_names import GENERATION_FILE, TEMPLATE_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.version_files.added_vocabulary import (
+    AddedToken,
+    AddedVocabulary,
+    encode_added_vocabulary,
+)
+from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
 from loramux.platform.openai_api.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer

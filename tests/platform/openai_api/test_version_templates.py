@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from loramux.adapter_store.formats.file_names import PARSERS_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.files.file_names import PARSERS_FILE, TEMPLATE_FILE
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.chat_template import ChatTemplate

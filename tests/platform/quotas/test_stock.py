@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE, TENSORS_FILE
-from loramux.adapter_store.formats.further_files import FurtherFiles
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.version_files.further_files import FurtherFiles
 from loramux.adapter_store.ingest.claims import Verdict, VersionClaims
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import Upload, UploadFile

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from loramux.engine.messages import PROTOCOL, Add, Finished, SamplingParams, SequenceOutput
+from loramux.engine.protocol.messages import PROTOCOL, Add, Finished, SamplingParams, SequenceOutput
 from loramux.migrations.database import Database
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine

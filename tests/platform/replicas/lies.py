@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from loramux.engine.messages import Finished, FromEngine, PromptLogprob, StepOutput, TokenLogprobs
+from loramux.engine.protocol.messages import Finished, FromEngine, PromptLogprob, StepOutput, TokenLogprobs
 
 Lie = Callable[[FromEngine], Iterable[FromEngine]]
 

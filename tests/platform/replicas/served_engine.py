@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import zmq.asyncio
 
-from loramux.engine.messages import (
+from loramux.engine.protocol.messages import (
     Abort,
     Add,
     Credit,

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from loramux.engine.messages import Stats
+from loramux.engine.protocol.messages import Stats
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.claim_checks import DISTRUST_S, MAX_FAILURES, ClaimChecks
 from loramux.platform.routing.views import digest_prefix

@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from loramux.engine.messages import (
+from loramux.engine.protocol.messages import (
     AdapterState,
     FromEngine,
     ResidentAdapter,

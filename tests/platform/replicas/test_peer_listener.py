@@ -15,7 +15,7 @@ import pytest
 import zmq.asyncio
 
 from loramux.admin.server.listeners import bind
-from loramux.engine.messages import Add, Credit, EngineReady, Pin, SequenceOutput, Unload
+from loramux.engine.protocol.messages import Add, Credit, EngineReady, Pin, SequenceOutput, Unload
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.followed_engine import Joining
 from loramux.platform.engine_link.scripted_engine import Script, ScriptedEngine, echo

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loramux.engine.messages import Finished, SequenceOutput
+from loramux.engine.protocol.messages import Finished, SequenceOutput
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.replicas import presence, replica_book

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from loramux.engine.messages import Add, Finished, SequenceOutput
+from loramux.engine.protocol.messages import Add, Finished, SequenceOutput
 from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine

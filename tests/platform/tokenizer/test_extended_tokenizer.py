@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.added_vocabulary import AddedToken, AddedVocabulary
+from loramux.adapter_store.formats.version_files.added_vocabulary import AddedToken, AddedVocabulary
 from loramux.platform.errors import Unavailable
 from loramux.platform.tokenizer.detokenizer import new_detokenizer
 from loramux.platform.tokenizer.extended_tokenizer import extended_tokenizer, next_token_id

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from loramux.adapter_store.formats.answer_parsers import NO_CHOICE
+from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.chat_prompt import ChatPrompts
 from loramux.platform.openai_api.schemas import ChatRequest

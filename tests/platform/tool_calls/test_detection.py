@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.adapter_store.formats import answer_parsers
+from loramux.adapter_store.formats.version_files import answer_parsers
 from loramux.platform.tool_calls import harmony
 from loramux.platform.tool_calls.detection import parser_name_of
 from loramux.platform.tool_calls.parsers import PARSERS

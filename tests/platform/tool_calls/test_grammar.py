@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from loramux.engine.grammars.limits import parser_limits
+from loramux.engine.constraints.limits import parser_limits
 from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, TextEvent
 from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool, Thinking
 from loramux.platform.tool_calls.parsers import PARSERS
 from loramux.platform.tool_calls.reasoning import ReasoningSplitter
 from tests.engine.byte_vocabulary import EOS, TOKENS, VOCAB_SIZE, byte_vocabulary
-from tests.engine.grammars.masks import allowed_tokens, follow
+from tests.engine.constraints.masks import allowed_tokens, follow
 
 TOOLS = (
     OfferedTool(

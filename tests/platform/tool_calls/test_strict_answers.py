@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from loramux.engine.grammars.limits import parser_limits
+from loramux.engine.constraints.limits import parser_limits
 from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun
 from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool, Thinking

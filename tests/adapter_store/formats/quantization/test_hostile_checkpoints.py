@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from loramux.adapter_store.errors import AdapterUnavailable, BaseNotSupported
-from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from tests.adapter_store.formats.quantization.test_layouts import MODULE, coded, write
 from tests.quantized_layouts import LAYOUTS
 

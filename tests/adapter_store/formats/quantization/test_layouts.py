@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loramux.adapter_store.formats.base_weights import BaseWeights
-from loramux.adapter_store.formats.mapped_tensors import map_directory
+from loramux.adapter_store.formats.files.mapped_tensors import map_directory
 from loramux.adapter_store.formats.quantization.base_format import CodedTensor, find_coded, read_format
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.quantization.reordered import ReorderedWeight
 from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 from tests.quantized_layouts import FP8_CONFIG, LAYOUTS, NF4_CONFIG, Layout, bytes_of, fp8, mx_scales, nf4

@@ -16,7 +16,6 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
-from loramux.admin.app import create_admin_app
 from loramux.admin.console.app import create_console
 from loramux.admin.console.oidc.attempt import ATTEMPT_S
 from loramux.admin.console.oidc.provider import OPTIONAL_ENDPOINTS, REQUIRED_ENDPOINTS
@@ -24,6 +23,7 @@ from loramux.admin.console.oidc.role_confirmation import ASK_EVERY_S, CONFIRMED_
 from loramux.admin.console.sign_in.oidc_login import MAX_UNDER_WAY
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.server.oidc_settings import OidcSettings, RoleRule, parse_rule
+from loramux.admin.serving.app import create_admin_app
 from loramux.platform.accounts.tenants import TenantChanges
 from tests.admin.admin_side import AdminSide
 from tests.admin.app_client import CONSOLE_HOST, client_of

@@ -14,7 +14,7 @@ from loramux.admin.console.sessions.content import SessionContent, SessionSeal
 from loramux.admin.console.sessions.login_throttle import BURST, REFILL_S, LoginThrottle
 from loramux.admin.console.sessions.rights import SessionRights
 from loramux.admin.console.sessions.sessions import IDLE_S, LIFETIME_S, MAX_OF_ONE, TOUCH_S, ConsoleSessions
-from loramux.admin.expired_rows import ExpiredRows
+from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import OPERATOR, ApiKeys, key_sha256

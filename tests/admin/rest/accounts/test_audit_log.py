@@ -10,7 +10,7 @@ import httpx
 import pytest
 from sqlalchemy import func, select
 
-from loramux.admin.app import create_admin_app
+from loramux.admin.serving.app import create_admin_app
 from loramux.migrations import schema
 from loramux.migrations.audit import Actor, acting_as
 from loramux.platform.accounts.tenants import TenantChanges

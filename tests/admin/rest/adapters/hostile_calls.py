@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
 from tests.adapter_store.validation.hostile import MARK, TARGET
 
 Document = dict[str, Any]

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.engine.messages import AdapterState
+from loramux.engine.protocol.messages import AdapterState
 from tests.admin.admin_side import AdminSide
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 from sqlalchemy import func, select, update
 
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
-from loramux.admin.app import create_admin_app
+from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.admin.serving.app import create_admin_app
 from loramux.migrations.schema import adapter_versions, uploads
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.adapter_store.validation.hostile import MARK, TARGET, Hostile, good_files

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_UPLOADS
-from loramux.admin.app import create_admin_app
 from loramux.admin.client.client import AdminClient, AdminError
 from loramux.admin.client.push import push_adapter
+from loramux.admin.serving.app import create_admin_app
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.app_client import client_of
 from tests.admin.console.signed_in_browser import Browser

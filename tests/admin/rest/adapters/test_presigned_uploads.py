@@ -18,10 +18,10 @@ from sqlalchemy import select, update
 from loramux.adapter_store.blobs.interface import BlobStore, upload_key
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES, S3Limits
-from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
 from loramux.admin.client.push import push_adapter
-from loramux.admin.expired_rows import ExpiredRows
+from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.schema import idempotency_keys
 from tests.adapter_store.waiting import wait_until

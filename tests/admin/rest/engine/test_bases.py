@@ -11,8 +11,8 @@ from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.admin.app import create_admin_app
 from loramux.admin.rest.services import AdminServices
+from loramux.admin.serving.app import create_admin_app
 from loramux.migrations.database import Database
 from loramux.migrations.schema import version_bases
 from loramux.platform.accounts.api_keys import ApiKeys

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.adapter_store.tiers.tier_figures import Held, TierFigures
-from loramux.admin.app import create_admin_app
-from loramux.engine.messages import Stats
+from loramux.admin.serving.app import create_admin_app
+from loramux.engine.protocol.messages import Stats
 
 pytestmark = pytest.mark.anyio
 

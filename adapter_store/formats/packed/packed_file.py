@@ -1,0 +1,229 @@
+"""The file format of a packed adapter: a header with each module's shape, rank and scale, then the pages.
+
+    bytes [0, 8)    magic
+    bytes [8, 12)   length of the header, little-endian
+    bytes [12, 44)  SHA-256 of the header
+    then the header (JSON), zeros up to a multiple of 4096, and the payload up to the end of the file
+
+The header contains the payload's SHA-256, and CRC-32s that identify the damaged module if the SHA-256 does not match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import AdapterCorrupt
+from loramux.adapter_store.formats.files.checksums import PayloadCheck
+from loramux.adapter_store.formats.packed.module_places import module_key
+from loramux.adapter_store.formats.packed.pack_target import PACK_FORMAT, PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
+from loramux.kernels.layout import AdapterLayout, RowCounts, part_layout
+
+HostMemory = Callable[[int], npt.NDArray[np.uint8]]
+"""Allocates uint8 `[num_bytes]` of host memory. A GPU engine provides memory that the GPU can copy from directly."""
+
+_MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
+_PREFIX = struct.Struct("<8sI32s")
+_PAYLOAD_ALIGNMENT = 4096
+_MAX_HEADER_BYTES = 16 << 20
+"""Largest header of a packed file, in bytes. The checksums of 40,000 expert modules take 3 MB."""
+
+FIRST_READ_BYTES = 16 << 10
+"""Size of the first read, in bytes. Most headers fit into it."""
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """The header fields that a reader needs. A `Raw` field is decoded only on demand."""
+
+    digest: str
+    pack_key: str
+    target: msgspec.Raw
+    num_pages: int
+    ranks: msgspec.Raw
+    outer_ranks: msgspec.Raw
+    rows: msgspec.Raw
+    scales: list[list[float]]
+    outer_scales: list[float]
+    has_affines: bool
+    base: str | None
+    crc32: msgspec.Raw
+    sha256: str
+
+
+def plain_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Allocate ordinary memory."""
+    return np.empty(num_bytes, np.uint8)
+
+
+def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
+    """Write `packed` to `path` and flush it to disk."""
+    header = json.dumps(
+        {
+            "format": PACK_FORMAT,
+            "digest": packed.digest,
+            "pack_key": target.pack_key,
+            "target": target.document(),
+            "num_pages": packed.num_pages,
+            "ranks": packed.layout.ranks.tolist(),
+            "scales": packed.scales.tolist(),
+            "outer_ranks": packed.layout.outer_ranks.tolist(),
+            "outer_scales": packed.outer_scales.tolist(),
+            "has_affines": packed.layout.has_affines,
+            "base": packed.base,
+            "rows": asdict(packed.layout.rows),
+            "crc32": _module_checksums(packed.payload, packed.layout, target),
+            "sha256": hashlib.sha256(packed.payload.data).hexdigest(),
+        },
+        sort_keys=True,
+        separators=(",", ":"),
+    ).encode()
+    with path.open("wb") as file:
+        file.write(_PREFIX.pack(_MAGIC, len(header), hashlib.sha256(header).digest()))
+        file.write(header)
+        file.write(b"\0" * (-file.tell() % _PAYLOAD_ALIGNMENT))
+        file.write(packed.payload.data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_packed(
+    path: Path,
+    target: PackTarget | None = None,
+    digest: str | None = None,
+    allocate: HostMemory = plain_memory,
+) -> PackedAdapter:
+    """Read a packed adapter into memory that `allocate` returns, verifying every byte.
+
+    Raises AdapterCorrupt if a checksum does not match, or if the file belongs to another adapter or target than
+    requested.
+    """
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        return read_open_packed(descriptor, os.fstat(descriptor), PayloadCheck(), target, digest, allocate)
+
+
+def read_open_packed(
+    descriptor: int,
+    status: os.stat_result,
+    check: PayloadCheck,
+    target: PackTarget | None,
+    digest: str | None,
+    allocate: HostMemory,
+) -> PackedAdapter:
+    """Read a packed adapter from an open file. Raises the same errors as `read_packed`.
+
+    The payload is read in order, directly into the memory from `allocate`, and `check` processes each chunk as it is
+    read. Payload bytes that arrived with the header are read again.
+    """
+    header, payload_begin = _read_header(descriptor)
+    try:
+        found, layout = _laid_out(
+            *map(bytes, (header.target, header.ranks, header.outer_ranks, header.rows)), header.has_affines
+        )
+    except (KeyError, TypeError, ValueError, msgspec.DecodeError):
+        raise AdapterCorrupt("the packed file has no valid layout") from None
+    if (target is not None and found != target) or (digest is not None and header.digest != digest):
+        raise AdapterCorrupt(f"the packed file contains adapter {header.digest[:12]} for {header.pack_key}")
+    shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
+    num_bytes = shape[0] * shape[1] * shape[2]
+    # Compare the sizes first, so that a damaged header does not determine how much memory is allocated.
+    num_stored = status.st_size - payload_begin
+    if layout.num_pages != header.num_pages or num_stored != num_bytes:
+        raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages instead of {num_bytes}")
+    payload = allocate(num_bytes)
+    place = payload_begin
+
+    def read(into: memoryview) -> int:
+        nonlocal place
+        num_read = os.preadv(descriptor, [into], place)
+        place += num_read
+        return num_read
+
+    try:
+        is_right = check.run(payload, header.sha256, read)
+    except EOFError:
+        raise AdapterCorrupt("the packed file was truncated during the read") from None
+    payload = payload.reshape(shape)
+    if not is_right:
+        raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header)}")
+    scales, outer_scales = np.array(header.scales, np.float32), np.array(header.outer_scales, np.float32)
+    return PackedAdapter(header.digest, layout, scales, payload, outer_scales, header.base)
+
+
+@lru_cache(maxsize=256)
+def _laid_out(
+    target: bytes, ranks: bytes, outer_ranks: bytes, rows: bytes, has_affines: bool
+) -> tuple[PackTarget, AdapterLayout]:
+    """Return the target and the layout that a header's JSON describes.
+
+    The result is cached, because computing a layout is slow and most adapters share a few layouts. Raises KeyError,
+    TypeError, ValueError or DecodeError if the target or the layout is invalid.
+    """
+    found = PackTarget.from_document(json.loads(target))
+    inner, outer = (np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks))
+    return found, found.layout(inner, outer, has_affines, msgspec.json.decode(rows, type=RowCounts))
+
+
+def _read_header(descriptor: int) -> tuple[_Header, int]:
+    """Return the header, and the offset at which the payload begins."""
+    start = os.pread(descriptor, FIRST_READ_BYTES, 0)
+    if len(start) < _PREFIX.size:
+        raise AdapterCorrupt("the packed file ends inside its header")
+    magic, length, checksum = _PREFIX.unpack_from(start)
+    if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+        raise AdapterCorrupt("the file is not a packed adapter of this format version")
+    end = _PREFIX.size + length
+    if len(start) < end:
+        start += os.pread(descriptor, end - len(start), len(start))
+    text = start[_PREFIX.size : end]
+    if hashlib.sha256(text).digest() != checksum:
+        raise AdapterCorrupt("the header of the packed file is damaged")
+    try:
+        return msgspec.json.decode(text, type=_Header), end + -end % _PAYLOAD_ALIGNMENT
+    except msgspec.DecodeError:
+        raise AdapterCorrupt("the header of the packed file is incomplete") from None
+
+
+def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
+    """Return the CRC-32 of each module's elements, by name. Modules that the adapter does not change are left out.
+
+    A module's trained rows have their own checksum. Rows that several modules share are listed under the first module.
+    """
+    pages = payload.view(target.storage_dtype)
+    checksums: dict[str, int] = {}
+    for layer in (None, *range(target.geometry.num_layers)):
+        is_outer = layer is None
+        stream = pages[: layout.num_outer_pages].reshape(-1) if is_outer else pages[:, layer].reshape(-1)
+        geometry = target.geometry.flat if is_outer else target.geometry
+        for index, module in enumerate(target.outer_modules if is_outer else target.all_modules):
+            rank, offsets = layout.rank_and_offsets(layer, index)
+            if rank:
+                last, shape = layout.parts[-1], target.shard(module).shape(module)
+                end = offsets[last] + part_layout(shape, last, rank, geometry.adapter_elements).num_elements
+                key = module.name if layer is None else module_key(layer, module)
+                checksums[key] = zlib.crc32(stream[offsets[0] : end])
+    outer_bytes = payload[: layout.num_outer_pages].reshape(-1)
+    for index, module in enumerate(target.outer_modules):
+        span = layout.row_span(index, target.shard(module).shape(module), target.geometry)
+        if span:
+            checksums[f"{module.name} (trained rows)"] = zlib.crc32(outer_bytes[span.start : span.stop])
+    return checksums
+
+
+def _damaged(payload: Any, layout: AdapterLayout, target: PackTarget, header: _Header) -> str:
+    found, wanted = _module_checksums(payload, layout, target), json.loads(bytes(header.crc32))
+    names = [name for name, checksum in found.items() if checksum != wanted.get(name)]
+    return ", ".join(names[:5]) or "its padding"

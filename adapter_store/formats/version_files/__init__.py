@@ -1,0 +1,1 @@
+"""Files beside an adapter's weights: tokenizers, templates, generation settings."""

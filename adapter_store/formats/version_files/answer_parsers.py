@@ -1,0 +1,72 @@
+"""The choice of parsers for a model's answers, in `parsers.json` or in a server's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+from loramux.adapter_store.errors import AdapterRejected, printable
+from loramux.adapter_store.formats.files.file_names import PARSERS_FILE
+from loramux.adapter_store.formats.files.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+
+AUTO = "auto"
+"""The chat template determines the parser."""
+OFF = "off"
+"""Nothing is parsed."""
+
+PARSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "tool_call_parser": (
+            *("functiongemma", "gemma4", "harmony", "hermes", "llama3_json", "mistral", "phi", "pythonic"),
+        ),
+        "reasoning_parser": ("gemma4", "harmony", "mistral", "think"),
+    }
+)
+"""The names of the parsers for each setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParsers:
+    """For each setting, a name in PARSERS, AUTO or OFF. None means that no choice was made."""
+
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+
+    def document(self) -> dict[str, str]:
+        """Return the settings that have a value."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def over(self, base: AnswerParsers) -> AnswerParsers:
+        """Return these choices, with missing ones taken from `base`."""
+        return AnswerParsers(**{**base.document(), **self.document()})
+
+
+NO_CHOICE = AnswerParsers()
+
+
+def problem_with_parser(setting: str, value: object) -> str | None:
+    """Return the problem with a setting's value, or None if the value is valid."""
+    valid = (AUTO, OFF, *PARSERS[setting])
+    return None if value in valid else f"{setting} must be one of {', '.join(valid)}"
+
+
+def parse_answer_parsers(text: bytes) -> AnswerParsers:
+    """Read a `parsers.json`. Raises AdapterRejected, whose `param` is the setting at fault or the file's name."""
+    try:
+        document = parse_strict_json(text)
+    except DuplicateKey as error:
+        raise AdapterRejected("duplicate_key", f"a key appears twice in {PARSERS_FILE}", error.key) from None
+    except InvalidJson as error:
+        raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", PARSERS_FILE) from None
+    if not isinstance(document, dict) or not document:
+        valid = " or ".join(PARSERS)
+        raise AdapterRejected("invalid_parsers", f"{PARSERS_FILE} must be a JSON object with {valid}", PARSERS_FILE)
+    for setting, value in document.items():
+        if setting not in PARSERS:
+            shown = printable(setting, 60)
+            raise AdapterRejected("invalid_parsers", f"{PARSERS_FILE} has no setting {shown}", setting)
+        problem = problem_with_parser(setting, value)
+        if problem is not None:
+            raise AdapterRejected("invalid_parsers", problem, setting)
+    return AnswerParsers(**document)

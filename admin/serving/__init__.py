@@ -1,0 +1,1 @@
+"""Assembles and runs servers and gateways."""

@@ -1,0 +1,100 @@
+"""`loramux gateway`: a gateway process that uses a server's engine and database and supervises neither."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack, ExitStack
+
+import uvloop
+
+from loramux.admin.errors import StartRefused
+from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable
+from loramux.admin.server.connection_limits import ListenerLimits, make_room
+from loramux.admin.server.data_directory import DataDirectory, open_data_directory
+from loramux.admin.server.listeners import bind, is_loopback, url_of
+from loramux.admin.server.logs import configure_logs
+from loramux.admin.server.settings import Settings
+from loramux.admin.server.stop_signals import StopSignals
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.architectures.model_files import model_sha256
+from loramux.engine.protocol.errors import EngineError
+from loramux.platform.engine_link.followed_engine import JoinRefused
+from loramux.platform.engine_link.joined_engine import JoinedEngine
+
+SETTLE_S = 5.0
+"""Time, in seconds, allowed for the last settlements after both listeners have closed."""
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening."""
+    configure_logs(settings.log_format)
+    warn_of_unread_variable()
+    if settings.engine is None:
+        raise StartRefused("a gateway needs an engine: set --engine to the path that 'loramux serve' prints")
+    if settings.is_database_embedded:
+        raise StartRefused(
+            "a gateway needs its server's database: set --database-url; for a server started without this setting, "
+            "it is sqlite:///DIR/loramux.db, where DIR is the server's data directory"
+        )
+    try:
+        model = ModelConfig.load(settings.model)
+    except EngineError as error:
+        raise StartRefused(str(error)) from error
+    limits = make_room(settings.max_connections, settings.max_connections_per_address)
+    with ExitStack() as stack:
+        gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
+        admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
+        directory = stack.enter_context(open_data_directory(settings.data_dir))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, directory, model, gateway, admin, limits))
+
+
+async def _serve(
+    settings: Settings,
+    directory: DataDirectory,
+    model: ModelConfig,
+    gateway_listener: socket.socket,
+    admin_listener: socket.socket,
+    limits: ListenerLimits,
+) -> None:
+    signals = StopSignals()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(signals.caught())
+        assert settings.engine is not None
+        engine = JoinedEngine(settings.engine.absolute(), model_sha256(settings.model))
+        try:
+            await engine.start()
+        except JoinRefused as error:
+            raise StartRefused(str(error)) from error
+        stack.push_async_callback(engine.close)
+        from loramux.admin.server.background import in_background
+        from loramux.admin.server.connection_registry import ConnectionRegistry
+        from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
+        from loramux.admin.serving.gateway_assembly import assemble_gateway
+
+        blocking = assemble_gateway(settings, directory, model, engine, is_loopback(admin_listener))
+        assembled = await asyncio.to_thread(blocking.__enter__)
+        stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
+
+        def announce() -> None:
+            lines = [
+                f"loramux gateway serves {settings.resolved_served_name} (engine {settings.engine})",
+                f"  OpenAI API  {url_of(gateway_listener)}/v1",
+                f"  metrics     {url_of(admin_listener)}",
+            ]
+            print("\n".join(lines), flush=True)
+
+        proxies = TrustedProxies(settings.trusted_proxies)
+        openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
+        admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
+        await stack.enter_async_context(in_background(assembled.maintenance.run(), "maintenance"))
+        await serve_until_stopped(
+            HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
+            HttpServer(assembled.operations_app, admin_listener, admin, settings.keep_alive_s),
+            signals,
+            settings.drain_s,
+            announce,
+            engine.close,
+        )
+        await assembled.running.drain(SETTLE_S)

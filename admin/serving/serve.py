@@ -1,0 +1,284 @@
+"""`loramux serve`: checks settings, binds ports, starts the engine, assembles the services, serves and drains."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import uvloop
+
+from loramux.adapter_store.sandbox.confinement import ESSENTIAL
+from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
+from loramux.admin.errors import StartRefused
+from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable
+from loramux.admin.server.connection_limits import ListenerLimits, make_room
+from loramux.admin.server.data_directory import DataDirectory, open_data_directory
+from loramux.admin.server.listeners import bind, is_loopback, url_of
+from loramux.admin.server.logs import configure_logs
+from loramux.admin.server.quantized_base import quantize_base
+from loramux.admin.server.settings import Settings
+from loramux.admin.server.stop_signals import StopSignals
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.loop.config import (
+    DEFAULT_BATCH_TOKENS,
+    DEFAULT_SEQUENCES,
+    EngineConfig,
+    check_activations,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+)
+from loramux.engine.protocol.errors import ConfigNotUsable, EngineError
+from loramux.engine.protocol.messages import EngineReady
+from loramux.platform.engine_link.engine_process import ENGINE_COMMAND
+from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
+from loramux.platform.engine_link.output_lines import OutputLines
+
+if TYPE_CHECKING:
+    from loramux.admin.serving.assembly import Share
+
+SETTLE_S = 5.0
+"""Time, in seconds, allowed for the last settlements after both listeners have closed."""
+
+
+def run(
+    settings: Settings,
+    texts: Callable[[int], Sequence[str]] = lambda num_texts: (),
+    command: tuple[str, ...] = ENGINE_COMMAND,
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening.
+
+    If the server quantises the model, it measures the quality with `texts(n)`, which returns n texts. `command` is the
+    command line that starts the engine.
+    """
+    configure_logs(settings.log_format)
+    if settings.sandbox == "required":
+        check_sandbox(missing_measures)
+    warn_of_unread_variable()
+    model, config = read_model(settings)
+    has_peers = settings.peer_address is not None
+    limits = make_room(settings.max_connections, settings.max_connections_per_address, has_peers)
+    with ExitStack() as stack:
+        gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
+        admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
+        settings = with_bound_ports(settings, gateway, admin)
+        peers = _bind_peers(settings, stack)
+        directory = stack.enter_context(open_data_directory(settings.data_dir))
+        if settings.quantization is not None:
+            base = quantize_base(config, directory.quantized.absolute(), settings.quantization, texts)
+            config = msgspec.structs.replace(config, quantized_dir=str(base.directory))
+            print(f"weights quantised to {settings.quantization}; {base.quality}", flush=True)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, directory, model, config, command, gateway, admin, peers, limits))
+
+
+def with_bound_ports(settings: Settings, gateway: socket.socket, admin: socket.socket) -> Settings:
+    """Replace port 0 with the port that the system has chosen, because clients cannot call port 0."""
+    ports = {"port": gateway.getsockname()[1], "admin_port": admin.getsockname()[1]}
+    return settings.model_copy(update=ports)
+
+
+def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
+    """Raise StartRefused if the machine lacks a sandbox mechanism that validating uploads requires."""
+    try:
+        missing = find_missing()
+    except ValidationFailed as error:
+        raise StartRefused(str(error)) from error
+    if lacking := [name for name in ESSENTIAL if name in missing]:
+        raise StartRefused(
+            f"the setting sandbox is 'required', and this machine's kernel or container has no "
+            f"{' and no '.join(lacking)}: 'loramux doctor --data-dir DIR' says how to fix it"
+        )
+
+
+def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
+    """Read the model directory and derive the engine's configuration. Raises StartRefused before anything starts."""
+    try:
+        device = resolve_device(settings.device)
+        model = ModelConfig.load(settings.model)
+        config = EngineConfig(
+            model_dir=str(settings.model),
+            blob_url=settings.resolved_blob_url,
+            cache_dir=str((settings.disk_tier_dir or DataDirectory(settings.data_dir).disk_tier).absolute()),
+            program_dir=str(DataDirectory(settings.data_dir).programs.absolute()) if device == "cuda" else None,
+            device=device,
+            dtype=resolve_dtype(settings.dtype, model, device),
+            activations=settings.activations,
+            pool_bytes=None if settings.pool_bytes is None else int(settings.pool_bytes),
+            max_model_len=settings.max_model_len,
+            max_batch_tokens=settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device],
+            max_sequences=settings.max_sequences or DEFAULT_SEQUENCES[device],
+            max_waiting_tokens=settings.max_waiting_tokens,
+            max_waiting_s=settings.max_waiting_s,
+            max_resident_adapters=settings.max_resident_adapters,
+            max_pinned_share=settings.max_pinned_share,
+            eviction_policy=settings.eviction_policy,
+            disk_tier_bytes=int(settings.disk_tier_bytes),
+            host_tier_bytes=int(settings.host_tier_bytes),
+            pdl=settings.pdl,
+            traces=settings.trace_config,
+        )
+        if settings.num_threads is not None:
+            config = msgspec.structs.replace(config, num_threads=settings.num_threads)
+        resolve_max_model_len(config, model)
+        if settings.quantization is not None and model.quantization is not None:
+            raise ConfigNotUsable(
+                f"the model's weights are already quantised ({model.quantization.name}): omit --quantization"
+            )
+        if settings.activations is not None:
+            check_activations(device, settings.quantization is not None or model.quantization is not None)
+    except EngineError as error:
+        raise StartRefused(str(error)) from error
+    return model, config
+
+
+async def _serve(
+    settings: Settings,
+    directory: DataDirectory,
+    model: ModelConfig,
+    config: EngineConfig,
+    command: tuple[str, ...],
+    gateway_listener: socket.socket,
+    admin_listener: socket.socket,
+    peers: socket.socket | None,
+    limits: ListenerLimits,
+) -> None:
+    signals = StopSignals()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(signals.caught())
+        try:
+            lines = OutputLines("engine printed") if settings.log_format == "json" else None
+            supervision = _supervision(settings, config)
+            engine = LocalEngine(config, supervision, command, socket_directory=directory.run, lines=lines)
+            stack.push_async_callback(engine.close)
+            # The engine imports torch and loads the model while this process imports everything else.
+            await engine.spawn()
+            from loramux.admin.server.background import in_background
+            from loramux.admin.server.connection_registry import ConnectionRegistry
+            from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
+            from loramux.admin.serving.assembly import assemble
+
+            share = _share(settings, config, engine, peers)
+            blocking = assemble(settings, directory, model, config, engine, is_loopback(admin_listener), share)
+            assembled = await asyncio.to_thread(blocking.__enter__)
+            stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
+            if not await _started(engine, signals):
+                return
+            if engine.info is not None and engine.info.base_sha256 != assembled.base_id:
+                raise StartRefused("the files in the model directory changed while the server started: start it again")
+        except EngineStartError as error:
+            raise StartRefused(str(error)) from error
+        presence = None if assembled.sharing is None else assembled.sharing.open_presence()
+        bootstrap_key = None
+        if not await asyncio.to_thread(assembled.api_keys.has_platform_admin):
+            created = await asyncio.to_thread(assembled.api_keys.create, None, "bootstrap")
+            bootstrap_key = created.secret
+
+        is_new = not (await asyncio.to_thread(assembled.tenants.list, 1)).data
+
+        def announce() -> None:
+            urls = url_of(gateway_listener), url_of(admin_listener)
+            peer_address = None if assembled.sharing is None else assembled.sharing.address
+            _announce(settings, config, engine.info, *urls, peer_address, bootstrap_key, engine.socket_path)
+            if is_new:
+                print(next_commands(urls[1], bootstrap_key), flush=True)
+
+        proxies = TrustedProxies(settings.trusted_proxies)
+        openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
+        admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
+        if presence is not None:
+            stack.push_async_callback(presence.close)
+            presence.start(signals.drain)
+        upkeep = assembled.upkeep.run(assembled.own_server, signals.drain)
+        await stack.enter_async_context(in_background(assembled.maintenance.run(), "maintenance"))
+        await stack.enter_async_context(in_background(upkeep, "upkeep"))
+        await serve_until_stopped(
+            HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
+            HttpServer(assembled.admin_app, admin_listener, admin, settings.keep_alive_s),
+            signals,
+            settings.drain_s,
+            announce,
+            engine.close,
+        )
+        await assembled.running.drain(SETTLE_S)
+        if presence is not None:
+            await presence.drained(signals.hurry, settings.drain_s)
+
+
+def _bind_peers(settings: Settings, stack: ExitStack) -> socket.socket | None:
+    """Bind the listener for other servers, if this server shares requests."""
+    if settings.peer_address is None:
+        return None
+    # Sharing needs cryptography and a router. A server that does not share requests never imports them.
+    from loramux.admin.serving.sharing import bind_peers
+
+    return stack.enter_context(bind_peers(settings, settings.peer_address))
+
+
+def _share(settings: Settings, config: EngineConfig, engine: LocalEngine, peers: socket.socket | None) -> Share | None:
+    if settings.peer_address is None or peers is None:
+        return None
+    from loramux.admin.serving.sharing import Sharing
+
+    return partial(Sharing, settings.peer_address, peers, config, engine)
+
+
+def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
+    # A start on a GPU gets more time: the model can be large, and the first start compiles kernels for every shape.
+    supervision = Supervision(step_timeout_s=settings.engine_step_timeout_s)
+    return replace(supervision, start_timeout_s=1800.0) if config.device == "cuda" else supervision
+
+
+async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
+    """Wait for the engine. Return False if a stop signal arrives first."""
+    starting = asyncio.create_task(engine.start())
+    stopping = asyncio.create_task(signals.drain.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        starting.cancel()
+        return False
+    starting.result()
+    return True
+
+
+def _announce(
+    settings: Settings,
+    config: EngineConfig,
+    info: EngineReady | None,
+    url: str,
+    admin_url: str,
+    peer_address: str | None,
+    bootstrap_key: str | None,
+    engine: Path,
+) -> None:
+    weights = "" if info is None or info.quantization is None else f", weights in {info.quantization}"
+    lines = [
+        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights})",
+        f"  OpenAI API  {url}/v1",
+        f"  admin       {admin_url}",
+        f"  console     {admin_url}{settings.admin_root_path}/console/",
+    ]
+    if bootstrap_key is not None:
+        lines.append(f"  admin key   {bootstrap_key}  (shown this once: export it as LORAMUX_ADMIN_KEY)")
+    if peer_address is not None:
+        lines.append(f"  peers       {peer_address}  (for other servers on this database)")
+    lines.append(f"  engine      {engine}  (for additional gateways: loramux gateway --engine)")
+    print("\n".join(lines), flush=True)
+
+
+def next_commands(admin_url: str, bootstrap_key: str | None) -> str:
+    """Return the commands with which the operator of a server without tenants goes on."""
+    return f"""
+In another terminal, create a tenant with a key, and push an adapter that PEFT has saved:
+  export LORAMUX_ADMIN_URL={admin_url} LORAMUX_ADMIN_KEY={bootstrap_key or "..."}
+  loramux tenants create acme
+  loramux keys create --tenant acme
+  loramux adapters push PEFT_DIRECTORY --tenant acme --name my-adapter"""

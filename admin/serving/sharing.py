@@ -1,0 +1,134 @@
+"""Assembles the components with which a server shares requests with other servers on its database."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import partial
+from importlib.metadata import version
+from random import SystemRandom
+
+from loramux.admin.errors import StartRefused
+from loramux.admin.server.listeners import bind
+from loramux.admin.server.settings import Settings
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.messages import PROTOCOL, Stats
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.platform.base_draw import BaseDraw
+from loramux.platform.engine_link.local_engine import LocalEngine
+from loramux.platform.replicas.certificates import OwnCertificates
+from loramux.platform.replicas.peer_listener import PeerListener
+from loramux.platform.replicas.presence import Presence
+from loramux.platform.replicas.records import ReplicaRow, base_fingerprint
+from loramux.platform.replicas.replica_table import ReplicaTable
+from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica
+from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.routing.router import Router
+from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.threads import call_on
+
+
+class Sharing:
+    """One server's connection to the other servers on its database.
+
+    `engine` takes the place of the local engine in the gateway. `open_presence` needs a local engine that is ready.
+    `address` is the setting `peer_address`. If its port is 0, the listener's own port is published.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        listener: socket.socket,
+        config: EngineConfig,
+        local: LocalEngine,
+        database: Database,
+        metrics: GatewayMetrics,
+        executor: Executor,
+        draw: BaseDraw,
+    ) -> None:
+        self.address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        self._listener = listener
+        self._config = config
+        self._local = local
+        self._database = database
+        self._metrics = metrics
+        self._executor = executor
+        self._id = new_id("rep")
+        self._draw = draw
+        self._presence: Presence | None = None
+        self.engine = RoutedEngine(
+            local,
+            self._id,
+            partial(Router, clock=time.monotonic, random=SystemRandom()),
+            lambda outcome: metrics.forwarded.labels(outcome).inc(),
+            metrics.base_fallbacks.inc,
+            base_id=draw.own,
+        )
+
+    def open_presence(self) -> Presence:
+        """Listen for other servers. The caller runs and closes the Presence."""
+        ready = self._local.info
+        if ready is None:
+            raise StartRefused("the engine stopped during startup")
+        row = ReplicaRow(
+            id=self._id,
+            address=self.address,
+            base=base_fingerprint(ready),
+            base_id=ready.base_sha256,
+            version=version("loramux"),
+            protocol=PROTOCOL,
+            state="serving",
+            beat=0,
+            num_running=0,
+            num_waiting=0,
+            capacity=self._config.max_sequences,
+            num_pages=ready.num_pages,
+            num_free_pages=ready.num_pages,
+            certificates="",
+        )
+        metrics = self._metrics
+        listener = PeerListener(
+            self._listener, self._local, lambda reason: metrics.replica_refusals.labels(reason).inc()
+        )
+        listener.start()
+        self._presence = Presence(
+            own=row,
+            table=ReplicaTable(self._database),
+            certificates=OwnCertificates(self._id),
+            local=self._local,
+            engine=self.engine,
+            draw=self._draw,
+            listener=listener,
+            metrics=metrics,
+            call=partial(call_on, self._executor),
+        )
+        return self._presence
+
+    def reports(self) -> Sequence[ReplicaReport]:
+        """Implements `Fleet.reports`. There are no reports before `open_presence`."""
+        return () if self._presence is None else self._presence.reports()
+
+    async def stats_of(self, replica_id: str, timeout_s: float, with_tiers: bool) -> Stats:
+        """Implements `Fleet.stats_of`."""
+        if self._presence is None:
+            raise UnknownReplica(replica_id)
+        return await self._presence.stats_of(replica_id, timeout_s, with_tiers)
+
+
+def bind_peers(settings: Settings, address: str) -> socket.socket:
+    """Bind the peer listener. Raises StartRefused unless the database and the blob store can be shared."""
+    if settings.is_database_embedded:
+        raise StartRefused(
+            "servers share requests through their database, but this server has its own: set --database-url, "
+            "or remove peer_address"
+        )
+    if settings.blob_url is None:
+        raise StartRefused(
+            "servers that share requests need the same blob store, but this server has its own: set --blob-url, "
+            "or remove peer_address"
+        )
+    host, _, port = address.rpartition(":")
+    return bind(host.strip("[]"), int(port), "peer_address")

@@ -1,0 +1,1 @@
+"""The decoder: layers, weights and their placement on a device."""

@@ -1,0 +1,72 @@
+"""Embeddings that enter each layer, as in Gemma 3n, in addition to the embedding that enters the first layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from loramux.engine.architectures.model_config import (
+    INPUT_EMBEDDING,
+    INPUT_PROJECTION,
+    INPUT_PROJECTION_NORM,
+    ModelConfig,
+    input_shapes,
+)
+from loramux.engine.decoder.layer_adapters import LayerAdapters
+from loramux.engine.decoder.norms import Norm
+from loramux.engine.decoder.placement import Placement
+from loramux.engine.device.backend import Linear
+from loramux.engine.sequences.layer_groups import LayerGroups
+from loramux.kernels.dispatch import Kernels
+from loramux.kernels.layout import LinearShape
+from loramux.kernels.tables import ModuleGroup
+
+
+class LayerInputs:
+    """Computes each layer's additional input from a second embedding of the token and a projection of the first."""
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        shapes = input_shapes(config)
+        self._num_layers, self._size = config.num_layers, config.layer_input_size
+        self._embedding = place.tensor(f"{INPUT_EMBEDDING}.weight", shapes[f"{INPUT_EMBEDDING}.weight"])
+        self._is_smaller = config.layer_input_vocab_size < config.vocab_size
+        # Round the scale to the dtype of the weights before multiplying, as transformers does.
+        self._embedding_scale = torch.tensor(self._size**0.5, dtype=place.dtype).item()
+        prefix, _, name = INPUT_PROJECTION.rpartition(".")
+        shape = LinearShape(name, config.hidden_size, config.num_layers * self._size)
+        self._projection = place.linear(prefix, [shape], has_bias=False)
+        self._projection_scale = config.hidden_size**-0.5
+        self._norm = place.norm(INPUT_PROJECTION_NORM, self._size)
+
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        """The inputs of all layers, `[num_tokens, num_layers, size]`. `embedded` is `[num_tokens, hidden_size]`."""
+        if self._is_smaller:
+            tokens = tokens.masked_fill(tokens >= self._embedding.shape[0], 0)
+        own = functional.embedding(tokens, self._embedding) * self._embedding_scale
+        projected = (self._projection(embedded) * self._projection_scale).view(-1, self._num_layers, self._size)
+        return (self._norm(kernels, projected) + own.to(embedded.dtype).view_as(projected)) * 2**-0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInput:
+    """Gates one layer's own input embedding with the layer's output, and projects the product to the hidden size."""
+
+    gate: Linear
+    gate_group: ModuleGroup
+    projection: Linear
+    projection_group: ModuleGroup
+    norm: Norm
+
+    def __call__(
+        self, x: torch.Tensor, layer_input: torch.Tensor, kernels: Kernels, adapters: LayerAdapters
+    ) -> torch.Tensor:
+        """The term to add to the layer's output `x` `[num_tokens, hidden_size]`.
+
+        `layer_input` is `[num_tokens, size]`.
+        """
+        gate = adapters.add(x, self.gate(x), LayerGroups.INPUT_GATE, self.gate_group)
+        inner = functional.gelu(gate, approximate="tanh") * layer_input
+        y = adapters.add(inner, self.projection(inner), LayerGroups.INPUT_PROJECTION, self.projection_group)
+        return self.norm(kernels, y)

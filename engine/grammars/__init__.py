@@ -1,1 +1,0 @@
-"""Grammars that constrain which tokens a sequence may choose."""

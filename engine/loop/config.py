@@ -1,0 +1,160 @@
+"""Configuration of one engine, parsed once from the command line and passed to the engine process as JSON."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.device.cuda_driver import missing_for_cuda
+from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
+from loramux.engine.tracing.spans import TraceConfig
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Default of `max_batch_tokens`: enough rows to keep the device busy, but few enough that a prompt does not delay
+decodes for long.
+"""
+
+DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
+
+MOST_PINNED_SHARE = 0.9
+"""Upper limit on `max_pinned_share`, because unpinned adapters and the KV cache need room as well."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of an engine. `dtype` applies to the weights, the KV cache and the adapters in the pool.
+
+    On a CPU, activations are always float32. Products with bfloat16 weights are computed in float32 unless the CPU has
+    bfloat16 instructions. Raises ConfigNotUsable for settings that contradict each other or are out of range.
+    """
+
+    model_dir: str
+    quantized_dir: str | None = None
+    """Directory of quantised weights that replace the weights in `model_dir`, or None."""
+    blob_url: str
+    """URL of the blob store from which adapters are loaded: `file://DIR` or `s3://BUCKET/PREFIX`."""
+    cache_dir: str
+    """The disk tier's directory. Engines of the same user on one host can share it."""
+    program_dir: str | None = None
+    """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set. None means Triton's default directory."""
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    activations: Literal["int8"] | None = None
+    """On a CPU, `int8` rounds the inputs of quantised linear layers to 8 bits instead of 16."""
+    pool_bytes: int | None = None
+    """Size of the page pool. None means 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
+    max_model_len: int | None = None
+    """Longest context of a sequence, in tokens. None means the model's own limit."""
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
+    """Maximum number of token rows in one step. Decode rows come first, then prompt chunks."""
+    max_sequences: int = DEFAULT_SEQUENCES["cpu"]
+    """Maximum number of sequences that run at the same time. Further sequences wait."""
+    max_waiting_tokens: int = 1 << 22
+    """Limit on the tokens (prompt plus grant) of requests waiting for their first step. Beyond it, requests are refused
+    as `overloaded`.
+    """
+    max_waiting_s: float = 300.0
+    """Seconds that a request can wait for its first step before it is refused as `overloaded`."""
+    eviction_policy: Literal["lru", "greedy_dual"] = "lru"
+    """Order in which idle adapters and cached prefixes are evicted. See `eviction.py`."""
+    max_resident_adapters: int = 256
+    """Number of slots in the adapter tables."""
+    max_pinned_share: float = 0.5
+    """Largest share of the pool's pages, and of the slots, that pinned adapters may take. 0 refuses every pin."""
+    disk_tier_bytes: int = 16 << 30
+    host_tier_bytes: int = 1 << 30
+    num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    pdl: bool = True
+    """Overlap the launches of LoRA kernels (programmatic dependent launch) on GPUs of compute capability 9.0 or later.
+    """
+    num_loaders: int = 4
+    """Number of adapters that the staging process loads in parallel, each on its own thread."""
+    ran_at_death: tuple[str, ...] = ()
+    """Ids of the sequences that were running when the previous engine died. They are reported to gateways."""
+    traces: TraceConfig | None = None
+    """Export settings for the spans of traced requests. If None, tracing is off and OpenTelemetry is not imported."""
+    seed: int = 0
+    """Seeds the random streams of requests without a seed of their own."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < self.max_sequences:
+            # Every running sequence needs a row in each step. Otherwise, the last sequences would never make progress.
+            raise ConfigNotUsable(
+                f"max_batch_tokens ({self.max_batch_tokens}) is less than max_sequences ({self.max_sequences}): "
+                "some running sequences would never get a row in a step; raise max_batch_tokens or lower max_sequences"
+            )
+        if not 0 <= self.max_pinned_share <= MOST_PINNED_SHARE:
+            raise ConfigNotUsable(f"max_pinned_share {self.max_pinned_share} is outside [0, {MOST_PINNED_SHARE}]")
+
+
+def resolve_device(requested: str) -> str:
+    """Resolve `auto` to `cuda` if this installation can use the machine's first GPU, otherwise to `cpu`.
+
+    Raises DeviceNotUsable if `cuda` was requested but cannot be used.
+    """
+    if requested == "cpu":
+        return "cpu"
+    missing = missing_for_cuda()
+    if missing is None:
+        return "cuda"
+    if requested == "cuda":
+        raise DeviceNotUsable(missing)
+    return "cpu"
+
+
+def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
+    """Resolve `auto` to the model's dtype.
+
+    Engines do not support float16: it becomes float32 on a CPU and bfloat16 on a GPU.
+    """
+    dtype = model.dtype if requested == "auto" else requested
+    if dtype == "float16":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    if dtype not in ITEMSIZE:
+        raise ModelNotSupported(f"the dtype {requested!r} is not supported: use auto, float32 or bfloat16")
+    return dtype
+
+
+def check_activations(device: str, is_quantized: bool) -> None:
+    """Raise an EngineError if activations cannot be rounded to 8 bits with this device and base."""
+    if device != "cpu":
+        raise DeviceNotUsable("activations in int8 need a CPU, but this engine uses a GPU: omit --activations")
+    if not is_quantized:
+        raise ConfigNotUsable("activations in int8 need quantised weights: add --quantization, or omit --activations")
+    # Imported here because an engine on a GPU does not need llvmlite.
+    from loramux.kernels.cpu.instructions.capability import byte_products, host_features
+
+    if byte_products(host_features()) is None:
+        raise DeviceNotUsable("activations in int8 need a CPU with AVX2 or AVX512_VNNI: omit --activations")
+
+
+def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest context of a sequence in tokens, prompt and answer together."""
+    if config.max_model_len is None:
+        return model.max_model_len
+    if not 1 <= config.max_model_len <= model.stretched_model_len:
+        raise ModelNotSupported(
+            f"max_model_len {config.max_model_len} is outside [1, {model.stretched_model_len}], "
+            "the range that the model supports"
+        )
+    return config.max_model_len
+
+
+def pack_target(model: ModelConfig, dtype: str) -> PackTarget:
+    """The layout in which adapters must be packed so that an engine of this dtype can load them."""
+    geometry = model.geometry(ITEMSIZE[dtype], ITEMSIZE[dtype])
+    return PackTarget(
+        modules=model.modules,
+        geometry=geometry,
+        dtype=dtype,
+        outer_modules=model.outer_modules,
+        tied_embeddings=model.tied_embeddings,
+        experts=model.experts,
+        has_fixed_vocabulary=model.layer_input_size > 0,
+        norms=model.norm_shapes,
+    )

@@ -1,0 +1,553 @@
+"""The engine loop: add, schedule, submit, commit, emit.
+
+The loop is synchronous. Adapters are loaded and grammars are compiled on other threads or in other processes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loramux.engine.adapters.adapter_calls import AdapterCalls, PinLimits
+from loramux.engine.adapters.adapter_load import AdapterLoad
+from loramux.engine.adapters.adapter_pool import AdapterPool
+from loramux.engine.adapters.adapter_strikes import AdapterStrikes
+from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
+from loramux.engine.constraints.grammar import Grammar, Mask, Masks
+from loramux.engine.constraints.grammars import Grammars
+from loramux.engine.constraints.token_rules import token_rules
+from loramux.engine.execution.executor import Executor, Forward, SubmittedStep
+from loramux.engine.loop.engine_stats import EngineStats
+from loramux.engine.pages.page_pool import PageOwner, PagePool
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.protocol.messages import (
+    Abort,
+    Add,
+    Extend,
+    Finished,
+    FromEngine,
+    Load,
+    Pin,
+    Rejected,
+    SamplingParams,
+    SequenceOutput,
+    Stats,
+    StatsRequest,
+    StepOutput,
+    Unload,
+)
+from loramux.engine.scheduling.request_limits import EngineLimits, request_problem
+from loramux.engine.scheduling.scheduler import Scheduler
+from loramux.engine.scheduling.token_grants import TokenGrants
+from loramux.engine.sequences.batch import ScheduledSequence, build_batch
+from loramux.engine.sequences.live_sequences import LiveSequences
+from loramux.engine.sequences.sequence import Sequence, SequenceState
+from loramux.engine.sequences.timers import Timers
+from loramux.engine.tracing.sequence_traces import SequenceTraces
+
+FREE_WAIT_S = 250e-6
+"""Time that each step waits for masks without charging it to a budget, in seconds."""
+
+FREE_WAIT_PART = {False: 0.05, True: 0.5}
+"""The same as a part of the last step, without and with lookahead. With lookahead, the device computes meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outbound:
+    """A message for one gateway."""
+
+    owner: bytes
+    message: FromEngine
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineParts:
+    """The parts of an engine. `protect` reserves host memory for the adapters of a share."""
+
+    pages: PagePool
+    adapters: AdapterPool
+    prefixes: PrefixCache
+    scheduler: Scheduler
+    executor: Executor
+    grammars: Grammars
+    protect: Protect = no_floors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observers:
+    """Receivers of an engine's events. `stats` counts steps, and `traces` records the lifecycle of each sequence.
+
+    `note_running` receives the ids of the running sequences before each step, because the step may crash the process.
+    """
+
+    stats: EngineStats
+    traces: SequenceTraces | None = None
+    note_running: Callable[[list[str]], None] | None = None
+
+
+class Engine:
+    """Runs sequences with many different adapters on one page pool. Call `step` until `has_work` is false.
+
+    With `lookahead`, the next step is scheduled and submitted while the device is still running the current one, so the
+    device need not wait for the host. Tokens are then committed one `step` later, and a sequence that has just ended
+    wastes a row of the step already submitted. The sequence's pages can be reused immediately: steps run in order, and
+    all other writes to pages wait for the steps already submitted (see `PageCopier`).
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        parts: EngineParts,
+        observers: Observers,
+        seeds: random.Random,
+        clock: Callable[[], float],
+        lookahead: bool = False,
+    ) -> None:
+        self._limits = limits
+        self._pages = pages = parts.pages
+        self._adapters = adapters = parts.adapters
+        self._prefixes = prefixes = parts.prefixes
+        self._scheduler = scheduler = parts.scheduler
+        self._executor = parts.executor
+        self._grammars = parts.grammars
+        self._seeds = seeds
+        self._clock = clock
+        self._lookahead = lookahead
+        self._stats = observers.stats
+        self._traces = observers.traces
+        self._note_running = observers.note_running
+        self._in_flight: SubmittedStep | None = None
+        self._last_step_s = 0.0
+        self._live = LiveSequences()
+        self._constrained: dict[Grammar, Sequence] = {}
+        self._timers = Timers(clock, self._live)
+        self._grants = TokenGrants(limits.max_model_len, scheduler, adapters, self._timers, self._end_at_limit)
+        self._num_arrivals = 0
+        self._outbox: list[Outbound] = []
+        self._strikes = AdapterStrikes(clock)
+        self._floors = HostFloors(parts.protect)
+        share = limits.max_pinned_share
+        pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
+        self._calls = AdapterCalls(adapters, prefixes, self._live, pins, clock, self._post, self._leaves_room)
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is work for `step`, either now or later, for example once a load finishes."""
+        return self._scheduler.has_work or self._in_flight is not None or self._calls.has_work
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._live)
+
+    def add(self, owner: bytes, add: Add) -> None:
+        """Accept a sequence, or refuse it immediately if it cannot run."""
+        if self._live.find(owner, add.sequence_id) is not None:
+            rejected = Rejected(sequence_id=add.sequence_id, message="a sequence with this id is already running")
+            self._post(owner, rejected)
+            return
+        refusal = self._refusal(add)
+        if refusal is not None:
+            code, message = refusal
+            refused = Finished(
+                sequence_id=add.sequence_id,
+                reason="error",
+                prompt_tokens=0,
+                completion_tokens=0,
+                code=code,
+                message=message,
+            )
+            self._post(owner, refused)
+            return
+        seed = add.sampling.seed
+        sequence = Sequence(
+            add=add,
+            owner=owner,
+            arrival=self._num_arrivals,
+            seed=(self._seeds.getrandbits(64) if seed is None else seed) % 2**64,
+            stop_token_ids=self._stop_token_ids(add.sampling),
+        )
+        vocab_size = self._limits.vocab_size if add.vocab_size is None else add.vocab_size
+        sequence.token_rules = token_rules(add.sampling, sequence.tokens, sequence.num_prompt, vocab_size)
+        self._num_arrivals += 1
+        if add.digest is not None:
+            self._floors.note(add.share_key, add.digest, add.host_floor_bytes)
+        self._live.add(sequence)
+        if self._traces is not None:
+            self._traces.added(sequence)
+        if add.grammar:
+            grammar = self._grammars.request(add.isolation_key, add.grammar, add.share_key, add.vocab_size)
+            grammar.let_end_with(add.sampling.stop_token_ids, self._limits.eos_token_ids)
+            sequence.grammar = grammar
+            self._constrained[grammar] = sequence
+        self._scheduler.add(sequence)
+        self._set_timers(sequence)
+        self._shed()
+
+    def extend(self, owner: bytes, extend: Extend) -> None:
+        """Raise a sequence's token limit as far as the context and the pool allow. A paused sequence resumes."""
+        sequence = self._live.find(owner, extend.sequence_id)
+        if sequence is not None:
+            self._grants.extend(sequence, extend.max_tokens)
+
+    def abort(self, owner: bytes, abort: Abort) -> None:
+        """End a sequence and report its committed tokens. Has no effect on a sequence that has already ended."""
+        sequence = self._live.find(owner, abort.sequence_id)
+        if sequence is not None:
+            self._end(sequence, "abort")
+
+    def abort_all(self, owner: bytes | None = None) -> None:
+        """End all sequences. With `owner`, a gateway that has disconnected, end only its sequences and drop its
+        unanswered calls.
+        """
+        for sequence in self._live:
+            if owner is None or sequence.owner == owner:
+                self._end(sequence, "abort")
+        if owner is not None:
+            self._calls.drop(owner)
+
+    def load(self, owner: bytes, load: Load) -> None:
+        self._calls.load(owner, load)
+
+    def unload(self, owner: bytes, unload: Unload) -> None:
+        self._calls.unload(owner, unload)
+
+    def pin(self, owner: bytes, pin: Pin) -> None:
+        self._calls.pin(owner, pin)
+
+    def step(self) -> bool:
+        """Run one step. Returns False if nothing could run, for example because adapters are still loading."""
+        started_s = self._clock()
+        self._timers.fire()
+        self._end_overdue()
+        demand = self._scheduler.order_waiting()
+        self._calls.add_wanted(demand.queue_positions)
+        settled = self._adapters.poll(demand)
+        if self._traces is not None:
+            for load in settled:
+                self._traces.loaded(load, self._live.of_digest(load.digest))
+        self._end_failed(settled)
+        self._calls.settle(settled)
+        self._follow_grammars()
+        scheduled = self._scheduler.schedule()
+        self._end_unfit()
+        submitted = self._run(scheduled) if scheduled else None
+        if self._lookahead:
+            submitted, self._in_flight = self._in_flight, submitted
+        if submitted is not None:
+            self._commit(submitted)
+        if scheduled:
+            self._last_step_s = self._clock() - started_s
+            self._stats.count_step_time(self._last_step_s)
+        return submitted is not None or self._in_flight is not None
+
+    def _run(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
+        """Submit the step and choose its tokens.
+
+        A mask depends on the sequence's previous token. If that token is in flight, the step that chose it is committed
+        while the device computes the logits of the new step, so the device does not wait. If the mask is late, the
+        sequence is preempted, because its token cannot be chosen in this step.
+        """
+        forward, sampling, scoring = self._submit(scheduled)
+        in_flight = self._in_flight
+        if in_flight is not None and any(one.is_constrained for one in sampling):
+            self._in_flight = None
+            self._commit(in_flight)
+            self._await_masks(sampling)
+        late = {row: one for row, one in enumerate(sampling) if one.is_running and not one.has_mask}
+        for sequence in late.values():
+            sequence.take_back()
+            self._scheduler.preempt(sequence)
+        used = [None if row in late else one for row, one in enumerate(sampling)]
+        return SubmittedStep(used, scoring, forward.choose(self._masks(used), late))
+
+    def _masks(self, sampling: list[Sequence | None]) -> Masks:
+        """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends."""
+        masks: dict[int, Mask] = {}
+        for row, sequence in enumerate(sampling):
+            if sequence is None:
+                continue
+            mask = None
+            if sequence.grammar is not None:
+                mask = sequence.grammar.mask()
+                if mask is None:
+                    continue
+            if sequence.token_rules is not None:
+                mask = sequence.token_rules.restrict(mask, sequence.held_back)
+            if mask is not None:
+                masks[row] = mask
+        return masks
+
+    def _submit(self, scheduled: list[ScheduledSequence]) -> tuple[Forward, list[Sequence], list[Sequence]]:
+        if self._note_running is not None:
+            # Record all running sequences, not only those in this step, because a fault in an earlier step may surface
+            # in this step.
+            self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
+        batch = build_batch(scheduled, self._limits.page_tokens)
+        forward = self._executor.submit(batch)
+        scoring = [item.sequence for item in scheduled if item.sequence.num_unscored] if batch.scores else []
+        for sequence, scored in zip(scoring, batch.scores, strict=True):
+            sequence.num_unscored -= len(scored.token_ids)
+        self._stats.count_step(scheduled)
+        self._scheduler.advance(scheduled)
+        sampling: list[Sequence] = []
+        for item in scheduled:
+            sequence = item.sequence
+            if sequence.num_computed > sequence.num_reached:
+                sequence.num_reached = sequence.num_computed
+            if not sequence.has_run:
+                sequence.has_run = True
+                if self._traces is not None:
+                    self._traces.began(sequence)
+                self._grants.begin(sequence)
+            # As in `build_batch`, a step that reaches a sequence's last known token chooses the next token.
+            if sequence.num_computed == sequence.num_tokens:
+                sequence.choose(len(sampling))
+                sampling.append(sequence)
+        return forward, sampling, scoring
+
+    def _commit(self, step: SubmittedStep) -> None:
+        outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
+        ended: list[tuple[Sequence, str]] = []
+        committed: list[Sequence] = []
+        finished, traces = SequenceState.FINISHED, self._traces
+        tokens = step.result.tokens()
+        broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
+        for sequence, token in zip(step.sampling, tokens, strict=True):
+            if sequence is None or sequence.state is finished:
+                # The sequence was aborted, or its last token was committed, after this step had been submitted.
+                continue
+            token_id = None if sequence in broken_prompts else token.token_id
+            sequence.commit(token_id)
+            if token_id is None:
+                ended.append((sequence, "not_finite"))
+                continue
+            rules = sequence.token_rules
+            if rules is not None and rules.failure is not None:
+                ended.append((sequence, "no_token_allowed"))
+                continue
+            committed.append(sequence)
+            if traces is not None:
+                traces.committed(sequence)
+            if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
+                ended.append((sequence, "stop"))
+                sequence.stop_token_id, sequence.stop_logprobs = token_id, token.logprobs
+                if sequence.pending_output:
+                    rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
+                    outputs[sequence.owner].append(rest)
+                continue
+            logprobs = () if token.logprobs is None else (token.logprobs,)
+            is_last = len(sequence.tokens) >= sequence.num_reserved
+            emitted: tuple[int, ...] = (token_id,)
+            if sequence.add.tokens_at_once > 1:
+                emitted = sequence.emit(token_id, is_urgent=is_last or bool(logprobs))
+            if emitted:
+                output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
+                outputs[sequence.owner].append(output)
+            # A grammar may turn out to be complete, so `_settle_grammars` ends its sequence.
+            if is_last and sequence.grammar is None and not self._grants.pauses(sequence):
+                ended.append((sequence, "length"))
+        ended += [
+            (sequence, "not_finite")
+            for sequence in step.scoring
+            if sequence in broken_prompts and sequence not in step.sampling
+        ]
+        self._scheduler.queue.charge_outputs(committed)
+        self._stats.count_completion_tokens(len(committed))
+        for owner, items in outputs.items():
+            self._post(owner, StepOutput(outputs=tuple(items)))
+        broken = [sequence.add.digest for sequence, reason in ended if reason == "not_finite"]
+        self._strike({digest for digest in broken if digest is not None})
+        for sequence, reason in ended:
+            if reason == "not_finite":
+                self._end(sequence, "error", reason, "the model produced values that are not finite")
+            elif reason == "no_token_allowed":
+                assert sequence.token_rules is not None
+                # The last token was chosen without a mask, so it is neither emitted nor counted.
+                message = sequence.token_rules.failure
+                self._end(sequence, "error", reason, message, sequence.num_completion - 1)
+            else:
+                self._end(sequence, reason)
+
+    def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
+        """Add the step's prompt log-probabilities to `outputs`. Sequences whose log-probabilities contain NaN are
+        returned instead.
+        """
+        broken: set[Sequence] = set()
+        for sequence, scored in zip(step.scoring, step.result.prompt_logprobs(), strict=True):
+            if sequence.state is SequenceState.FINISHED or not scored:
+                continue
+            if any(math.isnan(one.logprob) for one in scored):
+                broken.add(sequence)
+                continue
+            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), prompt_logprobs=scored)
+            outputs[sequence.owner].append(output)
+        return broken
+
+    def take_outbox(self) -> list[Outbound]:
+        """Return and clear the pending messages. A sequence's tokens come before its Finished message."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: str,
+        code: str | None = None,
+        message: str | None = None,
+        num_completion: int | None = None,
+    ) -> None:
+        self._scheduler.finish(sequence, is_broken=code == "not_finite")
+        self._live.remove(sequence)
+        if sequence.grammar is not None:
+            del self._constrained[sequence.grammar]
+            sequence.grammar.leave()
+        if self._traces is not None:
+            self._traces.ended(sequence, reason, code)
+        if sequence.pending_output:
+            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
+            self._post(sequence.owner, StepOutput(outputs=(output,)))
+        num_prompt = sequence.num_prompt if sequence.has_run else 0
+        finished = Finished(
+            sequence_id=sequence.sequence_id,
+            reason=reason,
+            prompt_tokens=num_prompt,
+            completion_tokens=sequence.num_completion if num_completion is None else num_completion,
+            cached_tokens=min(sequence.num_cached, num_prompt),
+            stop_token_id=sequence.stop_token_id,
+            stop_logprobs=sequence.stop_logprobs,
+            code=code,
+            message=message,
+        )
+        self._post(sequence.owner, finished)
+
+    def _post(self, owner: bytes, message: FromEngine) -> None:
+        self._outbox.append(Outbound(owner, message))
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own.union(self._limits.eos_token_ids)
+
+    def _refusal(self, add: Add) -> tuple[str, str] | None:
+        """Return an error code and a message if the request cannot run, otherwise None."""
+        problem = request_problem(add, self._limits, self._scheduler.max_tokens())
+        if problem is not None:
+            return problem
+        if add.digest is not None and self._strikes.is_quarantined(add.digest):
+            return "adapter_quarantined", "the adapter produced non-finite values too many times"
+        if add.digest is not None and self._calls.is_draining(add.digest):
+            return "adapter_unavailable", "the adapter is being unloaded"
+        return None
+
+    def _leaves_room(self) -> bool:
+        """True if all accepted requests still fit next to the pinned adapters."""
+        return self._adapters.can_place_all and all(self._grants.fits(one) for one in self._live)
+
+    def _end_at_limit(self, sequence: Sequence) -> None:
+        self._end(sequence, "length")
+
+    def _set_timers(self, sequence: Sequence) -> None:
+        def time_out(sequence: Sequence) -> None:
+            self._end(sequence, "error", "deadline_exceeded", "the request did not finish before its deadline")
+
+        def give_up_waiting(sequence: Sequence) -> None:
+            if not sequence.has_run:
+                self._end(sequence, "error", "overloaded", "the request waited too long for its first step")
+
+        if sequence.add.timeout_s is not None:
+            self._timers.after(sequence, sequence.add.timeout_s, time_out)
+        if self._limits.max_waiting_s != float("inf"):
+            self._timers.after(sequence, self._limits.max_waiting_s, give_up_waiting)
+
+    def _shed(self) -> None:
+        """Refuse sequences from the shares with the most waiting tokens relative to their weights, until the queue is
+        short enough.
+        """
+        queue = self._scheduler.queue
+        while queue.num_waiting > 1 and queue.num_waiting_tokens > self._limits.max_waiting_tokens:
+            sequence = queue.shed_candidate()
+            if sequence is None:
+                return
+            self._end(sequence, "error", "overloaded", "too many tokens are already waiting")
+
+    def _strike(self, digests: set[str]) -> None:
+        """Record a strike against each adapter that produced non-finite values.
+
+        The adapter's cached prefixes are purged, and the adapter is evicted once it is idle. Its running sequences are
+        marked as tainted.
+        """
+        if not digests:
+            return
+        for digest in sorted(digests):
+            self._strikes.strike(digest)
+            self._prefixes.purge(digest)
+            self._calls.evict_when_idle(digest)
+        for sequence in self._scheduler.running:
+            sequence.is_tainted |= sequence.add.digest in digests
+
+    def _end_overdue(self) -> None:
+        """End sequences that still need an adapter whose unload deadline has passed."""
+        for digest in self._calls.overdue():
+            for sequence in self._live.of_digest(digest):
+                self._end(sequence, "error", "adapter_unavailable", "the adapter was unloaded")
+
+    def _end_failed(self, settled: list[AdapterLoad]) -> None:
+        for load in settled:
+            if load.failure is not None:
+                for sequence in self._live.of_digest(load.digest):
+                    self._end(sequence, "error", "adapter_unavailable", load.failure)
+
+    def _follow_grammars(self) -> None:
+        """Collect masks, and charge shares for the time to compute them. Without lookahead, wait for running sequences'
+        masks.
+        """
+        if self._scheduler.queue.num_active > 1:
+            self._grammars.note_sharing()
+        self._settle_grammars()
+        if not self._lookahead:
+            self._await_masks([one for one in self._scheduler.running if not one.has_mask])
+        for share_key, seconds in self._grammars.take_spent().items():
+            self._scheduler.queue.charge_time(share_key, seconds)
+
+    def _await_masks(self, sequences: list[Sequence]) -> None:
+        free_s = max(FREE_WAIT_S, FREE_WAIT_PART[self._lookahead] * self._last_step_s)
+        grammars = [one.grammar for one in sequences if one.grammar is not None and one.is_running]
+        if grammars:
+            self._grammars.wait(grammars, free_s)
+            self._settle_grammars()
+
+    def _settle_grammars(self) -> None:
+        """Trace finished compilations, and end the sequences whose grammars have ended."""
+        for grammar in self._grammars.poll():
+            sequence = self._constrained.get(grammar)
+            if sequence is None:
+                continue
+            if self._traces is not None and not grammar.tokens and (grammar.compile_s is not None or grammar.failure):
+                self._traces.compiled(sequence, grammar.failure)
+            if grammar.is_complete:
+                self._end(sequence, "stop")
+            elif grammar.tokens and len(sequence.tokens) >= sequence.num_reserved:
+                if not self._grants.pauses(sequence):
+                    self._end(sequence, "length")
+            elif grammar.failure is not None:
+                self._end(sequence, "error", "grammar_failed", grammar.failure)
+
+    def _end_unfit(self) -> None:
+        for sequence in self._scheduler.take_unfit():
+            message = "the request and its adapter together need more pages than the pool can provide"
+            self._end(sequence, "error", "request_too_large", message)
+        for sequence in self._scheduler.take_misstated():
+            self._end(sequence, "error", "invalid_request", "vocab_size is not the size of the adapter's vocabulary")
+
+    def stats(self, request: StatsRequest) -> Stats:
+        return self._stats.snapshot(request.call_id, request.with_tiers)
+
+    def check_integrity(self) -> None:
+        """Assert that no page is lost: without live sequences, only adapters and the prefix cache may own pages."""
+        self._pages.check_integrity()
+        if not self._live:
+            assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle
+            held = sum(len(load.pages) for load in self._adapters.loads())
+            assert self._pages.num_owned(PageOwner.ADAPTER) == held

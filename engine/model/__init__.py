@@ -1,1 +1,0 @@
-"""The decoder, its configuration and its weights."""

@@ -1,0 +1,1 @@
+"""Sequences, their caches' pages, their deadlines, and the rows of a step."""

@@ -1,1 +1,0 @@
-"""Request fields that forbid tokens, combined with the grammar's mask."""

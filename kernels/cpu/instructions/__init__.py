@@ -1,0 +1,1 @@
+"""Code for vector, matrix and integer instructions, which the kernels are made of."""

@@ -1,0 +1,66 @@
+"""Compilation of the CPU kernels by numba.
+
+numba compiles a kernel once for each combination of argument types. `CpuKernels` rejects unexpected dtypes and layouts,
+because they would trigger a compilation in the middle of a step. `python -m loramux.kernels.cpu.warm` compiles
+everything in advance, in one or two minutes, and later processes load the result from `__pycache__`. If neither that
+folder nor the home directory is writable, set `NUMBA_CACHE_DIR`.
+
+numba applies its fast-math flags to the code of intrinsics too, unless that code sets its own flags. A function that
+depends on the order of its operations, such as `exponentials`, must therefore be called from an `exact` function.
+`emit_multiply_add` keeps its order everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import codegen, extending
+
+from loramux.kernels.cpu.instructions import threads as _threads  # noqa: F401  the threading layer is chosen first
+
+FOLDER = Path(__file__).parents[1]
+"""The folder of all CPU kernels."""
+
+
+def cache_directory() -> Path:
+    """Directory of the compiled code. Its name includes a hash of the sources of all CPU kernels.
+
+    A kernel is therefore recompiled even if only a helper in another file changes. numba itself checks only the
+    kernel's own file.
+    """
+    hashed = hashlib.sha256()
+    for path in sorted([*FOLDER.rglob("*.py"), FOLDER.parent / "layout.py"]):
+        hashed.update(path.read_bytes())
+    return FOLDER / "__pycache__" / f"numba-{hashed.hexdigest()[:16]}"
+
+
+_config: Any = numba.config
+
+
+def cpu_features() -> frozenset[str]:
+    """LLVM's names for the CPU features that numba targets: `NUMBA_CPU_FEATURES` or, by default, this CPU's."""
+    said = _config.CPU_FEATURES
+    features = codegen.get_host_cpu_features() if said is None else said
+    return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
+
+
+# If the folder is not writable, numba falls back to its own locations.
+_config.CACHE_DIR = _config.CACHE_DIR or str(cache_directory())
+
+_FLAGS = {"contract", "reassoc", "nsz", "arcp"}
+"""Sums may be reordered, but NaN and infinity keep their meaning, so that non-finite rows show up in the logits."""
+
+helper: Any = numba.njit(fastmath=_FLAGS, error_model="numpy")
+"""Decorates a function that kernels call."""
+
+kernel: Any = numba.njit(parallel=True, cache=True, fastmath=_FLAGS, error_model="numpy", nogil=True)
+"""Decorates a function that Python calls, or that has parallel loops. Its compiled code is cached on disk."""
+
+exact: Any = numba.njit(fastmath={"contract", "nsz"}, error_model="numpy")
+"""Decorates a helper whose sums must keep their order."""
+
+intrinsic: Any = extending.intrinsic
+"""Decorates a function that types a call and returns the generator of the call's LLVM code."""

@@ -1,0 +1,1 @@
+"""Products of a base's weights: floats, codes and experts."""

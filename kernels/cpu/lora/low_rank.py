@@ -1,0 +1,158 @@
+"""LoRA on the CPU in one call: shrink, expand, or both.
+
+Each call costs about 20 µs for Python code and waking threads, as much as reading half a megabyte. Decode therefore
+adds LoRA to a linear layer in one call, and in one parallel region if each thread can process whole segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from loramux.kernels.cpu.instructions.compiled import helper, kernel
+from loramux.kernels.cpu.lora.expand import expand_share, expand_work
+from loramux.kernels.cpu.lora.shrink import shrink_share, shrink_work
+
+SERIAL_WORK = 400_000
+"""Number of multiplications below which waking other threads costs more than it saves."""
+
+MAX_EXCESS = 1 / 32
+"""Fraction by which a thread's work may exceed an equal share. Beyond this, a barrier after the shrink is faster."""
+
+
+@helper
+def _segment_work(
+    shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any, starts: Any, slots: Any, shifts: Any
+) -> Any:  # fmt: skip
+    """Cumulative number of multiplications before each segment, then the total, int64 `[num_segments + 1]`."""
+    work = np.zeros(slots.shape[0] + 1, np.int64)
+    for s in range(slots.shape[0]):
+        own_starts, own_slots, own_shifts = starts[s : s + 2], slots[s : s + 1], shifts[s : s + 1]
+        work[s + 1] = work[s]
+        if shrinks:
+            work[s + 1] += shrink_work(plan, layer, rank, own_starts, own_slots, own_shifts)
+        if expands:
+            work[s + 1] += expand_work(plan, layer, rank, own_starts, own_slots, own_shifts)
+    return work
+
+
+@helper
+def _whole_segments(work: Any, num_parts: int) -> Any:
+    """The first segment of each of `num_parts` shares, then the number of segments, int64 `[num_parts + 1]`.
+
+    A segment belongs to the share that contains its midpoint.
+    """
+    firsts = np.full(num_parts + 1, work.shape[0] - 1, np.int64)
+    s = 0
+    for part in range(num_parts):
+        while s < work.shape[0] - 1 and (work[s] + work[s + 1]) * num_parts < 2 * work[-1] * part:
+            s += 1
+        firsts[part] = s
+    return firsts
+
+
+@helper
+def _is_even(work: Any, firsts: Any) -> bool:
+    """True if no share exceeds an equal share by more than MAX_EXCESS."""
+    num_parts = firsts.shape[0] - 1
+    most = np.int64(0)
+    for part in range(num_parts):
+        most = max(most, work[firsts[part + 1]] - work[firsts[part]])
+    return most * num_parts <= work[-1] * (1 + MAX_EXCESS)
+
+
+@helper
+def _run_segments(
+    first: int, last: int, shrinks: bool, expands: bool,
+    x_address: int, x_stride: int, planes_address: int, row_stride: int, module_stride: int, y_address: int,
+    y_stride: int, pool: Any, layer: int, plan: Any, page_table: Any, off: Any, rank: Any, scale: Any, x_rows: Any,
+    rows: Any, starts: Any, slots: Any, shifts: Any,
+) -> None:  # fmt: skip
+    """Shrink, expand, or both, for segments `[first, last)`."""
+    own_starts, own_slots, own_shifts = starts[first : last + 1], slots[first:last], shifts[first:last]
+    if shrinks:
+        shrink_share(
+            0, shrink_work(plan, layer, rank, own_starts, own_slots, own_shifts),
+            x_address, x_stride, planes_address, row_stride, module_stride,
+            pool, layer, plan, page_table, off, rank, x_rows, rows, own_starts, own_slots, own_shifts,
+        )  # fmt: skip
+    if expands:
+        expand_share(
+            0, expand_work(plan, layer, rank, own_starts, own_slots, own_shifts),
+            planes_address, row_stride, module_stride, y_address, y_stride,
+            pool, layer, plan, page_table, off, rank, scale, rows, own_starts, own_slots, own_shifts,
+        )  # fmt: skip
+
+
+@kernel
+def low_rank(
+    num_threads: int,
+    shrinks: bool,
+    expands: bool,
+    x_address: int,
+    x_stride: int,
+    planes_address: int,
+    row_stride: int,
+    module_stride: int,
+    y_address: int,
+    y_stride: int,
+    pool: Any,
+    layer: int,
+    plan: Any,
+    page_table: Any,
+    off: Any,
+    rank: Any,
+    scale: Any,
+    x_rows: Any,
+    rows: Any,
+    starts: Any,
+    slots: Any,
+    shifts: Any,
+) -> None:
+    """`planes[t, i, :rank] = x[t] @ A[slot, module i]ᵀ`, then `y[t, columns of i] += scale * planes[t, i, :rank] @ Bᵀ`.
+
+    If the adapter has affines, the sum is then replaced by `y + gain * y + shift`.
+
+    The first product is computed only if `shrinks` is true, and the second only if `expands` is true. See
+    `ReferenceKernels`. Unless there is little work, it is divided into `num_threads` shares. `x`, `planes` and `y` are
+    float32, passed by address and strides in elements. `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16.
+    `plan` comes from `group_plan`. Tables and segments have the dtypes given in `tables.py`. `x_rows`, int32
+    `[num_lora_rows]`, contains the row of `x` for each element of `rows`. `shifts`, int32 `[num_segments]`, is added to
+    the module indices of the plan for the segment.
+    """
+    work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots, shifts)
+    firsts = _whole_segments(work, num_threads)
+    takes_whole = shrinks and expands and _is_even(work, firsts)
+    num_wakes = 2 if shrinks and expands and not takes_whole else 1
+    if work[-1] < num_wakes * SERIAL_WORK:
+        _run_segments(
+            0, slots.shape[0], shrinks, expands, x_address, x_stride, planes_address, row_stride, module_stride,
+            y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, x_rows, rows, starts, slots, shifts,
+        )  # fmt: skip
+    elif takes_whole:
+        for part in prange(num_threads):
+            _run_segments(
+                firsts[part], firsts[part + 1], shrinks, expands,
+                x_address, x_stride, planes_address, row_stride, module_stride,
+                y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, x_rows, rows, starts, slots,
+                shifts,
+            )  # fmt: skip
+    else:
+        if shrinks:
+            all_work = shrink_work(plan, layer, rank, starts, slots, shifts)
+            for part in prange(num_threads):
+                shrink_share(
+                    all_work * part // num_threads, all_work * (part + 1) // num_threads,
+                    x_address, x_stride, planes_address, row_stride, module_stride,
+                    pool, layer, plan, page_table, off, rank, x_rows, rows, starts, slots, shifts,
+                )  # fmt: skip
+        if expands:
+            all_work = expand_work(plan, layer, rank, starts, slots, shifts)
+            for part in prange(num_threads):
+                expand_share(
+                    all_work * part // num_threads, all_work * (part + 1) // num_threads,
+                    planes_address, row_stride, module_stride, y_address, y_stride,
+                    pool, layer, plan, page_table, off, rank, scale, rows, starts, slots, shifts,
+                )  # fmt: skip

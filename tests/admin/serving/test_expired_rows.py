@@ -1,0 +1,50 @@
+"""Sweeps delete only expired rows, in batches, on both databases, even if several servers sweep concurrently."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from sqlalchemy import Column, Table, insert, select
+
+from loramux.admin.serving.expired_rows import UNTIL, ExpiredRows
+from loramux.migrations.database import Database
+
+NOW_US = 1_000_000
+
+
+def rows_of(table: Table, until: Column[int], times_us: Sequence[int]) -> list[dict[str, Any]]:
+    rest = [column for column in table.c if column is not until and not column.nullable]
+    made = []
+    for number, time_us in enumerate(times_us):
+        row: dict[str, Any] = {until.name: time_us}
+        for column in rest:
+            made_of = {bytes: number.to_bytes(32, "big"), str: str(number), int: number}
+            row[column.name] = made_of.get(column.type.python_type, {})
+        made.append(row)
+    return made
+
+
+@pytest.mark.parametrize("until", UNTIL, ids=lambda until: until.table.name)
+def test_only_expired_rows_are_swept_in_batches(migrated_url: str, until: Column[int]) -> None:
+    database = Database(migrated_url, clock=lambda: NOW_US)
+    over, lasting = [NOW_US - number for number in range(25)], [NOW_US + 1, NOW_US + 2]
+    with database.write() as connection:
+        connection.execute(insert(until.table), rows_of(until.table, until, [*over, *lasting]))
+    num_swept: list[int] = []
+
+    def sweep() -> None:
+        num_swept.append(ExpiredRows(database, at_once=4).sweep()[until.table.name])
+
+    servers = [threading.Thread(target=sweep) for _ in range(3)]
+    for server in servers:
+        server.start()
+    for server in servers:
+        server.join()
+    assert sum(num_swept) == len(over), "each once"
+    with database.read() as connection:
+        assert sorted(connection.execute(select(until)).scalars()) == lasting
+    assert not any(ExpiredRows(database).sweep().values())
+    database.close()

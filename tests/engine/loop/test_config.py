@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.tiers.host_tier import HostTier
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.loop.assembly import open_stager
+from loramux.engine.loop.config import EngineConfig
+from loramux.engine.protocol.errors import ConfigNotUsable
+from loramux.kernels.layout import LinearShape, PageGeometry
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig(model_dir="", blob_url="", cache_dir="", **settings)
+
+
+def test_max_batch_tokens_below_max_sequences_is_refused() -> None:
+    assert config(max_batch_tokens=16, max_sequences=16).max_sequences == 16
+    with pytest.raises(ConfigNotUsable, match=r"max_batch_tokens \(15\) is less than max_sequences \(16\)"):
+        config(max_batch_tokens=15, max_sequences=16)
+
+
+def test_engine_process_checks_its_config() -> None:
+    document = msgspec.json.encode(config()).replace(b'"max_sequences":64', b'"max_sequences":4096')
+    with pytest.raises(ConfigNotUsable, match="4096"):
+        msgspec.json.decode(document, type=EngineConfig)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), float("inf")])
+def test_invalid_max_pinned_share_is_refused(share: float) -> None:
+    with pytest.raises(ConfigNotUsable, match="max_pinned_share"):
+        config(max_pinned_share=share)
+
+
+def test_unwritable_disk_tier_is_refused_without_its_path(target: PackTarget, tmp_path: Path) -> None:
+    place = tmp_path / "secret-name"
+    place.write_text("a file where a directory should be")
+    settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
+    with pytest.raises(ConfigNotUsable, match="choose another disk_tier_dir") as refused:
+        open_stager(settings, target, HostAccelerator(), HostTier(0), lambda: None)
+    assert "secret-name" not in str(refused.value)
+
+
+def test_host_tier_memory_is_pinned(target: PackTarget, tmp_path: Path) -> None:
+    settings = EngineConfig(
+        model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(tmp_path / "disk"), host_tier_bytes=1 << 20
+    )
+    pinned = []
+
+    class Watched(HostAccelerator):
+        def pin(self, memory: torch.Tensor) -> None:
+            pinned.append(memory)
+
+    stager = open_stager(settings, target, Watched(), HostTier(1 << 20), lambda: None)
+    stager.close()
+    (memory,) = pinned
+    assert memory.numel() == 1 << 20
+
+
+@pytest.fixture
+def target() -> PackTarget:
+    return PackTarget((LinearShape("q_proj", 32, 32),), PageGeometry(2, 2, 8, 4, 4), "float32")
