@@ -14,9 +14,9 @@ from loramux.kernels.cpu import kv as cpu_kv
 from loramux.kernels.cpu import routing as cpu_routing
 from loramux.kernels.cpu.instructions.arrays import array, rows_of
 from loramux.kernels.cpu.instructions.vectors import LANES
+from loramux.kernels.cpu.linear import experts as cpu_experts
 from loramux.kernels.cpu.linear.coded_experts import CodedExperts
 from loramux.kernels.cpu.linear.experts import PackedExperts
-from loramux.kernels.cpu.linear.linear import experts as cpu_experts
 from loramux.kernels.cpu.lora.adapters import CpuLora
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.routing import ExpertWeights, Routing, group_pairs

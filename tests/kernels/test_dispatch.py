@@ -22,9 +22,9 @@ from loramux.kernels.cpu.instructions import amx, avx512_bf16, rounded_rows
 from loramux.kernels.cpu.instructions.compiled import cache_directory
 from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
-from loramux.kernels.cpu.linear.linear import coded_experts, expert_panels, quantized_amx, quantized_linear
-from loramux.kernels.cpu.linear.linear import experts as cpu_experts
-from loramux.kernels.cpu.linear.linear import linear as cpu_linear
+from loramux.kernels.cpu.linear import coded_experts, expert_panels, quantized_amx, quantized_linear
+from loramux.kernels.cpu.linear import experts as cpu_experts
+from loramux.kernels.cpu.linear import linear as cpu_linear
 from loramux.kernels.cpu.lora import gather as cpu_gather
 from loramux.kernels.cpu.lora import low_rank as cpu_low_rank
 from loramux.kernels.cpu.lora import trained_rows as cpu_trained_rows

@@ -18,7 +18,7 @@ from loramux.kernels.cpu.instructions import avx512_bf16
 from loramux.kernels.cpu.instructions.arrays import array, rows_of
 from loramux.kernels.cpu.instructions.compiled import helper, kernel
 from loramux.kernels.cpu.instructions.vectors import PANEL, floats_at
-from loramux.kernels.cpu.linear.linear import linear
+from loramux.kernels.cpu.linear import linear
 from loramux.kernels.routing import Routing
 
 ROWS_TO_SPREAD = 8

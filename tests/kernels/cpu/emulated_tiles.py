@@ -24,7 +24,7 @@ from numba import typeof
 
 from loramux.kernels.cpu.instructions import amx
 from loramux.kernels.cpu.instructions.threads import set_num_threads
-from loramux.kernels.cpu.linear.linear import quantized_amx, quantized_linear
+from loramux.kernels.cpu.linear import quantized_amx, quantized_linear
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8
 from tests.kernels.cpu.codebooks import MXFP4, NF4, random_weight
 

@@ -11,8 +11,8 @@ from loramux.kernels.cpu.instructions import amx, avx512_bf16
 from loramux.kernels.cpu.instructions.amx import TILE, TILE_INPUTS, TILE_PERMISSION, AmxPanels, has_amx
 from loramux.kernels.cpu.instructions.avx512_bf16 import MAX_ROWS, Avx512Bf16Panels
 from loramux.kernels.cpu.instructions.compiled import cpu_features
+from loramux.kernels.cpu.linear import linear as cpu_linear
 from loramux.kernels.cpu.linear.linear import FloatPanels, OneDnnProduct, PackedLinear, product_of
-from loramux.kernels.cpu.linear.linear import linear as cpu_linear
 
 needs_pairs = pytest.mark.skipif("avx512bf16" not in cpu_features(), reason="this CPU has no AVX512_BF16")
 needs_tiles = pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")

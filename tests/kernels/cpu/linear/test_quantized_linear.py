@@ -14,7 +14,7 @@ from torch.nn import functional
 from loramux.kernels.cpu.instructions.capability import byte_products, integer_products
 from loramux.kernels.cpu.instructions.integer_blocks import HAS_BYTE_TABLES, HAS_VNNI, IS_SUPPORTED, MAX_ROWS
 from loramux.kernels.cpu.instructions.vectors import WIDTH
-from loramux.kernels.cpu.linear.linear import quantized_linear
+from loramux.kernels.cpu.linear import quantized_linear
 from loramux.kernels.cpu.linear.quantized_layout import pack_codes
 from loramux.kernels.cpu.linear.quantized_linear import QuantizedLinear, make_quantized_linear
 from loramux.kernels.cpu.linear.unpacked_codes import UNPACK_ROWS
