@@ -22,8 +22,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,7 +38,7 @@ from loramux.migrations import schema
 from tests.adversary.attacks import COUNTED, FELT
 from tests.adversary.polite_tenant import Asked, PoliteSettings
 from tests.adversary.stand import ADAPTER, DATABASES, NUM_SOCKETS, Stand, open_stand
-from tests.adversary.tenant_floods import TENANT_FLOODS, flood
+from tests.adversary.tenant_floods import TENANT_FLOODS, Beside, flood
 
 ATTACKS = [*COUNTED, *FELT, *TENANT_FLOODS]
 LIMIT = 1.25
@@ -179,51 +180,34 @@ async def compare(
     note: Note,
     bystanders: ThreadPoolExecutor,
 ) -> None:
-    """Alternate every tenant flood with a flood of as many plain requests, and compare the polite tenant's p99s."""
+    """Alternate every tenant flood with as many plain requests and with none, and compare the polite tenant's p99s.
+
+    A round's ratio is that of the p99 beside the costly requests to the higher of the two others.
+    """
+    orders = list(permutations(Beside))
     for name, one in TENANT_FLOODS.items():
         if name not in only:
             continue
         dice = random.Random(f"{seed} {name}")
         outcomes: Counter[str] = Counter()
         failed: Counter[str] = Counter()
-        found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        found: dict[Beside, list[_Latency]] = {beside: [] for beside in Beside}
         num_polite = 0
         for number in range(rounds):
-            for is_costly in (False, True) if number % 2 else (True, False):
+            for beside in orders[number % len(orders)]:
                 asked: list[Asked] = []
                 fields = {"max_tokens": 24, "requests_per_s": 10.0} | one.polite
                 async with polite_tenant(stand, seed + number, dice, bystanders, asked, **fields):
-                    counts = await flood(stand, one, is_costly, dice, stretch_s)
+                    counts = await flood(stand, one, beside, dice, stretch_s)
                 await asyncio.to_thread(stand.wait_idle)
-                if is_costly:
+                if beside is Beside.COSTLY:
                     outcomes += counts
                     num_polite += len(asked)
                 failed.update(str(item.status) for item in asked if item.status != 200 or not item.is_complete)
                 gaps = [gap_s for item in asked for gap_s in item.gaps_s]
-                found[is_costly].append((_p99_ms(asked) or 0.0, float(np.percentile(gaps or [0.0], 99)) * 1e3))
-        pairs = list(zip(found[False], found[True], strict=True))
-        finding = Finding(
-            kind,
-            name,
-            dict(outcomes.most_common()),
-            quiet_p99_ms=round(statistics.median(first for first, _ in found[False]), 1),
-            attacked_p99_ms=round(statistics.median(first for first, _ in found[True]), 1),
-            quiet_gap_p99_ms=round(statistics.median(gap for _, gap in found[False]), 1),
-            attacked_gap_p99_ms=round(statistics.median(gap for _, gap in found[True]), 1),
-            first_token_ratio=round(statistics.median(costly[0] / plain[0] for plain, costly in pairs), 2),
-            gap_ratio=round(statistics.median(costly[1] / plain[1] for plain, costly in pairs), 2),
-            rounds=[
-                {
-                    "plain_first_ms": plain[0],
-                    "costly_first_ms": costly[0],
-                    "plain_gap_ms": round(plain[1], 1),
-                    "costly_gap_ms": round(costly[1], 1),
-                }
-                for plain, costly in pairs
-            ],
-            num_polite=num_polite,
-            faults=await asyncio.to_thread(check, stand),
-        )
+                found[beside].append(_Latency(_p99_ms(asked) or 0.0, float(np.percentile(gaps or [0.0], 99)) * 1e3))
+        finding = _compared(found, Finding(kind, name, dict(outcomes.most_common()), num_polite=num_polite))
+        finding.faults = await asyncio.to_thread(check, stand)
         if failed:
             finding.faults.append(f"the polite tenant got errors: {dict(failed)}")
         finding.faults += [f"the attackers got {outcome}" for outcome in outcomes if outcome.startswith("5")]
@@ -231,6 +215,35 @@ async def compare(
             if ratio is None or ratio > LIMIT:
                 finding.faults.append(f"the polite tenant's p99 of {what} rose by a factor of {ratio or 0:.2f}")
         note(finding)
+
+
+class _Latency(NamedTuple):
+    """The polite tenant's p99 in a stretch."""
+
+    first_ms: float
+    gap_ms: float
+
+
+def _compared(found: dict[Beside, list[_Latency]], finding: Finding) -> Finding:
+    rounds = [dict(zip(found, latencies, strict=True)) for latencies in zip(*found.values(), strict=True)]
+    quiet = [_Latency(*map(max, beside[Beside.PLAIN], beside[Beside.NOTHING])) for beside in rounds]
+    costly = [beside[Beside.COSTLY] for beside in rounds]
+    finding.quiet_p99_ms = round(statistics.median(one.first_ms for one in quiet), 1)
+    finding.attacked_p99_ms = round(statistics.median(one.first_ms for one in costly), 1)
+    finding.quiet_gap_p99_ms = round(statistics.median(one.gap_ms for one in quiet), 1)
+    finding.attacked_gap_p99_ms = round(statistics.median(one.gap_ms for one in costly), 1)
+    pairs = list(zip(costly, quiet, strict=True))
+    finding.first_token_ratio = round(statistics.median(one.first_ms / other.first_ms for one, other in pairs), 2)
+    finding.gap_ratio = round(statistics.median(one.gap_ms / other.gap_ms for one, other in pairs), 2)
+    finding.rounds = [
+        {
+            f"{beside.name.lower()}_{what}_ms": round(time_ms, 1)
+            for beside, latency in one.items()
+            for what, time_ms in (("first", latency.first_ms), ("gap", latency.gap_ms))
+        }
+        for one in rounds
+    ]
+    return finding
 
 
 def check(stand: Stand) -> list[str]:
@@ -340,7 +353,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="number of attacked and quiet periods per timed attack")
     parser.add_argument("--stretch-s", type=float, default=20.0, help="length of an attacked period, in seconds")
     parser.add_argument("--comparisons", type=int, default=7, help="number of rounds per tenant flood")
-    parser.add_argument("--comparison-s", type=float, default=5.0, help="length of each half of a round, in seconds")
+    parser.add_argument("--comparison-s", type=float, default=8.0, help="length of each third of a round, in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)

@@ -1,6 +1,7 @@
 """Tenants whose requests are costly to check or to follow, each with a plain request of the same length.
 
-A polite tenant's latency beside the costly requests is compared with its latency beside as many plain ones.
+A polite tenant's latency beside the costly requests is compared with its latency beside as many plain ones and beside
+nothing: an idle core is late to wake up, so that refused requests would seem to do harm.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import httpx
@@ -29,6 +31,14 @@ CALL_S = 1.0
 """Shortest time between two requests of a place in a flood, in seconds, so that costly ones that fail are no more."""
 
 
+class Beside(Enum):
+    """What the other tenants send while the polite tenant is timed."""
+
+    COSTLY = auto()
+    PLAIN = auto()
+    NOTHING = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class TenantFlood:
     """`costly` and `plain` make the bodies of requests to `path`. `polite` is what the polite tenant sends."""
@@ -42,11 +52,14 @@ class TenantFlood:
     polite: dict[str, Any] = field(default_factory=dict)
 
 
-async def flood(stand: Stand, one: TenantFlood, is_costly: bool, dice: random.Random, seconds: float) -> Counter[str]:
+async def flood(stand: Stand, one: TenantFlood, beside: Beside, dice: random.Random, seconds: float) -> Counter[str]:
     """Send the flood's requests for about `seconds`. Count responses by status and error code."""
     counts: Counter[str] = Counter()
+    if beside is Beside.NOTHING:
+        await asyncio.sleep(seconds)
+        return counts
     until_s = time.monotonic() + seconds
-    make = one.costly if is_costly else one.plain
+    make = one.costly if beside is Beside.COSTLY else one.plain
     async with httpx.AsyncClient(base_url=stand.url, trust_env=False, timeout=60) as http:
 
         async def repeat(account: Account) -> None:
