@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from loramux.engine.text.detokenizer import Detokenizer, StopStrings, new_detokenizer
 from loramux.platform.generation.plan import TextRules
-from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings, new_detokenizer
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, CallEvent
 from loramux.platform.tool_calls.harmony import Channels, Destination

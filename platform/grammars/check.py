@@ -9,48 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from loramux.engine.constraints.constraint_grammar import (
+    JSON_OPTIONS,
+    GrammarRefused,
+    constraint_grammar,
+    usable_schema,
+)
 from loramux.engine.constraints.limits import parser_limits
 from loramux.engine.constraints.problems import plain_problem, problem_of
-from loramux.platform.grammars.endless import is_endless_lark, is_endless_schema
 from loramux.platform.grammars.structural_tag import UnusableFormat, structural_tag_grammar
 from loramux.platform.tool_calls.grammar import AnswerRules, lark_of
 from loramux.platform.tool_calls.harmony_grammar import harmony_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 NUM_TRIED_TOKENS = 64
 """Number of random tokens used to try out a grammar. A grammar that exceeds a limit in this trial is refused."""
 
-JSON_OPTIONS: JsonCompileOptions = {
-    "item_separator": ",",
-    "key_separator": ":",
-    # Allow at most one space, or a newline and up to 32 spaces. Without a limit, a model could emit whitespace forever.
-    "whitespace_pattern": r"( |\n {0,32})?",
-    "whitespace_flexible": True,
-    "coerce_one_of": False,
-    "lenient": False,
-}
-"""Options for compiling schemas. They override `x-guidance` in a schema."""
-
-_ENDLESS = "no answer can end, because the grammar requires infinite recursion"
-
 _KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
-
-
-class GrammarRefused(Exception):
-    """The constraint is invalid, is not supported, or exceeds a limit.
-
-    `keywords` are the unsupported JSON Schema keywords. `param` names the invalid field if the constraint was built
-    from several fields.
-    """
-
-    def __init__(self, message: str, keywords: tuple[str, ...] = (), param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.keywords = keywords
-        self.param = param
 
 
 def checked_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
@@ -91,21 +68,7 @@ def _tried_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
 
 
 def _grammar(kind: str, text: str) -> str:
-    from llguidance import LLMatcher, grammar_from
-
     match kind:
-        case "json_schema":
-            schema = _usable_schema(json.loads(text))
-            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
-        case "regex":
-            return LLMatcher.grammar_from_regex(text)
-        case "choice":
-            return grammar_from("choice", text)
-        case "grammar":
-            grammar = grammar_from("grammar", text)
-            if is_endless_lark(grammar):
-                raise GrammarRefused(_ENDLESS)
-            return grammar
         case "structural_tag":
             try:
                 return structural_tag_grammar(
@@ -116,7 +79,7 @@ def _grammar(kind: str, text: str) -> str:
         case "answer":
             return _answer_grammar(msgspec.json.decode(text, type=AnswerRules))
         case _:
-            raise ValueError(f"{kind} is not a kind of constraint")
+            return constraint_grammar(kind, text)
 
 
 def _answer_grammar(rules: AnswerRules) -> str:
@@ -124,7 +87,7 @@ def _answer_grammar(rules: AnswerRules) -> str:
     `@answer`.
     """
     for tool in () if rules.calls is None else rules.calls.tools:
-        _usable_schema(tool.schema)
+        usable_schema(tool.schema)
     lark = lark_of if rules.channels is None else harmony_lark
     if rules.grammar is None:
         return lark(rules, JSON_OPTIONS, None)
@@ -141,34 +104,7 @@ def _grammars(grammar: str) -> list[dict[str, Any]]:
 
 
 def _json_expression(schema: dict[str, Any] | bool) -> str:
-    return f"%json {json.dumps({**_usable_schema(schema), 'x-guidance': JSON_OPTIONS})}"
-
-
-def _usable_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """Return the schema as an object. Raises GrammarRefused for a schema that llguidance would read otherwise."""
-    if schema is False:
-        raise GrammarRefused("no value satisfies the schema false")
-    if schema is True:
-        return {}
-    _refuse_nested_ids(schema)
-    if is_endless_schema(schema):
-        raise GrammarRefused(_ENDLESS)
-    return schema
-
-
-def _refuse_nested_ids(schema: Any) -> None:
-    """Raise GrammarRefused for an `$id` below the root. It would change the base URI of references, but llguidance
-    ignores it.
-    """
-    waiting = list(schema.values()) if isinstance(schema, dict) else []
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, dict):
-            if isinstance(node.get("$id"), str):
-                raise GrammarRefused("$id is supported only at the root of a schema", ("$id",))
-            waiting += node.values()
-        elif isinstance(node, list):
-            waiting += node
+    return f"%json {json.dumps({**usable_schema(schema), 'x-guidance': JSON_OPTIONS})}"
 
 
 def _try_out(matcher: LLMatcher, vocab_size: int) -> None:

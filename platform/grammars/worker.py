@@ -17,8 +17,9 @@ import numpy.random  # noqa: F401 - numpy imports it on first use, when this pro
 
 from loramux.adapter_store.sandbox.confinement import confine, limit_resources
 from loramux.adapter_store.sandbox.fork_server import fork_for_each_request
+from loramux.engine.constraints.constraint_grammar import GrammarRefused
 from loramux.engine.constraints.vocabulary import VocabularyNotUsable, load_vocabulary
-from loramux.platform.grammars.check import GrammarRefused, checked_grammar
+from loramux.platform.grammars.check import checked_grammar
 
 STACK_BYTES = 4 << 20
 """Stack size of a check, in bytes. It is smaller than the engine's, so a grammar that passes here cannot overflow

@@ -10,6 +10,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from loramux.engine.text.detokenizer import echoed_text
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Target
 from loramux.platform.grammars.constraint import Constraint
@@ -21,7 +22,6 @@ from loramux.platform.openai_api.openapi_schemas import CompletionDocument
 from loramux.platform.openai_api.request_life import serve
 from loramux.platform.openai_api.schemas import CompletionRequest
 from loramux.platform.openai_api.services import GatewayServices
-from loramux.platform.tokenizer.detokenizer import echoed_text
 
 T = TypeVar("T")
 

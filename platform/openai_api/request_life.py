@@ -11,9 +11,9 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from loramux.engine.sequences.activation import activations
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.errors import ApiError
-from loramux.platform.generation.activation import activations
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan, Target

@@ -13,6 +13,7 @@ from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE
 from loramux.adapter_store.formats.version_files.generation_config import NO_DEFAULTS, SamplingDefaults
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
+from loramux.engine.text.text_tokenizer import MAX_TOKENISED_AT_ONCE
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.cache_invalidation import CacheInvalidation
@@ -36,7 +37,7 @@ from loramux.platform.openai_api.chat_prompt import ChatPrompts
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.threads import call_on
-from loramux.platform.tokenizer.model_tokenizer import MAX_TOKENISED_AT_ONCE, ModelTokenizer
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 

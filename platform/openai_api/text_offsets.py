@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from loramux.platform.tokenizer.detokenizer import Detokenizer, new_detokenizer
+from loramux.engine.text.detokenizer import Detokenizer, new_detokenizer
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 

@@ -16,7 +16,7 @@ from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.loop.engine import Engine
 from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SamplingParams, StatsRequest, StepOutput
-from loramux.platform.generation.activation import activation
+from loramux.engine.sequences.activation import activation
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
 from tests.conformance.test_parity import ALONE
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan

@@ -15,7 +15,7 @@ from peft.tuners.lora.variants import calculate_alora_offsets
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import pack_target
 from loramux.engine.protocol.messages import Add, SamplingParams, StatsRequest
-from loramux.platform.generation.activation import activation
+from loramux.engine.sequences.activation import activation
 from tests.conformance.parity import Recorder, Subject, assert_parity, run
 from tests.conformance.tiny_models import (
     ALL_LINEARS,

@@ -27,7 +27,7 @@ from loramux.engine.protocol.messages import (
     StepOutput,
     Unload,
 )
-from loramux.platform.generation.activation import activation
+from loramux.engine.sequences.activation import activation
 from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.parity import TOLERANCE, Subject, make_subject
 from tests.conformance.test_gpu_engine import plain_backend

@@ -23,7 +23,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import pack_target
 from loramux.engine.protocol.messages import Add, SamplingParams
-from loramux.platform.generation.activation import activations
+from loramux.engine.sequences.activation import activations
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, run
 from tests.conformance.random_peft_configs import REFUSED, random_options
 from tests.conformance.tiny_models import SMALL_SHAPE, VOCAB_SIZE, make_base, pack_peft_directory

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from loramux.platform.grammars.check import GrammarRefused, checked_grammar
+from loramux.engine.constraints.constraint_grammar import GrammarRefused
+from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.grammars.constraint import MAX_CHOICES, MAX_TEXT_BYTES
 from tests.engine.byte_vocabulary import byte_vocabulary
 

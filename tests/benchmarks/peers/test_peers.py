@@ -27,7 +27,7 @@ from benchmarks.peers.workload import (
     draw_work,
 )
 from benchmarks.random_model import SHAPES
-from loramux.platform.tokenizer.model_tokenizer import TokenBytes
+from loramux.engine.text.text_tokenizer import TokenBytes
 
 SHORT, LONG = Load(64, 32), Load(32, 128)
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from loramux.platform.generation.activation import activation, activations
+from loramux.engine.sequences.activation import activation, activations
 
 
 @pytest.mark.parametrize(

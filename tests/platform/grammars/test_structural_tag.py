@@ -7,9 +7,10 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from loramux.engine.constraints.constraint_grammar import GrammarRefused
 from loramux.engine.constraints.limits import parser_limits
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.grammars.check import GrammarRefused, checked_grammar
+from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.request_body import validated
 from loramux.platform.openai_api.response_formats import StructuredOutputs

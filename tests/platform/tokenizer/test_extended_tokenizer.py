@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.version_files.added_vocabulary import AddedToken, AddedVocabulary
+from loramux.engine.text.detokenizer import new_detokenizer
+from loramux.engine.text.extended_tokenizer import extended_tokenizer, next_token_id
 from loramux.platform.errors import Unavailable
-from loramux.platform.tokenizer.detokenizer import new_detokenizer
-from loramux.platform.tokenizer.extended_tokenizer import extended_tokenizer, next_token_id
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.version_tokenizers import MAX_KEPT, VersionTokenizers
 from tests.demo_base import DEMO_BASE

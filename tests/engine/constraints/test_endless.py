@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from loramux.platform.grammars.endless import is_endless_lark, is_endless_schema
+from loramux.engine.constraints.endless import is_endless_lark, is_endless_schema
 
 SELF = {"$ref": "#"}
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}

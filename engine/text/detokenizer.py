@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.engine.text.text_tokenizer import TextTokenizer
 
 CONTEXT_TOKENS = 5
 """Number of preceding tokens to decode with new ones, so that spaces and split characters are decoded correctly."""
@@ -16,13 +16,13 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 _CONTINUATION = re.compile(rb"[\x80-\xbf]")
 
 
-def new_detokenizer(tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+def new_detokenizer(tokenizer: TextTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
     """Return a detokenizer for the tokens after `prompt`."""
     kind = ByteDetokenizer if tokenizer.joins_bytes else ContextDetokenizer
     return kind(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
 
 
-def echoed_text(tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> str:
+def echoed_text(tokenizer: TextTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> str:
     """Return the text of a prompt, without an incomplete character at its end.
 
     A detokenizer of the tokens after the prompt returns this character, once it is complete.
@@ -50,7 +50,7 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """Decodes tokens of a byte-level vocabulary. The text is the concatenation of their bytes."""
 
-    def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._bytes_of = tokenizer.text_bytes if skip_special_tokens else tokenizer.token_bytes
         self._utf8 = _Utf8("replace")
         # The prompt can end with an incomplete character.
@@ -75,7 +75,7 @@ class ContextDetokenizer:
     itself.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skips_special_tokens = skip_special_tokens
         self.spelled = tokenizer.text_bytes if skip_special_tokens else tokenizer.token_bytes

@@ -1,0 +1,21 @@
+"""Answer the same question with the base and with each of its adapters, in one batch.
+
+python docs/examples/mixed_adapters.py BASE ADAPTER...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from loramux.engine.llm import LLM, SamplingParams
+
+QUESTION = "What is the capital of France?"
+
+base, *directories = sys.argv[1:]
+adapters = {Path(directory).name: directory for directory in directories}
+with LLM(base, adapters) as llm:
+    names = [None, *llm.adapters]
+    sampling = SamplingParams(temperature=0.0)
+    for answer in llm.generate([QUESTION] * len(names), adapter=names, max_tokens=32, sampling=sampling):
+        print(f"{answer.adapter or 'base'}: {answer.text.strip()}")

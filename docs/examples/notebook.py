@@ -1,0 +1,22 @@
+"""Cells of a notebook (Jupyter and editors show `# %%` as cells): keep one engine, stream, and add adapters as you go."""
+
+# %% Load the base once.
+import sys
+
+from loramux.engine.llm import LLM, SamplingParams
+
+base, adapter = sys.argv[1:]
+llm = LLM(base)
+
+# %% Stream an answer of the base.
+for piece in llm.stream("What is the capital of France?", max_tokens=24, sampling=SamplingParams(seed=1)):
+    print(piece.text, end="", flush=True)
+print()
+
+# %% Add an adapter that has just been trained, and compare.
+llm.add_adapter("trained", adapter)
+for answer in llm.generate(["What is the capital of France?"] * 2, adapter=[None, "trained"], max_tokens=24):
+    print(f"{answer.adapter}: {answer.text.strip()}")
+
+# %% Free the memory.
+llm.close()

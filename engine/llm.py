@@ -1,0 +1,458 @@
+"""Generates text with many adapters from Python, without a server.
+
+    from loramux.engine.llm import LLM, SamplingParams
+
+    with LLM("my-base", adapters={"support": "my-adapter"}) as llm:
+        for answer in llm.generate(["Hello", "Hi"], adapter="support", max_tokens=32):
+            print(answer.text)
+
+docs/python.md is the guide. Unlike a server, an LLM trusts the files that it is given: adapters are checked and packed
+with the code that checks uploads, but in this process, outside any sandbox.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from loramux.adapter_store.formats.packed.packing import PackedAdapter
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.adapter_store.formats.version_files.tokenizer_files import special_tokens_of
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.constraints.constraint_grammar import constraint_grammar
+from loramux.engine.loop.config import (
+    DEFAULT_BATCH_TOKENS,
+    DEFAULT_SEQUENCES,
+    EngineConfig,
+    pack_target,
+    resolve_device,
+    resolve_dtype,
+)
+from loramux.engine.offline.engine_thread import EngineClosed, EngineThread, Event
+from loramux.engine.offline.local_adapter import LocalAdapter, read_adapter
+from loramux.engine.protocol.messages import (
+    Add,
+    Finished,
+    PromptLogprob,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+)
+from loramux.engine.text.detokenizer import StopStrings, new_detokenizer
+from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
+
+__all__ = ["LLM", "EngineClosed", "Generation", "Piece", "RequestFailed", "SamplingParams", "Score"]
+
+Item = TypeVar("Item")
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+_ISOLATION_KEY = b"llm"
+"""All calls may share the K and V of equal prefixes, because they come from one program."""
+
+_WAITS = {"max_waiting_tokens": 1 << 62, "max_waiting_s": 1e9}
+"""A server refuses requests that wait too long. A batch of any size is welcome here."""
+
+
+class RequestFailed(ValueError):
+    """The engine refused a request, or ended it with an error. `code` is one of those of `Finished`."""
+
+    def __init__(self, code: str, message: str, adapter: str | None) -> None:
+        super().__init__(message if adapter is None else f"{message} (adapter {adapter})")
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An answer. `finish_reason` is `stop` or `length`. `stopped_by` is the stop string or end token, if there is one.
+
+    `logprobs` has one entry for each token if the sampling parameters ask for log-probabilities.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stopped_by: str | int | None
+    prompt_token_ids: tuple[int, ...]
+    cached_tokens: int
+    """Tokens of the prompt that were found in the prefix cache."""
+    adapter: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of a streamed answer. `token_ids` are all tokens since the last piece. The last piece has a reason."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-probabilities of a prompt's tokens, each given those before it. The first token has none."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    adapter: str | None
+
+    @property
+    def total(self) -> float:
+        return sum(one for one in self.logprobs if one is not None)
+
+
+class LLM:
+    """A base model and adapters, served by an engine in this process. Thread-safe: calls of all threads are batched.
+
+    Close it, or use it as a context manager, to free its memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        adapters: Mapping[str, str | Path] | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        **settings: Any,
+    ) -> None:
+        """Load a base from a Hugging Face directory, and adapters from PEFT directories by the names used in calls.
+
+        `settings` are further fields of `EngineConfig`, such as `pool_bytes`, `max_model_len` or `num_threads`. Raises
+        EngineError if the base cannot be served, and AdapterRejected if an adapter does not fit it.
+        """
+        self._directory = Path(model)
+        self._model = ModelConfig.load(self._directory)
+        device = resolve_device(device)
+        self._target = pack_target(self._model, resolve_dtype(dtype, self._model, device))
+        tokenizer_file = self._directory / TOKENIZER_FILE
+        self._tokenizer = TextTokenizer(load_tokenizer(tokenizer_file)) if tokenizer_file.exists() else None
+        self._adapters: dict[str, LocalAdapter] = {}
+        self._packed: dict[str, PackedAdapter] = {}
+        for name, directory in (adapters or {}).items():
+            self.add_adapter(name, directory)
+        own = {
+            "model_dir": str(self._directory),
+            "blob_url": "",
+            "cache_dir": "",
+            "device": device,
+            "dtype": dtype,
+            "max_batch_tokens": DEFAULT_BATCH_TOKENS[device],
+            "max_sequences": DEFAULT_SEQUENCES[device],
+        }
+        self._ids = itertools.count()
+        self._engine = EngineThread(EngineConfig(**{**own, **_WAITS, **settings}), self._packed)
+        # At exit, a thread that still computes could crash the interpreter.
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine and free its memory. Calls that other threads have made raise EngineClosed."""
+        self._finalizer()
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters."""
+        return tuple(self._adapters)
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context in tokens, prompt and answer together."""
+        return self._engine.ready.max_model_len
+
+    def add_adapter(self, name: str, directory: str | Path) -> None:
+        """Add an adapter, or replace the adapter of this name for later calls. Raises AdapterRejected."""
+        base = BaseWeights(self._directory)
+        adapter = read_adapter(Path(directory), self._target, base, self._tokenizer, self._special_tokens)
+        self._packed[adapter.packed.digest] = adapter.packed
+        self._adapters[name] = adapter
+
+    def tokenize(self, text: str, adapter: str | None = None, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the tokens of a text, by default with those that the model expects around it."""
+        return self._text(self._adapter(adapter)).encode(text, add_special_tokens=add_special_tokens)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        max_tokens: int = 256,
+        sampling: SamplingParams = SamplingParams(),
+        stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | bool | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+        show_progress: bool = False,
+    ) -> list[Generation]:
+        """Answer all prompts in one batch. The answers have the order of the prompts.
+
+        `adapter` is one name for all prompts, or a name for each; None is the base. An answer has at most `max_tokens`
+        tokens, and fewer if the context is full. At most one of `schema` (JSON Schema), `regex`, `choice` and `grammar`
+        (Lark or GBNF) restricts the answers. Raises RequestFailed or EngineClosed, and ValueError or GrammarRefused for
+        arguments that cannot be used.
+        """
+        listed = _listed(prompts)
+        names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(names) != len(listed):
+            raise ValueError(f"there are {len(listed)} prompts, but {len(names)} adapters")
+        options = _Options(max_tokens, _checked(sampling), _stops(stop), _grammar(schema, regex, choice, grammar))
+        answers = [self._answer(prompt, name, options) for prompt, name in zip(listed, names, strict=True)]
+        return [answer.generation() for answer in self._finished(answers, show_progress)]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str | None = None,
+        max_tokens: int = 256,
+        sampling: SamplingParams = SamplingParams(),
+        stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | bool | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+    ) -> Iterator[Piece]:
+        """Answer one prompt piece by piece. The request starts with the first piece, and ends with the iterator.
+
+        The arguments and errors are those of `generate`.
+        """
+        options = _Options(max_tokens, _checked(sampling), _stops(stop), _grammar(schema, regex, choice, grammar))
+        answer = self._answer(prompt, adapter, options, is_streamed=True)
+        return self._pieces(answer)
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str | None] | None = None
+    ) -> list[Score]:
+        """Return the log-probabilities of the prompts' own tokens. The arguments and errors are those of `generate`."""
+        sampling = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
+        scored = self.generate(prompts, adapter=adapter, max_tokens=1, sampling=sampling)
+        return [
+            Score(one.prompt_token_ids, (None, *(found.logprob for found in one.prompt_logprobs)), one.adapter)
+            for one in scored
+        ]
+
+    def _pieces(self, answer: _Answer) -> Iterator[Piece]:
+        events = self._engine.add(answer.add)
+        try:
+            while answer.finish_reason is None:
+                text, num_tokens = answer.text, len(answer.token_ids)
+                if answer.take(events.get()):
+                    self._engine.abort(answer.add.sequence_id)
+                if answer.text != text or answer.finish_reason is not None:
+                    new = tuple(answer.token_ids[num_tokens:])
+                    yield Piece(answer.text[len(text) :], new, answer.finish_reason)
+        finally:
+            if answer.finish_reason is None:
+                self._engine.abort(answer.add.sequence_id)
+
+    def _finished(self, answers: list[_Answer], show_progress: bool) -> list[_Answer]:
+        """Run all answers to their ends."""
+        running: list[tuple[_Answer, SimpleQueue[Event]]] = []
+        try:
+            for answer in answers:
+                running.append((answer, self._engine.add(answer.add)))
+            for answer, events in _tracked(running, show_progress):
+                while answer.finish_reason is None:
+                    if answer.take(events.get()):
+                        self._engine.abort(answer.add.sequence_id)
+        finally:
+            for answer, _ in running:
+                if answer.finish_reason is None:
+                    self._engine.abort(answer.add.sequence_id)
+        return answers
+
+    def _answer(self, prompt: Prompt, name: str | None, options: _Options, *, is_streamed: bool = False) -> _Answer:
+        adapter = self._adapter(name)
+        tokenizer = self._tokenizer if adapter is None or adapter.tokenizer is None else adapter.tokenizer
+        if isinstance(prompt, str):
+            ids = self._text(adapter).encode(prompt)
+        else:
+            ids = tuple(map(operator.index, prompt))
+        start = 0 if adapter is None else adapter.activation(ids)
+        # An adapter that the prompt does not activate leaves the answer to the base.
+        used = None if start is None else adapter
+        sampling = options.sampling
+        if used is not None and used.eos_token_ids:
+            ends = dict.fromkeys((*sampling.stop_token_ids, *used.eos_token_ids))
+            sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(ends))
+        add = Add(
+            sequence_id=str(next(self._ids)),
+            prompt=ids,
+            max_tokens=max(1, min(options.max_tokens, self.max_model_len - len(ids))),
+            sampling=sampling,
+            digest=None if used is None else used.packed.digest,
+            activation=start or 0,
+            vocab_size=None if used is None else used.report.vocab_size,
+            grammar=options.grammar,
+            isolation_key=_ISOLATION_KEY,
+            tokens_at_once=1 if is_streamed or options.stops else options.max_tokens,
+        )
+        return _Answer(add, name, tokenizer, options.stops)
+
+    def _adapter(self, name: str | None) -> LocalAdapter | None:
+        if name is None:
+            return None
+        try:
+            return self._adapters[name]
+        except KeyError:
+            known = ", ".join(self._adapters) or "none"
+            raise ValueError(f"there is no adapter {name!r}; the adapters are: {known}") from None
+
+    def _text(self, adapter: LocalAdapter | None) -> TextTokenizer:
+        tokenizer = self._tokenizer if adapter is None or adapter.tokenizer is None else adapter.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{self._directory} has no {TOKENIZER_FILE}: give prompts as token ids")
+        return tokenizer
+
+    @property
+    def _special_tokens(self) -> dict[str, str]:
+        files = (self._directory / name for name in ("special_tokens_map.json", TOKENIZER_CONFIG_FILE))
+        named = [json.loads(path.read_bytes()) for path in files if path.is_file()]
+        return special_tokens_of({role: value for names in named for role, value in names.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    max_tokens: int
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    grammar: str
+
+
+class _Answer:
+    """An answer while it is generated."""
+
+    def __init__(self, add: Add, adapter: str | None, tokenizer: TextTokenizer | None, stops: tuple[str, ...]) -> None:
+        if tokenizer is None and stops:
+            raise ValueError("stop strings need a tokenizer")
+        self.add = add
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._adapter = adapter
+        self._detokenizer = (
+            None if tokenizer is None else new_detokenizer(tokenizer, add.prompt, skip_special_tokens=True)
+        )
+        self._stops = StopStrings(stops)
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[PromptLogprob] = []
+        self._finished: Finished | None = None
+
+    def take(self, event: Event) -> bool:
+        """Add what the engine says. Return True if a stop string was found, so that the sequence must be stopped.
+
+        Raises EngineClosed or RequestFailed.
+        """
+        match event:
+            case SequenceOutput():
+                self._prompt_logprobs += event.prompt_logprobs
+                return self._take_tokens(event)
+            case Finished():
+                self._take_end(event)
+                return False
+            case _:
+                raise event
+
+    def _take_tokens(self, output: SequenceOutput) -> bool:
+        if self._stops.found is not None:
+            # These tokens were on their way when the stop string was found.
+            return False
+        self.token_ids += output.token_ids
+        self._logprobs += output.logprobs
+        if self._detokenizer is not None:
+            self.text += self._stops.feed(self._detokenizer.feed_all(output.token_ids))
+        return self._stops.found is not None
+
+    def _take_end(self, finished: Finished) -> None:
+        if finished.reason == "error":
+            self.finish_reason = "error"
+            raise RequestFailed(finished.code or "", finished.message or "the request failed", self._adapter)
+        if self._stops.found is None and self._detokenizer is not None:
+            self.text += self._stops.feed(self._detokenizer.finish())
+            if self._stops.found is None:
+                self.text += self._stops.flush()
+        self._finished = finished
+        self.finish_reason = "stop" if self._stops.found is not None else finished.reason
+
+    def generation(self) -> Generation:
+        assert self._finished is not None
+        assert self.finish_reason is not None
+        return Generation(
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stopped_by=self._stops.found if self._stops.found is not None else self._finished.stop_token_id,
+            prompt_token_ids=self.add.prompt,
+            cached_tokens=self._finished.cached_tokens,
+            adapter=self._adapter,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+        )
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    # Token ids have no length, but every prompt has one.
+    return [listed] if listed and not hasattr(listed[0], "__len__") else listed
+
+
+def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in stops:
+        raise ValueError("a stop string must not be empty")
+    return stops
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """Return the parameters with the types that the engine expects. Raises ValueError."""
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ValueError(f"the sampling parameters cannot be used: {error}") from error
+
+
+def _grammar(
+    schema: Mapping[str, Any] | bool | None, regex: str | None, choice: Sequence[str] | None, grammar: str | None
+) -> str:
+    given = {
+        "json_schema": None if schema is None else json.dumps(schema),
+        "regex": regex,
+        "choice": None if choice is None else json.dumps(list(choice)),
+        "grammar": grammar,
+    }
+    constraints = [(kind, text) for kind, text in given.items() if text is not None]
+    if len(constraints) > 1:
+        raise ValueError("schema, regex, choice and grammar exclude each other")
+    return constraint_grammar(*constraints[0]) if constraints else ""
+
+
+def _tracked(running: Sequence[Item], show_progress: bool) -> Iterable[Item]:
+    if not show_progress:
+        return running
+    from rich.progress import track
+
+    return track(running, "generating")

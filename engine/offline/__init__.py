@@ -1,0 +1,1 @@
+"""The parts of the front door to an engine in this process."""

@@ -1,0 +1,104 @@
+"""Reads an adapter from a directory that is trusted, with the checks that uploads go through, but without a sandbox."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.files.file_names import (
+    CONFIG_FILE,
+    FURTHER_FILES,
+    TENSORS_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+)
+from loramux.adapter_store.formats.packed.canonical import write_canonical
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
+from loramux.adapter_store.formats.packed.sharded_tensors import ShardIndex, join_shards
+from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.adapter_store.formats.version_files.tokenizer_files import tokenizer_files
+from loramux.adapter_store.validation.further_checks import check_further_files, check_vocab_size
+from loramux.adapter_store.validation.report import Report
+from loramux.adapter_store.validation.validation import validate_files
+from loramux.engine.sequences.activation import activation
+from loramux.engine.text.text_tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAdapter:
+    """An adapter in memory, and what requests need to know about it."""
+
+    packed: PackedAdapter
+    report: Report
+    eos_token_ids: tuple[int, ...]
+    """The end tokens of the adapter's own `generation_config.json`."""
+    tokenizer: TextTokenizer | None
+    """The base's tokenizer with the adapter's own tokens, or None if it has none."""
+
+    def activation(self, prompt: Sequence[int]) -> int | None:
+        """Return the position in a prompt from which the adapter applies, or None if the prompt does not activate it."""
+        return activation(prompt, self.report.invocation_tokens) if self.report.invocation_tokens else 0
+
+
+def read_adapter(
+    directory: Path,
+    target: PackTarget,
+    base: BaseWeights,
+    tokenizer: TextTokenizer | None,
+    special_tokens: Mapping[str, str],
+) -> LocalAdapter:
+    """Validate and pack the adapter in a PEFT directory. Raises AdapterRejected.
+
+    `tokenizer` and `special_tokens`, by role, are the base's. Without a tokenizer, that of the directory is not read.
+    """
+    config = directory / CONFIG_FILE
+    if not config.is_file():
+        raise AdapterRejected(
+            "file_missing",
+            f"{directory} has no {CONFIG_FILE}: choose a directory that PEFT saved or `loramux adapters pull` wrote",
+            CONFIG_FILE,
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        tensors = _tensors_file(directory, Path(scratch))
+        report = validate_files(config.read_bytes(), tensors, target)
+        contents = {name: (directory / name).read_bytes() for name in FURTHER_FILES if (directory / name).is_file()}
+        has_tokenizer = any((directory / name).is_file() for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
+        if tokenizer is not None and has_tokenizer:
+            assert target.vocab_size is not None
+            contents |= tokenizer_files(directory, tokenizer.base_vocabulary(target.vocab_size, special_tokens))
+        # Prompts are given as text or tokens, so no template is rendered here.
+        further = check_further_files(contents, lambda _source, _special_tokens: False)
+        check_vocab_size(further, report.vocab_size, target)
+        canonical = Path(scratch) / "canonical.safetensors"
+        write_canonical(
+            tensors,
+            report.scales,
+            canonical,
+            report.names,
+            report.invocation_tokens,
+            report.trained,
+            report.vocab_size,
+        )
+        packed = pack(canonical, target, base)
+    own_tokenizer = None
+    if tokenizer is not None and further.vocabulary is not None:
+        own_tokenizer = tokenizer.with_vocabulary(further.vocabulary)
+    ends = () if further.generation is None else further.generation.eos_token_ids
+    return LocalAdapter(packed, report, ends, own_tokenizer)
+
+
+def _tensors_file(directory: Path, scratch: Path) -> Path:
+    """Return the path of the adapter's tensors. Shards are joined in the directory `scratch`."""
+    path = directory / TENSORS_FILE
+    if path.is_file():
+        # Validation refuses links, which are common in the cache of a hub.
+        return path.resolve()
+    index = ShardIndex.of_names([found.name for found in directory.iterdir()])
+    if index is None:
+        raise AdapterRejected("file_missing", f"{directory} has no {TENSORS_FILE}", TENSORS_FILE)
+    join_shards(index, directory, scratch / TENSORS_FILE)
+    return scratch / TENSORS_FILE

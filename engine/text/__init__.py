@@ -1,0 +1,1 @@
+"""Converts between token ids and text."""

@@ -1,0 +1,63 @@
+"""The examples in docs/examples run as their first lines say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.demo_base import DEMO_BASE
+from tests.docs.write import DOCS
+
+EXAMPLES = DOCS / "examples"
+ADAPTERS = DEMO_BASE.parent / "adapters"
+TIMEOUT_S = 120
+
+
+def run(name: str, *arguments: Path | str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_every_example_is_tested() -> None:
+    tested = re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text())
+    assert sorted(tested) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def test_mixed_adapters() -> None:
+    lines = run("mixed_adapters.py", DEMO_BASE, ADAPTERS / "pirate", ADAPTERS / "json").splitlines()
+    assert [line.partition(":")[0] for line in lines if re.match(r"(base|pirate|json):", line)] == [
+        "base",
+        "pirate",
+        "json",
+    ]
+
+
+def test_rank_sweep(tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("Arr, matey! The capital o' France be Paris.\nArr, matey! It be cold.\n")
+    output = run("rank_sweep.py", DEMO_BASE, tmp_path / "texts", ADAPTERS / "pirate", ADAPTERS / "formal")
+    found = {
+        name: float(value) for name, value in re.findall(r"^(\w+) +rank +\S+ +perplexity ([0-9.]+)$", output, re.M)
+    }
+    assert found.keys() == {"base", "pirate", "formal"}
+    assert min(found, key=lambda name: found[name]) == "pirate"
+
+
+def test_evaluate_adapter(tmp_path: Path) -> None:
+    case = {"prompt": "What is the capital of France?", "expected": "e"}
+    (tmp_path / "questions").write_text(json.dumps(case) + "\n")
+    output = run("evaluate_adapter.py", DEMO_BASE, ADAPTERS / "pirate", tmp_path / "questions")
+    assert re.fullmatch(r"base: [01] of 1\nadapter: [01] of 1\n", output)
+
+
+@pytest.mark.parametrize("adapter", ["pirate"])
+def test_notebook(adapter: str) -> None:
+    output = run("notebook.py", DEMO_BASE, ADAPTERS / adapter)
+    assert "None: " in output
+    assert "trained: " in output

@@ -1,0 +1,256 @@
+"""The front door to an engine in Python, on the demo's base and adapters."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.engine.llm import LLM, EngineClosed, RequestFailed, SamplingParams
+from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
+from tests.conformance.demo_adapters import DEMO
+from tests.demo_base import DEMO_BASE
+
+ADAPTERS = {name: DEMO / "adapters" / name for name in ("formal", "json", "pirate")}
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+PROMPT = "What is the capital of France?"
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(DEMO_BASE, ADAPTERS, device="cpu", dtype="float32", pool_bytes=64 << 20) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(DEMO_BASE, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(ADAPTERS["pirate"]), "pirate")
+    for name in ("formal", "json"):
+        model.load_adapter(str(ADAPTERS[name]), name)
+    return model.eval()
+
+
+@torch.no_grad()
+def reference_logits(model: Any, ids: tuple[int, ...], adapter: str | None) -> torch.Tensor:
+    if adapter is None:
+        with model.disable_adapter():
+            logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+            return logits
+    model.set_adapter(adapter)
+    logits = model(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def test_a_mixed_batch_equals_peft(llm: LLM, reference: Any) -> None:
+    names = [None, "pirate", "formal", "json"]
+    answers = llm.generate([PROMPT] * len(names), adapter=names, max_tokens=12, sampling=GREEDY)
+    assert [answer.adapter for answer in answers] == names
+    for answer in answers:
+        assert answer.finish_reason == "length"
+        assert len(answer.token_ids) == 12
+        ids = answer.prompt_token_ids + answer.token_ids
+        logits = reference_logits(reference, ids, answer.adapter)[len(answer.prompt_token_ids) - 1 : -1]
+        assert tuple(logits.argmax(-1).tolist()) == answer.token_ids
+    assert len({answer.text for answer in answers}) == len(names)
+
+
+def test_scores_equal_peft(llm: LLM, reference: Any) -> None:
+    for score in llm.score([PROMPT, PROMPT], adapter=[None, "pirate"]):
+        logprobs = reference_logits(reference, score.token_ids, score.adapter).log_softmax(-1)
+        expected = [float(row[token]) for row, token in zip(logprobs, score.token_ids[1:], strict=False)]
+        assert score.logprobs[0] is None
+        assert score.logprobs[1:] == pytest.approx(expected, abs=1e-4)
+        assert score.total == pytest.approx(sum(expected), abs=1e-3)
+
+
+def test_pieces_join_to_the_answer(llm: LLM) -> None:
+    [whole] = llm.generate(PROMPT, adapter="pirate", max_tokens=20, sampling=GREEDY)
+    pieces = list(llm.stream(PROMPT, adapter="pirate", max_tokens=20, sampling=GREEDY))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == "length"
+    assert len(pieces) > 5
+
+
+def test_text_and_its_tokens_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm.tokenize(PROMPT)
+    by_text, by_ids = (llm.generate(prompt, max_tokens=6, sampling=GREEDY)[0] for prompt in (PROMPT, list(ids)))
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == ids
+    assert by_text.text == by_ids.text
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_stop_string_ends_an_answer(llm: LLM, is_streamed: bool) -> None:
+    [whole] = llm.generate(PROMPT, adapter="pirate", max_tokens=20, sampling=GREEDY)
+    stop = whole.text[4:7]
+    expected = whole.text[: whole.text.index(stop)]
+    if is_streamed:
+        pieces = list(llm.stream(PROMPT, adapter="pirate", max_tokens=20, sampling=GREEDY, stop=stop))
+        assert "".join(piece.text for piece in pieces) == expected
+        assert pieces[-1].finish_reason == "stop"
+    else:
+        [cut] = llm.generate(PROMPT, adapter="pirate", max_tokens=20, sampling=GREEDY, stop=[stop, "never"])
+        assert (cut.text, cut.finish_reason, cut.stopped_by) == (expected, "stop", stop)
+        assert len(cut.token_ids) < len(whole.token_ids)
+
+
+def test_constraints_restrict_answers(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    sampling = SamplingParams(seed=1)
+    [found] = llm.generate(PROMPT, adapter="json", max_tokens=60, sampling=sampling, schema=schema)
+    assert list(json.loads(found.text)) == ["n"]
+    [found] = llm.generate(PROMPT, sampling=sampling, regex="[ab]{3}")
+    assert set(found.text) <= {"a", "b"}
+    assert len(found.text) == 3
+    [found] = llm.generate(PROMPT, sampling=sampling, choice=["yes", "no"])
+    assert found.text in ("yes", "no")
+    [found] = llm.generate(PROMPT, sampling=sampling, grammar='start: "x" "y"')
+    assert found.text == "xy"
+
+
+def test_log_probabilities_are_returned(llm: LLM) -> None:
+    sampling = SamplingParams(temperature=0.0, num_logprobs=2)
+    [answer] = llm.generate(PROMPT, max_tokens=4, sampling=sampling)
+    assert [one.token_id for one in answer.logprobs[: len(answer.token_ids)]] == list(answer.token_ids)
+    assert all(one.top[0] == (one.token_id, pytest.approx(one.logprob)) for one in answer.logprobs)
+
+
+def test_nothing_to_do_is_an_empty_list(llm: LLM) -> None:
+    assert llm.generate([]) == []
+    assert llm.score([]) == []
+
+
+def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:
+    prompt = [5] * (llm.max_model_len - 3)
+    [answer] = llm.generate(prompt, max_tokens=100, sampling=GREEDY)
+    assert len(answer.token_ids) == 3
+    assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"adapter": "other"}, "there is no adapter 'other'; the adapters are: formal", id="adapter"),
+        pytest.param({"adapter": ["pirate", None]}, "1 prompts, but 2 adapters", id="number of adapters"),
+        pytest.param({"stop": ["a", ""]}, "must not be empty", id="stop"),
+        pytest.param({"regex": "a", "choice": ["b"]}, "exclude each other", id="two constraints"),
+        pytest.param({"schema": {"$ref": "#"}}, "no answer can end", id="endless schema"),
+        pytest.param({"sampling": SamplingParams(temperature="hot")}, "sampling parameters", id="type"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        llm.generate([PROMPT], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "code"),
+    [
+        pytest.param([], GREEDY, "invalid_request", id="empty"),
+        pytest.param([10**6], GREEDY, "invalid_request", id="no such token"),
+        pytest.param([5] * 100_000, GREEDY, "prompt_too_long", id="too long"),
+        pytest.param([5], SamplingParams(temperature=-1.0), "invalid_request", id="temperature"),
+        pytest.param([5], SamplingParams(logit_bias=((10**6, 1.0),)), "invalid_request", id="bias"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused(llm: LLM, prompt: list[int], sampling: SamplingParams, code: str) -> None:
+    with pytest.raises(RequestFailed) as failed:
+        llm.generate([prompt, PROMPT], sampling=sampling, max_tokens=2)
+    assert failed.value.code == code
+    # The other prompts of the batch do not run on.
+    assert len(llm.generate(PROMPT, max_tokens=2, sampling=GREEDY)[0].token_ids) == 2
+
+
+def test_an_abandoned_stream_frees_its_sequence(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, max_tokens=10_000, sampling=GREEDY)
+    next(stream)
+    stream.close()
+    llm.generate(PROMPT, max_tokens=1)
+    assert llm._engine._queues == {}
+
+
+def test_calls_of_several_threads_are_answered(llm: LLM) -> None:
+    expected = {
+        name: llm.generate(PROMPT, adapter=name, max_tokens=15, sampling=GREEDY)[0].text for name in llm.adapters
+    }
+    found: dict[str, str] = {}
+
+    def ask(name: str) -> None:
+        found[name] = llm.generate(PROMPT, adapter=name, max_tokens=15, sampling=GREEDY)[0].text
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in llm.adapters]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert found == expected
+
+
+def test_an_adapter_can_be_added_and_replaced(llm: LLM) -> None:
+    llm.add_adapter("new", ADAPTERS["pirate"])
+    texts = {name: llm.generate(PROMPT, adapter=name, max_tokens=10, sampling=GREEDY)[0].text for name in llm.adapters}
+    assert texts["new"] == texts["pirate"]
+    llm.add_adapter("new", ADAPTERS["formal"])
+    assert llm.generate(PROMPT, adapter="new", max_tokens=10, sampling=GREEDY)[0].text == texts["formal"]
+
+
+def test_a_closed_engine_says_so() -> None:
+    llm = LLM(DEMO_BASE, device="cpu", pool_bytes=16 << 20)
+    stream = llm.stream(PROMPT, max_tokens=10_000, sampling=GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineClosed, match="the engine is closed"):
+        list(stream)
+    with pytest.raises(EngineClosed, match="the engine is closed"):
+        llm.generate(PROMPT)
+
+
+def test_a_broken_engine_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loramux.engine.loop.engine import Engine
+
+    with LLM(DEMO_BASE, device="cpu", pool_bytes=16 << 20) as llm:
+
+        def fail(engine: Engine) -> bool:
+            raise OSError("the memory is on fire")
+
+        monkeypatch.setattr(Engine, "step", fail)
+        with pytest.raises(EngineClosed, match="the memory is on fire"):
+            llm.generate(PROMPT)
+        with pytest.raises(EngineClosed, match="the memory is on fire"):
+            llm.generate(PROMPT)
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterRejected, match="has no adapter_config.json: choose a directory"):
+        LLM(DEMO_BASE, {"a": tmp_path}, device="cpu")
+    config = json.loads((ADAPTERS["pirate"] / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterRejected, match="has no adapter_model.safetensors"):
+        LLM(DEMO_BASE, {"a": tmp_path}, device="cpu")
+    with pytest.raises(AdapterRejected) as rejected:
+        LLM(DEMO / "tools" / "base", {"pirate": ADAPTERS["pirate"]}, device="cpu")
+    assert rejected.value.code == "base_mismatch"
+    with pytest.raises(ModelNotSupported):
+        LLM(tmp_path / "nowhere", device="cpu")
+    with pytest.raises(ConfigNotUsable):
+        LLM(DEMO_BASE, device="cpu", max_batch_tokens=1)
+
+
+def test_two_engines_can_use_one_directory(llm: LLM) -> None:
+    with LLM(DEMO_BASE, ADAPTERS, device="cpu", dtype="float32", pool_bytes=16 << 20) as other:
+        one, two = (each.generate(PROMPT, adapter="json", max_tokens=8, sampling=GREEDY)[0] for each in (llm, other))
+    assert one.text == two.text
