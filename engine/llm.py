@@ -39,17 +39,10 @@ from loramux.engine.loop.config import (
     resolve_device,
     resolve_dtype,
 )
+from loramux.engine.offline.answer import Answer, Generation, Piece, RequestFailed, Score
 from loramux.engine.offline.engine_thread import EngineClosed, EngineThread, Event
 from loramux.engine.offline.local_adapter import LocalAdapter, read_adapter
-from loramux.engine.protocol.messages import (
-    Add,
-    Finished,
-    PromptLogprob,
-    SamplingParams,
-    SequenceOutput,
-    TokenLogprobs,
-)
-from loramux.engine.text.detokenizer import StopStrings, new_detokenizer
+from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = ["LLM", "EngineClosed", "Generation", "Piece", "RequestFailed", "SamplingParams", "Score"]
@@ -59,60 +52,13 @@ Item = TypeVar("Item")
 Prompt = str | Sequence[int]
 """A text, or token ids."""
 
+DEFAULT_SAMPLING = SamplingParams()
+
 _ISOLATION_KEY = b"llm"
 """All calls may share the K and V of equal prefixes, because they come from one program."""
 
 _WAITS = {"max_waiting_tokens": 1 << 62, "max_waiting_s": 1e9}
 """A server refuses requests that wait too long. A batch of any size is welcome here."""
-
-
-class RequestFailed(ValueError):
-    """The engine refused a request, or ended it with an error. `code` is one of those of `Finished`."""
-
-    def __init__(self, code: str, message: str, adapter: str | None) -> None:
-        super().__init__(message if adapter is None else f"{message} (adapter {adapter})")
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """An answer. `finish_reason` is `stop` or `length`. `stopped_by` is the stop string or end token, if there is one.
-
-    `logprobs` has one entry for each token if the sampling parameters ask for log-probabilities.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stopped_by: str | int | None
-    prompt_token_ids: tuple[int, ...]
-    cached_tokens: int
-    """Tokens of the prompt that were found in the prefix cache."""
-    adapter: str | None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """New text of a streamed answer. `token_ids` are all tokens since the last piece. The last piece has a reason."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Log-probabilities of a prompt's tokens, each given those before it. The first token has none."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float | None, ...]
-    adapter: str | None
-
-    @property
-    def total(self) -> float:
-        return sum(one for one in self.logprobs if one is not None)
 
 
 class LLM:
@@ -198,7 +144,7 @@ class LLM:
         *,
         adapter: str | Sequence[str | None] | None = None,
         max_tokens: int = 256,
-        sampling: SamplingParams = SamplingParams(),
+        sampling: SamplingParams = DEFAULT_SAMPLING,
         stop: str | Sequence[str] = (),
         schema: Mapping[str, Any] | bool | None = None,
         regex: str | None = None,
@@ -227,7 +173,7 @@ class LLM:
         *,
         adapter: str | None = None,
         max_tokens: int = 256,
-        sampling: SamplingParams = SamplingParams(),
+        sampling: SamplingParams = DEFAULT_SAMPLING,
         stop: str | Sequence[str] = (),
         schema: Mapping[str, Any] | bool | None = None,
         regex: str | None = None,
@@ -253,7 +199,7 @@ class LLM:
             for one in scored
         ]
 
-    def _pieces(self, answer: _Answer) -> Iterator[Piece]:
+    def _pieces(self, answer: Answer) -> Iterator[Piece]:
         events = self._engine.add(answer.add)
         try:
             while answer.finish_reason is None:
@@ -267,9 +213,9 @@ class LLM:
             if answer.finish_reason is None:
                 self._engine.abort(answer.add.sequence_id)
 
-    def _finished(self, answers: list[_Answer], show_progress: bool) -> list[_Answer]:
+    def _finished(self, answers: list[Answer], show_progress: bool) -> list[Answer]:
         """Run all answers to their ends."""
-        running: list[tuple[_Answer, SimpleQueue[Event]]] = []
+        running: list[tuple[Answer, SimpleQueue[Event]]] = []
         try:
             for answer in answers:
                 running.append((answer, self._engine.add(answer.add)))
@@ -283,13 +229,10 @@ class LLM:
                     self._engine.abort(answer.add.sequence_id)
         return answers
 
-    def _answer(self, prompt: Prompt, name: str | None, options: _Options, *, is_streamed: bool = False) -> _Answer:
+    def _answer(self, prompt: Prompt, name: str | None, options: _Options, *, is_streamed: bool = False) -> Answer:
         adapter = self._adapter(name)
         tokenizer = self._tokenizer if adapter is None or adapter.tokenizer is None else adapter.tokenizer
-        if isinstance(prompt, str):
-            ids = self._text(adapter).encode(prompt)
-        else:
-            ids = tuple(map(operator.index, prompt))
+        ids = self._text(adapter).encode(prompt) if isinstance(prompt, str) else tuple(map(operator.index, prompt))
         start = 0 if adapter is None else adapter.activation(ids)
         # An adapter that the prompt does not activate leaves the answer to the base.
         used = None if start is None else adapter
@@ -309,7 +252,7 @@ class LLM:
             isolation_key=_ISOLATION_KEY,
             tokens_at_once=1 if is_streamed or options.stops else options.max_tokens,
         )
-        return _Answer(add, name, tokenizer, options.stops)
+        return Answer(add, name, tokenizer, options.stops)
 
     def _adapter(self, name: str | None) -> LocalAdapter | None:
         if name is None:
@@ -339,77 +282,6 @@ class _Options:
     sampling: SamplingParams
     stops: tuple[str, ...]
     grammar: str
-
-
-class _Answer:
-    """An answer while it is generated."""
-
-    def __init__(self, add: Add, adapter: str | None, tokenizer: TextTokenizer | None, stops: tuple[str, ...]) -> None:
-        if tokenizer is None and stops:
-            raise ValueError("stop strings need a tokenizer")
-        self.add = add
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self._adapter = adapter
-        self._detokenizer = (
-            None if tokenizer is None else new_detokenizer(tokenizer, add.prompt, skip_special_tokens=True)
-        )
-        self._stops = StopStrings(stops)
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[PromptLogprob] = []
-        self._finished: Finished | None = None
-
-    def take(self, event: Event) -> bool:
-        """Add what the engine says. Return True if a stop string was found, so that the sequence must be stopped.
-
-        Raises EngineClosed or RequestFailed.
-        """
-        match event:
-            case SequenceOutput():
-                self._prompt_logprobs += event.prompt_logprobs
-                return self._take_tokens(event)
-            case Finished():
-                self._take_end(event)
-                return False
-            case _:
-                raise event
-
-    def _take_tokens(self, output: SequenceOutput) -> bool:
-        if self._stops.found is not None:
-            # These tokens were on their way when the stop string was found.
-            return False
-        self.token_ids += output.token_ids
-        self._logprobs += output.logprobs
-        if self._detokenizer is not None:
-            self.text += self._stops.feed(self._detokenizer.feed_all(output.token_ids))
-        return self._stops.found is not None
-
-    def _take_end(self, finished: Finished) -> None:
-        if finished.reason == "error":
-            self.finish_reason = "error"
-            raise RequestFailed(finished.code or "", finished.message or "the request failed", self._adapter)
-        if self._stops.found is None and self._detokenizer is not None:
-            self.text += self._stops.feed(self._detokenizer.finish())
-            if self._stops.found is None:
-                self.text += self._stops.flush()
-        self._finished = finished
-        self.finish_reason = "stop" if self._stops.found is not None else finished.reason
-
-    def generation(self) -> Generation:
-        assert self._finished is not None
-        assert self.finish_reason is not None
-        return Generation(
-            text=self.text,
-            token_ids=tuple(self.token_ids),
-            finish_reason=self.finish_reason,
-            stopped_by=self._stops.found if self._stops.found is not None else self._finished.stop_token_id,
-            prompt_token_ids=self.add.prompt,
-            cached_tokens=self._finished.cached_tokens,
-            adapter=self._adapter,
-            logprobs=tuple(self._logprobs),
-            prompt_logprobs=tuple(self._prompt_logprobs),
-        )
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

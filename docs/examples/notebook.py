@@ -1,4 +1,4 @@
-"""Cells of a notebook (Jupyter and editors show `# %%` as cells): keep one engine, stream, and add adapters as you go."""
+"""Cells of a notebook: keep one engine, stream, and add adapters as you go. Editors show each `# %%` as a cell."""
 
 # %% Load the base once.
 import sys

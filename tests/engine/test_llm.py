@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -43,13 +44,13 @@ def reference() -> Any:
 
 @torch.no_grad()
 def reference_logits(model: Any, ids: tuple[int, ...], adapter: str | None) -> torch.Tensor:
-    if adapter is None:
-        with model.disable_adapter():
-            logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
-            return logits
-    model.set_adapter(adapter)
-    logits = model(torch.tensor([ids])).logits[0]
-    return logits
+    with contextlib.ExitStack() as stack:
+        if adapter is None:
+            stack.enter_context(model.disable_adapter())
+        else:
+            model.set_adapter(adapter)
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+        return logits
 
 
 def test_a_mixed_batch_equals_peft(llm: LLM, reference: Any) -> None:
@@ -235,11 +236,11 @@ def test_a_broken_engine_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterRejected, match="has no adapter_config.json: choose a directory"):
+    with pytest.raises(AdapterRejected, match=r"has no adapter_config\.json: choose a directory"):
         LLM(DEMO_BASE, {"a": tmp_path}, device="cpu")
     config = json.loads((ADAPTERS["pirate"] / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(AdapterRejected, match="has no adapter_model.safetensors"):
+    with pytest.raises(AdapterRejected, match=r"has no adapter_model\.safetensors"):
         LLM(DEMO_BASE, {"a": tmp_path}, device="cpu")
     with pytest.raises(AdapterRejected) as rejected:
         LLM(DEMO / "tools" / "base", {"pirate": ADAPTERS["pirate"]}, device="cpu")
