@@ -17,6 +17,7 @@ import json
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -89,8 +90,6 @@ class LLM:
         self._tokenizer = TextTokenizer(load_tokenizer(tokenizer_file)) if tokenizer_file.exists() else None
         self._adapters: dict[str, LocalAdapter] = {}
         self._packed: dict[str, PackedAdapter] = {}
-        for name, directory in (adapters or {}).items():
-            self.add_adapter(name, directory)
         own = {
             "model_dir": str(self._directory),
             "blob_url": "",
@@ -104,6 +103,11 @@ class LLM:
         self._engine = EngineThread(EngineConfig(**{**own, **_WAITS, **settings}), self._packed)
         # At exit, a thread that still computes could crash the interpreter.
         self._finalizer = weakref.finalize(self, self._engine.close)
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            for name, directory in (adapters or {}).items():
+                self.add_adapter(name, directory)
+            stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -133,6 +137,20 @@ class LLM:
         adapter = read_adapter(Path(directory), self._target, base, self._tokenizer, self._special_tokens)
         self._packed[adapter.packed.digest] = adapter.packed
         self._adapters[name] = adapter
+        self._free_replaced()
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. Calls in progress still use it."""
+        self._adapter(name)
+        del self._adapters[name]
+        self._free_replaced()
+
+    def _free_replaced(self) -> None:
+        """Free the host memory of adapters that no name refers to, unless calls in progress could still load them."""
+        if self._engine.is_idle:
+            used = {one.packed.digest for one in self._adapters.values()}
+            for digest in self._packed.keys() - used:
+                del self._packed[digest]
 
     def tokenize(self, text: str, adapter: str | None = None, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the tokens of a text, by default with those that the model expects around it."""

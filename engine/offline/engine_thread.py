@@ -58,6 +58,11 @@ class EngineThread:
             self.close()
             raise
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no sequence is running or waiting."""
+        return not self._queues
+
     def add(self, add: Add) -> SimpleQueue[Event]:
         """Add a sequence and return the queue of its output. Raises EngineClosed."""
         events: SimpleQueue[Event] = SimpleQueue()

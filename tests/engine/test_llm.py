@@ -206,6 +206,10 @@ def test_an_adapter_can_be_added_and_replaced(llm: LLM) -> None:
     assert texts["new"] == texts["pirate"]
     llm.add_adapter("new", ADAPTERS["formal"])
     assert llm.generate(PROMPT, adapter="new", max_tokens=10, sampling=GREEDY)[0].text == texts["formal"]
+    llm.remove_adapter("new")
+    with pytest.raises(ValueError, match="there is no adapter 'new'"):
+        llm.generate(PROMPT, adapter="new")
+    assert len(llm._packed) == len(ADAPTERS)
 
 
 def test_a_closed_engine_says_so() -> None:
