@@ -40,7 +40,7 @@ class LocalAdapter:
     """The base's tokenizer with the adapter's own tokens, or None if it has none."""
 
     def activation(self, prompt: Sequence[int]) -> int | None:
-        """Return the position from which the adapter applies to a prompt, or None if the prompt does not activate it."""
+        """Return the position from which the adapter applies to a prompt, or None if it is not activated."""
         return activation(prompt, self.report.invocation_tokens) if self.report.invocation_tokens else 0
 
 
