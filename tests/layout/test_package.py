@@ -85,7 +85,7 @@ def test_sdist_contains_documentation_but_no_tests(built: Built) -> None:
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("python", PYTHONS, ids=lambda python: Path(python).name)
-def test_an_installed_wheel_runs_the_demo(built: Built, python: str, tmp_path: Path) -> None:
+def test_an_installed_wheel_runs_the_demo_and_an_llm(built: Built, python: str, tmp_path: Path) -> None:
     run(python, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     programs = tmp_path / "venv" / "bin"
     requirement = f"loramux[demo] @ file://{built.wheel}"
@@ -93,3 +93,9 @@ def test_an_installed_wheel_runs_the_demo(built: Built, python: str, tmp_path: P
     run(programs / "python", "-m", "loramux.kernels.cpu.warm", cwd=tmp_path)
     shown = run(programs / "loramux", "demo", "--exit", "--port", "18790", "--admin-port", "18791", cwd=tmp_path)
     assert "It adds up" in shown
+    example = (ROOT / "docs" / "examples" / "mixed_adapters.py").read_text()
+    (tmp_path / "example.py").write_text(example)
+    demo = ROOT / "admin" / "demo"
+    answers = run(programs / "python", "example.py", demo / "base", demo / "adapters" / "pirate", cwd=tmp_path)
+    assert answers.startswith("base: ")
+    assert "\npirate: " in answers
