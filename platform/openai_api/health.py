@@ -65,6 +65,9 @@ def health_router(
         router.add_api_route(
             path, ready, name=name, tags=["health"], response_model=HealthDocument, responses={**unwell}
         )
+    # Some load balancers and uptime checks send HEAD.
+    for path, check in {"/health/live": live, **dict.fromkeys(READY_PATHS, ready)}.items():
+        router.add_api_route(path, check, methods=["HEAD"], include_in_schema=False)
     return router
 
 

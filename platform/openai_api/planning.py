@@ -36,15 +36,17 @@ def check_untokenised(services: GatewayServices, target: Target, body: Generatio
 
 
 def truncated(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> Prompts:
-    """Return the last `truncate_prompt_tokens` tokens of each prompt. The value -1 leaves room for the answer in the
-    context.
+    """Return the last `truncate_prompt_tokens` tokens of each prompt, or the first if `truncation_side` is `right`.
+
+    The value -1 leaves room for the answer in the context.
     """
     limit = body.truncate_prompt_tokens
     if limit is None:
         return prompts
     if limit == -1:
         limit = max(1, max_model_len - (body.token_limit or body.DEFAULT_MAX_TOKENS or 1))
-    return tuple(prompt[-limit:] for prompt in prompts)
+    kept = slice(limit) if body.truncation_side == "right" else slice(-limit, None)
+    return tuple(prompt[kept] for prompt in prompts)
 
 
 def make_plan(

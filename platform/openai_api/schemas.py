@@ -166,6 +166,7 @@ class GenerationRequest(StrictModel):
         Annotated[list[str], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None, AfterValidator(_usable_words)
     ] = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=INT64)
+    truncation_side: Literal["left", "right"] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None

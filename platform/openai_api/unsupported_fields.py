@@ -35,8 +35,6 @@ BOTH: Neutral = {
     "session_id": (),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    # `truncate_prompt_tokens` keeps the end of a prompt.
-    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),

@@ -148,7 +148,7 @@ MEANINGS = {
     "top_logprobs": "the number of alternatives reported for each token",
     "top_p": "samples from the most likely tokens that together have this probability",
     "truncate_prompt_tokens": "keeps this many tokens at the end of each prompt; -1 keeps as many as fit the context",
-    "truncation_side": "`truncate_prompt_tokens` keeps the end of a prompt",
+    "truncation_side": "`right`: `truncate_prompt_tokens` keeps the beginning of each prompt instead of its end",
     "use_beam_search": "there is no beam search; sample several choices with `n` or `best_of`",
     "user": "the end user in usage reports; keeps the user on one version of an alias",
     "verbosity": "only OpenAI's own models support it",

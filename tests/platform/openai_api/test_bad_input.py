@@ -165,6 +165,7 @@ async def refused(gateway: Any, path: str, status: int, code: str, param: str | 
         ({"truncate_prompt_tokens": -2}, "invalid_value", "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 257}, "invalid_value", "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": True}, "invalid_type", "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "invalid_value", "truncation_side"),
         ({"truncate_prompt_tokens": -1, "max_tokens": 256}, "context_length_exceeded", "max_tokens"),
         ({"return_token_ids": "yes"}, "invalid_type", "return_token_ids"),
         ({"skip_special_tokens": 1}, "invalid_type", "skip_special_tokens"),

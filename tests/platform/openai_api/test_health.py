@@ -35,8 +35,10 @@ async def test_other_servers_names_of_ready(gateway: Any, path: str) -> None:
     del gateway.http.headers["authorization"]
     ready = await gateway.http.get(path)
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+    assert (await gateway.http.head(path)).status_code == 200
     gateway.engine.die()
     assert (await gateway.http.get(path)).status_code == 503
+    assert (await gateway.http.head(path)).status_code == 503
     gateway.engine.revive()
 
 

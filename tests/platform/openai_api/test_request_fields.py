@@ -99,6 +99,16 @@ async def test_truncated_prompt_keeps_its_last_tokens_and_is_billed_as_such(
     assert (event.prompt_tokens, event.completion_tokens) == (num_kept, max_tokens)
 
 
+@BOTH
+@pytest.mark.parametrize("side", ["left", "right", None])
+async def test_a_prompt_is_truncated_on_the_given_side(gateway: Any, path: str, side: str | None) -> None:
+    text = " ".join(map(str, range(100)))
+    await answer_of(gateway, path, text, max_tokens=1)
+    await answer_of(gateway, path, text, max_tokens=1, truncate_prompt_tokens=9, truncation_side=side)
+    whole, cut = (add.prompt for add in gateway.engine.adds)
+    assert cut == (whole[:9] if side == "right" else whole[-9:])
+
+
 async def test_each_prompt_is_truncated_and_echoed_as_truncated(gateway: Any, tokenizer: Any) -> None:
     prompts = ["One harbour in the north", "Two"]
     ids = [tokenizer.encode(prompt) for prompt in prompts]
