@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextvars import Context, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from loramux.adapter_store.sandbox.fork_server import (
     last_line,
     worker_environment,
 )
-from loramux.adapter_store.sandbox.lanes import Lanes, TooManyWaiting, Turn
+from loramux.adapter_store.sandbox.lanes import Lane, Lanes, TooManyWaiting, Turn
 
 __all__ = ["ConfinedPool", "Ended", "ForkLimits", "ForkServerFailed", "TooManyWaiting"]
 
@@ -46,7 +46,8 @@ class ConfinedPool:
     `command` must call `fork_for_each_request` and confine its forks. A fork first runs within the limits `quick`. A
     request that exceeds them is repeated within the limits `full`, by at most `max_full` processes at a time. Both must
     limit the processor time. `Lanes` defines the order of requests: each tenant has one at a time, and the wait caused
-    by other tenants is bounded. A failing process is logged as `event`. Thread-safe.
+    by other tenants is bounded. Outside the light lane, all forks have the niceness of `full`. A failing process is
+    logged as `event`. Thread-safe.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ConfinedPool:
         self._event = event
         self._num_processes = num_processes
         self._quick = quick
+        self._busy = replace(quick, niceness=full.niceness)
         self._full = full
         self._servers = [ForkServer(command, worker_environment()) for _ in range(num_processes)]
         # Guards the fields below. Notified when a request may run or the pool is closed.
@@ -128,7 +130,8 @@ class ConfinedPool:
             self._run_turn(turn, server)
 
     def _run_turn(self, turn: Turn[_Request], server: ForkServer) -> None:
-        request, limits = turn.request, self._quick if turn.is_quick else self._full
+        request = turn.request
+        limits = {Lane.LIGHT: self._quick, Lane.BUSY: self._busy, Lane.FULL: self._full}[turn.lane]
         cpu_s, has_ended = 0.0, True
         resolve: Callable[[], None] | None = None
         try:

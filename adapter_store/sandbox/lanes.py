@@ -12,7 +12,10 @@ HALF_LIFE_S = 10.0
 """Time after which processor time counts half, in seconds."""
 
 MAX_LIGHT_USE_S = 1.0
-"""Most processor time that a tenant in the light lane has recently used, in seconds."""
+"""Most processor time that a tenant in the light lane has recently used, in seconds, if its last turn was short."""
+
+SHORT_PART = 0.5
+"""Longest short turn, as a part of a quick turn."""
 
 _FORGET_S = 10 * HALF_LIFE_S
 
@@ -25,7 +28,7 @@ class TooManyWaiting(Exception):
 
 class Lane(Enum):
     LIGHT = auto()
-    """Quick turns of tenants that have recently used little processor time."""
+    """Quick turns of tenants that have recently used little processor time, see `Lanes`."""
     BUSY = auto()
     """Quick turns of other tenants."""
     FULL = auto()
@@ -57,12 +60,10 @@ class _Queue(Generic[Request]):
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Processor time that a tenant has recently used, decayed until `at_s`, and whether its last turn was longer than a
-    quick turn.
-    """
+    """Processor time that a tenant has recently used, decayed until `at_s`, and that of its last turn."""
 
     used_s: float
-    was_long: bool
+    last_s: float
     at_s: float
 
 
@@ -73,6 +74,9 @@ class Lanes(Generic[Request]):
     short, it then gets a full turn. A tenant that is not light and whose last request was too long for a quick turn
     gets a full turn at once. At most `max_full` full turns run at a time, and one process is left to the light lane.
     Pauses follow the turns of other lanes.
+
+    A tenant is light while it has used no more than a quick turn, or no more than MAX_LIGHT_USE_S in short turns.
+    Tenants whose requests are all short therefore seldom wait for the turn of a tenant whose requests are not.
 
     Of the requests that may run, that of the tenant that has recently used least processor time goes first. While a
     tenant's next request waits, each other tenant therefore gets turns before it only until it has used more than the
@@ -138,7 +142,7 @@ class Lanes(Generic[Request]):
         choices = []
         for tenant_id, queue in self._queues.items():
             use = self._use(tenant_id, now_s)
-            lane = _lane(queue, use)
+            lane = self._lane(queue, use)
             is_paused = lane is not Lane.LIGHT and now_s < self._paused_until_s
             if not queue.is_running and not is_paused and self._is_open(lane):
                 choices.append((use.used_s, Turn(tenant_id, queue.requests[0], lane)))
@@ -158,7 +162,7 @@ class Lanes(Generic[Request]):
         """Charge a turn to its tenant. A request that has not ended gets a full turn next."""
         now_s = self._clock()
         used_s = self._use(turn.tenant_id, now_s).used_s + cpu_s
-        self._uses[turn.tenant_id] = _Use(used_s, cpu_s >= self._quick_cpu_s, now_s)
+        self._uses[turn.tenant_id] = _Use(used_s, cpu_s, now_s)
         self._uses.move_to_end(turn.tenant_id)
         self._forget_uses(now_s)
         self._num_running[turn.lane] -= 1
@@ -182,17 +186,17 @@ class Lanes(Generic[Request]):
     def _use(self, tenant_id: str, now_s: float) -> _Use:
         use = self._uses.get(tenant_id)
         if use is None:
-            return _Use(0.0, False, now_s)
-        return _Use(use.used_s * 0.5 ** ((now_s - use.at_s) / HALF_LIFE_S), use.was_long, now_s)
+            return _Use(0.0, 0.0, now_s)
+        return _Use(use.used_s * 0.5 ** ((now_s - use.at_s) / HALF_LIFE_S), use.last_s, now_s)
 
     def _forget_uses(self, now_s: float) -> None:
         """Forget tenants whose processor time hardly counts any more."""
         while next(iter(self._uses.values())).at_s < now_s - _FORGET_S:
             self._uses.popitem(last=False)
 
-
-def _lane(queue: _Queue[Request], use: _Use) -> Lane:
-    is_light = use.used_s <= MAX_LIGHT_USE_S
-    if queue.needs_full_turn or (use.was_long and not is_light):
-        return Lane.FULL
-    return Lane.LIGHT if is_light else Lane.BUSY
+    def _lane(self, queue: _Queue[Request], use: _Use) -> Lane:
+        is_short = use.last_s <= SHORT_PART * self._quick_cpu_s
+        is_light = use.used_s <= (MAX_LIGHT_USE_S if is_short else self._quick_cpu_s)
+        if queue.needs_full_turn or (use.last_s >= self._quick_cpu_s and not is_light):
+            return Lane.FULL
+        return Lane.LIGHT if is_light else Lane.BUSY

@@ -36,8 +36,10 @@ QUICK = ForkLimits(wall_s=1.0, cpu_s=0.1, niceness=5)
 priority.
 """
 
-FULL = ForkLimits(wall_s=10.0, cpu_s=CPU_S, niceness=8)
-"""Limits of a check's second attempt, which yields to first attempts."""
+FULL = ForkLimits(wall_s=10.0, cpu_s=CPU_S, niceness=19)
+"""Limits of a check's second attempt. It has the lowest priority, like all checks of tenants that are not light (see
+`Lanes`), so that they hardly delay steps of the engine.
+"""
 
 NUM_PROCESSES = 2
 """Maximum number of concurrent checks. Each tenant has at most one. Each process contains the vocabulary."""

@@ -132,11 +132,43 @@ def test_after_a_short_request_a_tenant_gets_quick_turns(lanes: Lanes[str]) -> N
         lanes.end_turn(turn, 0.01, True)
 
 
-def test_one_slightly_long_request_does_not_end_quick_turns(lanes: Lanes[str]) -> None:
+def test_a_long_request_ends_light_turns_until_it_has_decayed(lanes: Lanes[str], clock: Clock) -> None:
     lanes.append_request("a", "long")
-    lanes.end_turn(begin(lanes), QUICK_S, False)
-    lanes.end_turn(begin(lanes), MAX_LIGHT_USE_S - QUICK_S, True)
-    lanes.append_request("a", "short")
+    lanes.end_turn(begin(lanes), 0.9 * QUICK_S, True)
+    lanes.append_request("a", "another")
+    turn = begin(lanes)
+    # It has used no more than a quick turn.
+    assert turn.lane is Lane.LIGHT
+    lanes.end_turn(turn, 0.9 * QUICK_S, True)
+    lanes.append_request("a", "third")
+    turn = begin(lanes)
+    assert turn.lane is Lane.BUSY
+    lanes.end_turn(turn, 0.9 * QUICK_S, True)
+    clock.now_s += 2 * HALF_LIFE_S
+    lanes.append_request("a", "later")
+    assert begin(lanes).lane is Lane.LIGHT
+
+
+def test_a_short_request_makes_a_tenant_light_again(lanes: Lanes[str]) -> None:
+    for cpu_s, lane in ((3 * QUICK_S, Lane.LIGHT), (0.01, Lane.FULL), (0.01, Lane.LIGHT)):
+        lanes.append_request("a", "one")
+        turn = begin(lanes)
+        assert turn.lane is lane
+        lanes.end_turn(turn, cpu_s, True)
+
+
+def test_short_requests_stay_light_beside_new_tenants_with_long_ones(lanes: Lanes[str]) -> None:
+    """Each new tenant gets one light turn, and no more while its requests are long."""
+    for _ in range(5):
+        lanes.append_request("short", "one")
+        lanes.end_turn(begin(lanes), 0.02, True)
+    for number in range(4):
+        for turn_number in range(3):
+            lanes.append_request(f"long{number}", "one")
+            turn = begin(lanes)
+            assert (turn.lane is Lane.LIGHT) == (turn_number == 0)
+            lanes.end_turn(turn, 1.1 * QUICK_S, True)
+    lanes.append_request("short", "one")
     assert begin(lanes).lane is Lane.LIGHT
 
 
