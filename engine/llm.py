@@ -17,7 +17,6 @@ import json
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -90,6 +89,8 @@ class LLM:
         self._tokenizer = TextTokenizer(load_tokenizer(tokenizer_file)) if tokenizer_file.exists() else None
         self._adapters: dict[str, LocalAdapter] = {}
         self._packed: dict[str, PackedAdapter] = {}
+        for name, directory in (adapters or {}).items():
+            self._read(name, directory)
         own = {
             "model_dir": str(self._directory),
             "blob_url": "",
@@ -103,11 +104,6 @@ class LLM:
         self._engine = EngineThread(EngineConfig(**{**own, **_WAITS, **settings}), self._packed)
         # At exit, a thread that still computes could crash the interpreter.
         self._finalizer = weakref.finalize(self, self._engine.close)
-        with ExitStack() as stack:
-            stack.callback(self.close)
-            for name, directory in (adapters or {}).items():
-                self.add_adapter(name, directory)
-            stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -133,10 +129,7 @@ class LLM:
 
     def add_adapter(self, name: str, directory: str | Path) -> None:
         """Add an adapter, or replace the adapter of this name for later calls. Raises AdapterRejected."""
-        base = BaseWeights(self._directory)
-        adapter = read_adapter(Path(directory), self._target, base, self._tokenizer, self._special_tokens)
-        self._packed[adapter.packed.digest] = adapter.packed
-        self._adapters[name] = adapter
+        self._read(name, directory)
         self._free_replaced()
 
     def remove_adapter(self, name: str) -> None:
@@ -144,6 +137,12 @@ class LLM:
         self._adapter(name)
         del self._adapters[name]
         self._free_replaced()
+
+    def _read(self, name: str, directory: str | Path) -> None:
+        base = BaseWeights(self._directory)
+        adapter = read_adapter(Path(directory), self._target, base, self._tokenizer, self._special_tokens)
+        self._packed[adapter.packed.digest] = adapter.packed
+        self._adapters[name] = adapter
 
     def _free_replaced(self) -> None:
         """Free the host memory of adapters that no name refers to, unless calls in progress could still load them."""
@@ -219,14 +218,15 @@ class LLM:
 
     def _pieces(self, answer: Answer) -> Iterator[Piece]:
         events = self._engine.add(answer.add)
+        num_characters = num_tokens = 0
         try:
             while answer.finish_reason is None:
-                text, num_tokens = answer.text, len(answer.token_ids)
                 if answer.take(events.get()):
                     self._engine.abort(answer.add.sequence_id)
-                if answer.text != text or answer.finish_reason is not None:
-                    new = tuple(answer.token_ids[num_tokens:])
-                    yield Piece(answer.text[len(text) :], new, answer.finish_reason)
+                text, token_ids = answer.text[num_characters:], tuple(answer.token_ids[num_tokens:])
+                if text or answer.finish_reason is not None:
+                    num_characters, num_tokens = len(answer.text), len(answer.token_ids)
+                    yield Piece(text, token_ids, answer.finish_reason)
         finally:
             if answer.finish_reason is None:
                 self._engine.abort(answer.add.sequence_id)

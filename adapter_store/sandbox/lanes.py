@@ -17,6 +17,9 @@ MAX_LIGHT_USE_S = 1.0
 SHORT_PART = 0.5
 """Longest short turn, as a part of a quick turn."""
 
+MAX_LONG_PARTS = 1.5
+"""The same limit for other tenants, as a multiple of a quick turn. It allows one turn that was cut."""
+
 _FORGET_S = 10 * HALF_LIFE_S
 
 Request = TypeVar("Request")
@@ -75,7 +78,7 @@ class Lanes(Generic[Request]):
     gets a full turn at once. At most `max_full` full turns run at a time, and one process is left to the light lane.
     Pauses follow the turns of other lanes.
 
-    A tenant is light while it has used no more than a quick turn, or no more than MAX_LIGHT_USE_S in short turns.
+    A tenant whose last turn was short is light up to MAX_LIGHT_USE_S, and another one only for about one quick turn.
     Tenants whose requests are all short therefore seldom wait for the turn of a tenant whose requests are not.
 
     Of the requests that may run, that of the tenant that has recently used least processor time goes first. While a
@@ -196,7 +199,7 @@ class Lanes(Generic[Request]):
 
     def _lane(self, queue: _Queue[Request], use: _Use) -> Lane:
         is_short = use.last_s <= SHORT_PART * self._quick_cpu_s
-        is_light = use.used_s <= (MAX_LIGHT_USE_S if is_short else self._quick_cpu_s)
+        is_light = use.used_s <= (MAX_LIGHT_USE_S if is_short else MAX_LONG_PARTS * self._quick_cpu_s)
         if queue.needs_full_turn or (use.last_s >= self._quick_cpu_s and not is_light):
             return Lane.FULL
         return Lane.LIGHT if is_light else Lane.BUSY

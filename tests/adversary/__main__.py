@@ -292,12 +292,17 @@ async def attack_all(
     await count(stand, only, seed, arguments.calls, kind, note)
     await feel(stand, only, seed, arguments.rounds, arguments.stretch_s, kind, note, bystanders)
     await compare(stand, only, seed, arguments.comparisons, arguments.comparison_s, kind, note, bystanders)
-    # Checks of requests that were cancelled still run to their ends.
-    until_s = time.monotonic() + SETTLING_S + FULL.wall_s
-    while (leaks := dict(stand.num_descriptors() - before)) and time.monotonic() < until_s:
-        await asyncio.sleep(0.5)
+    leaks = await asyncio.to_thread(leaked_descriptors, stand, before)
     faults = [f"more open descriptors than before: {leaks}"] if leaks else []
     note(Finding(kind, "all of them", {}, faults=faults))
+
+
+def leaked_descriptors(stand: Stand, before: Counter[str]) -> dict[str, int]:
+    """Return the descriptors that are open in addition, once checks of cancelled requests have run to their ends."""
+    until_s = time.monotonic() + SETTLING_S + FULL.wall_s
+    while (leaks := dict(stand.num_descriptors() - before)) and time.monotonic() < until_s:
+        time.sleep(0.5)
+    return leaks
 
 
 def _forget(finding: Finding) -> None:

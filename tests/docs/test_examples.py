@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from loramux.engine.llm import LLM
 from tests.demo_base import DEMO_BASE
 from tests.docs.write import DOCS
 
@@ -40,13 +43,17 @@ def test_mixed_adapters() -> None:
 
 
 def test_rank_sweep(tmp_path: Path) -> None:
-    (tmp_path / "texts").write_text("Arr, matey! The capital o' France be Paris.\nArr, matey! It be cold.\n")
+    lines = ["Arr, matey! The capital o' France be Paris.", "The capital of Italy is Rome."]
+    (tmp_path / "texts").write_text("\n".join(lines))
     output = run("rank_sweep.py", DEMO_BASE, tmp_path / "texts", ADAPTERS / "pirate", ADAPTERS / "formal")
-    found = {
-        name: float(value) for name, value in re.findall(r"^(\w+) +rank +\S+ +perplexity ([0-9.]+)$", output, re.M)
-    }
-    assert found.keys() == {"base", "pirate", "formal"}
-    assert min(found, key=lambda name: found[name]) == "pirate"
+    found = re.findall(r"^(\w+) +rank +(\S+) +perplexity ([0-9.]+)$", output, re.MULTILINE)
+    with LLM(DEMO_BASE, {name: ADAPTERS / name for name in ("pirate", "formal")}) as llm:
+        for adapter, (name, rank, perplexity) in zip((None, *llm.adapters), found, strict=True):
+            scores = llm.score(lines, adapter=adapter)
+            logprobs = [one for score in scores for one in score.logprobs if one is not None]
+            assert name == (adapter or "base")
+            assert rank == {None: "-", "pirate": "8", "formal": "4"}[adapter]
+            assert float(perplexity) == pytest.approx(math.exp(-statistics.mean(logprobs)), abs=2e-3)
 
 
 def test_evaluate_adapter(tmp_path: Path) -> None:

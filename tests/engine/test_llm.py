@@ -239,6 +239,13 @@ def test_a_broken_engine_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
             llm.generate(PROMPT)
 
 
+def other_base(directory: Path) -> Path:
+    """A base without weights, which has fewer layers."""
+    config = json.loads((DEMO_BASE / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "layer_types": None}))
+    return directory
+
+
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterRejected, match=r"has no adapter_config\.json: choose a directory"):
         LLM(DEMO_BASE, {"a": tmp_path}, device="cpu")
@@ -247,7 +254,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterRejected, match=r"has no adapter_model\.safetensors"):
         LLM(DEMO_BASE, {"a": tmp_path}, device="cpu")
     with pytest.raises(AdapterRejected) as rejected:
-        LLM(DEMO / "tools" / "base", {"pirate": ADAPTERS["pirate"]}, device="cpu")
+        LLM(other_base(tmp_path), {"pirate": ADAPTERS["pirate"]}, device="cpu")
     assert rejected.value.code == "base_mismatch"
     with pytest.raises(ModelNotSupported):
         LLM(tmp_path / "nowhere", device="cpu")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from loramux.adapter_store.sandbox.lanes import HALF_LIFE_S, MAX_LIGHT_USE_S, Lane, Lanes, TooManyWaiting, Turn
+from loramux.adapter_store.sandbox.lanes import HALF_LIFE_S, MAX_LONG_PARTS, Lane, Lanes, TooManyWaiting, Turn
 
 QUICK_S, FULL_S = 0.1, 4.0
 
@@ -118,7 +118,12 @@ def test_after_a_long_request_a_tenant_skips_quick_turns_until_it_is_light(lanes
     for turn in turns:
         lanes.end_turn(turn, QUICK_S, True)
     clock.now_s += 3 * HALF_LIFE_S
-    assert (2 * QUICK_S + FULL_S) / 8 < MAX_LIGHT_USE_S
+    assert (2 * QUICK_S + FULL_S) / 8 > MAX_LONG_PARTS * QUICK_S
+    lanes.append_request("a", "long")
+    turn = begin(lanes)
+    assert turn.lane is Lane.FULL
+    lanes.end_turn(turn, QUICK_S, True)
+    clock.now_s += 3 * HALF_LIFE_S
     lanes.append_request("a", "long")
     assert begin(lanes).lane is Lane.LIGHT
 
@@ -137,7 +142,7 @@ def test_a_long_request_ends_light_turns_until_it_has_decayed(lanes: Lanes[str],
     lanes.end_turn(begin(lanes), 0.9 * QUICK_S, True)
     lanes.append_request("a", "another")
     turn = begin(lanes)
-    # It has used no more than a quick turn.
+    # It has used no more than about one quick turn.
     assert turn.lane is Lane.LIGHT
     lanes.end_turn(turn, 0.9 * QUICK_S, True)
     lanes.append_request("a", "third")
@@ -167,7 +172,7 @@ def test_short_requests_stay_light_beside_new_tenants_with_long_ones(lanes: Lane
             lanes.append_request(f"long{number}", "one")
             turn = begin(lanes)
             assert (turn.lane is Lane.LIGHT) == (turn_number == 0)
-            lanes.end_turn(turn, 1.1 * QUICK_S, True)
+            lanes.end_turn(turn, 1.6 * QUICK_S, True)
     lanes.append_request("short", "one")
     assert begin(lanes).lane is Lane.LIGHT
 
