@@ -163,6 +163,7 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     for key, value in document.items():
         if key in _OFF:
             found = value.lower() if key == "init_lora_weights" and isinstance(value, str) else value
+            # Compare types too, because Python considers 0 equal to False, and 1 equal to True.
             if not any(type(found) is type(off) and found == off for off in _OFF[key]):
                 allowed = " or ".join(map(json.dumps, _OFF[key]))
                 _refuse("unsupported_config", f"this value of {key} is not supported: it must be {allowed}", key)

@@ -123,6 +123,7 @@ def trained_parts(
     copies: dict[str, str] = {}
     for key, shape in modules.items():
         if key in saved:
+            # PEFT saves these tensors too, but does not use them. They must have the right shape and are then ignored.
             for suffix in filter(partial(is_there, key), UNUSED_SUFFIXES):
                 named(key, suffix, shape)
             continue
@@ -134,6 +135,7 @@ def trained_parts(
         parts.twins.append((copies[EMBEDDING], copies[HEAD]))
     parts.base_copies = sorted(copies.values())
     for key, shape in modules.items():
+        # With a tied base, PEFT's copy overwrites both modules' weights, whichever of the two it was saved for.
         whole = copies.get(EMBEDDING, copies.get(HEAD)) if is_tied else copies.get(key)
         delta = None
         if key in saved:

@@ -287,6 +287,8 @@ def _check_names(
     missing, unexpected = wanted - entries.keys(), entries.keys() - wanted
     if not missing and not unexpected:
         return
+    # Look for the most specific cause first: one mistake, such as another base, usually makes many names wrong. Of the
+    # wrong names, report the smallest, because sets have no order and the report must not change between runs.
     num_layers = target.geometry.num_layers
     layers = {int(match[1]) for match in map(_LAYER.match, entries) if match}
     if max(layers, default=0) >= num_layers:

@@ -61,6 +61,7 @@ class ResizedVocabulary:
                     "cannot have a LoRA: list them in modules_to_save instead",
                     "target_modules",
                 )
+            # A smaller vocabulary has no tokens beyond the base's, and only a whole weight can have fewer rows.
             beyond = range(num_rows, self.num_tokens)
             if found is None or not (found.has_all(beyond) if beyond else found.whole is not None):
                 missing = f"the tokens {num_rows} to {self.num_tokens - 1} of" if beyond else "the weight of"
@@ -70,6 +71,7 @@ class ResizedVocabulary:
                     f"{module.name}: save the adapter with save_pretrained(..., save_embedding_layers=True)",
                     self.param,
                 )
+            # From `num_rows` rows on, the layout stores no ids: row `i` then belongs to token `i`, without gaps.
             if found.whole is None and num_rows <= len(found.ids) < self.num_tokens:
                 raise AdapterRejected(
                     "unsupported_config",

@@ -95,6 +95,8 @@ def _list_pairs(
     own_end = tl.load(expert_starts_ptr + expert + 1)
     row = 0
     segment = 0
+    # Each program counts the entries of the experts before it. Programs cannot wait for one another, and passing counts
+    # on would need another launch.
     for begin in range(0, own_begin, BLOCK):
         _, _, has_adapter, is_first = _read_pairs(
             begin, own_begin, experts_ptr, pairs_ptr, expert_starts_ptr, slots_ptr, TOP_K, ROWS, BLOCK
@@ -114,6 +116,7 @@ def _list_pairs(
         row += tl.sum(has_adapter.to(tl.int32), 0)
         segment += tl.sum(is_first.to(tl.int32), 0)
     if expert == NUM_EXPERTS - 1:
+        # The kernels launch a program per segment that the shapes allow, so the unused segments must have no adapter.
         tl.store(starts_ptr + segment, row)
         for begin in range(segment, num_segments, BLOCK):
             padding = begin + tl.arange(0, BLOCK)

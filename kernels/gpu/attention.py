@@ -383,6 +383,8 @@ def _combine(
         largest = tl.max(size, 0)
         total = 0.0
         if HAS_SINKS:
+            # The sink counts once per head, so `_attend` adds it only if a single split has all keys. Sizes are base-2
+            # logarithms, and a sink is an exponent of e.
             sink = tl.load(sinks_ptr + head) * 1.4426950408889634
             largest = tl.maximum(largest, sink)
             total = tl.exp2(sink - largest)

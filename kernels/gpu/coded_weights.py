@@ -76,6 +76,7 @@ def place_codes(
     kind = code_kind(first.codebook)
     assert kind is not None
     zero, stacked = zero_of(first), None
+    # One launch computes all experts. If only some have zero points, the others get the one that their codes imply.
     if any(one is not None for one in zeros):
         stacked = np.stack([np.full(scales[0].shape, zero, np.int16) if one is None else one + zero for one in zeros])
     return CodedWeights(

@@ -145,6 +145,7 @@ def shrink_tiles(
         listed = first + tl.arange(0, ROWS)
         is_row = listed < end
         row = tl.load(segment_rows + listed, mask=is_row, other=0).to(tl.int64)
+        # The pairs of a token and its experts can share the token's row of x, but each has its own row of planes.
         x_row = x + (row // PAIRS_PER_ROW * x_stride)[:, None]
         r = first_rank
         while r < rank:

@@ -145,6 +145,7 @@ def replace_columns_kernel(
         column = row
         if num_rows < VOCAB:
             column = load_ids(ids, pages, first_id, row, row < num_rows, W)
+        # Multiply all rows of the segment by this block before the next one, while its weights are in a cache.
         first = tl.load(segment_starts + segment)
         while first < end:
             listed = first + tl.arange(0, ROWS)

@@ -44,6 +44,7 @@ def write_canonical(
     and `trained` map modules to their scales and to their replaced rows. `vocab_size` is the adapter's vocabulary size,
     or None if it has the base's vocabulary.
     """
+    # Facts that do not apply are left out, so an adapter without them keeps its digest when a new fact is introduced.
     facts: dict[str, object] = {"peft_type": "LORA", "scales": dict(scales)}
     if invocation_tokens:
         facts[INVOCATION_KEY] = list(invocation_tokens)

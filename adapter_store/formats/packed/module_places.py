@@ -77,12 +77,10 @@ class ModulePlace:
         return a_shape[0] // self.num_experts
 
     def a_rows(self, rank: int) -> range:
-        """Return the module's rows of A."""
         return range(self.expert * rank, (self.expert + 1) * rank)
 
     @property
     def b_columns(self) -> slice:
-        """The module's columns of B."""
         return slice(self.expert, None, self.num_experts)
 
     @property

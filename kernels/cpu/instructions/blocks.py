@@ -229,6 +229,7 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
             zeros = [ir.Constant(lanes, [0.0] * width)] * (len(x_rows) * len(columns))
 
             def step(k: Any, sums: list[Any]) -> list[Any]:
+                # A whole step is one cache line of bfloat16. Shorter steps would prefetch the same line several times.
                 if step_size > LANES:
                     for column in following:
                         emit_prefetch(builder, builder.gep(column, [k]), SECOND_CACHE)
@@ -276,6 +277,7 @@ def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ah
         factors = [emit_splat(builder, builder.load(builder.gep(row, [_LONG(k)])), PANEL) for k in range(len(columns))]
 
         def add(o: Any) -> None:
+            # Add all ranks to the outputs while they are in a register, so each output is loaded and stored once.
             place = builder.bitcast(builder.gep(outputs, [o]), lanes.as_pointer())
             value = builder.load(place, align=4)
             for factor, column in zip(factors, columns, strict=True):
@@ -294,6 +296,7 @@ def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ah
             add(o)
             return values
 
+        # `size` is a multiple of PANEL but not of COLUMNS_STEP, so up to one panel is left.
         whole = builder.and_(size, _LONG(-COLUMNS_STEP))
         emit_loop(builder, whole, COLUMNS_STEP, [], whole_step)
         emit_loop(builder, size, PANEL, [], last_step, whole)

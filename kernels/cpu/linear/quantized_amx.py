@@ -114,6 +114,7 @@ def _add_tiles(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, x_step, lower, tiles, size, num_inputs, sums = args
+        # A tile's number is part of the instruction, so LLVM's register allocator does not choose the tiles.
         for tile in range(4):
             emit_call(builder, "tilezero", [_BYTE(tile)])
 
@@ -132,6 +133,7 @@ def _add_tiles(
             inputs = builder.add(builder.mul(size, _LONG(half)), k)
             place = builder.add(tiles, builder.mul(inputs, _LONG(TILE)))
             emit_call(builder, "tileloadd64", [_BYTE(_CODES + half), pointer(place), _LONG(4 * TILE)])
+            # The upper byte of an input is signed and the lower byte is not, so each has its own instruction and sums.
             emit_call(builder, "tdpbssd", [_BYTE(half), _BYTE(_UPPER), _BYTE(_CODES + half)])
             emit_call(builder, "tdpbusd", [_BYTE(2 + half), _BYTE(_LOWER), _BYTE(_CODES + half)])
         following = builder.add(k, num_inputs)

@@ -150,6 +150,7 @@ def _add_blocks(
                 next_group = builder.select(is_last, builder.add(group, group_bytes), group)
                 return [next_group, builder.select(is_last, _LONG(0), following), *after]
 
+            # Carry the group's place and the block's number in the group: computing them from `b` takes a division.
             before = [builder.load(place, align=4) for place in places]
             _, _, *outputs = emit_loop(builder, num_blocks, 1, [scales, first, *before], step)
             for place, value in zip(places, outputs, strict=True):
