@@ -14,7 +14,15 @@ from tests.ports import free_port
 ROOT = DOCS.parent
 DEMO = ROOT / "admin" / "demo"
 GUIDES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-PAGES_WITH_LINKS = [*GUIDES, *sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
+WRITTEN_PAGES = [*GUIDES, *sorted(DOCS.rglob("*.md"))]
+PAGES_WITH_LINKS = [*WRITTEN_PAGES, *sorted(ROOT.glob("*/README.md"))]
+# A group of commands, such as `loramux db`, can be named without a command.
+COMMANDS = {
+    words
+    for command in re.findall(r"^## (.+)$", (DOCS / "commands.md").read_text(), re.MULTILINE)
+    for words in (command, f"{command.split()[0]} ")
+}
+METRICS = set(re.findall(r"^\| `(loramux_\w+)`", (DOCS / "metrics.md").read_text(), re.MULTILINE))
 TYPED_PAGES = sorted(path for path in DOCS.glob("*.md") if script_of(path))
 
 
@@ -35,6 +43,20 @@ def test_links_resolve_to_files_and_headings(page: Path) -> None:
         if heading:
             titles = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
             assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
+
+
+@pytest.mark.parametrize("page", WRITTEN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_metrics_named_in_pages_exist(page: Path) -> None:
+    text = page.read_text()
+    code = [*re.findall(r"^```sh[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL), *re.findall(r"`([^`\n]+)`", text)]
+    named = [
+        words
+        for part in code
+        for words in re.findall(r"(?:^|[(/ ])loramux ([a-z]+)\b(?!/)(?: ([a-z]+))?", part, re.MULTILINE)
+    ]
+    assert [words for words in named if not {words[0], " ".join(words)} & COMMANDS] == []
+    metrics = set(re.findall(r"`(loramux_[a-z_]+[a-z])[`{]", text))
+    assert metrics - METRICS == set()
 
 
 def test_files_named_in_the_contributing_guide_exist() -> None:
