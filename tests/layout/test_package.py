@@ -80,7 +80,7 @@ def test_sdist_contains_documentation_but_no_tests(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "docs/quick-start.md"} <= names
-    assert not any(name.startswith(("tests", "benchmarks", ".ci")) for name in names)
+    assert not any(name.startswith(("tests", "benchmarks", ".ci", ".devcontainer")) for name in names)
 
 
 @pytest.mark.timeout(2400)
