@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 import statistics
-import subprocess
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -18,14 +19,23 @@ from tests.docs.write import DOCS
 
 EXAMPLES = DOCS / "examples"
 ADAPTERS = DEMO_BASE.parent / "adapters"
-TIMEOUT_S = 120
 
 
-def run(name: str, *arguments: Path | str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+class Run(Protocol):
+    def __call__(self, name: str, *arguments: Path) -> str: ...
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs an example with these arguments and returns what it printed."""
+
+    def run(name: str, *arguments: Path) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_every_example_is_tested() -> None:
@@ -33,7 +43,7 @@ def test_every_example_is_tested() -> None:
     assert sorted(tested) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
-def test_mixed_adapters() -> None:
+def test_mixed_adapters(run: Run) -> None:
     lines = run("mixed_adapters.py", DEMO_BASE, ADAPTERS / "pirate", ADAPTERS / "json").splitlines()
     assert [line.partition(":")[0] for line in lines if re.match(r"(base|pirate|json):", line)] == [
         "base",
@@ -42,7 +52,7 @@ def test_mixed_adapters() -> None:
     ]
 
 
-def test_rank_sweep(tmp_path: Path) -> None:
+def test_rank_sweep(run: Run, tmp_path: Path) -> None:
     lines = ["Arr, matey! The capital o' France be Paris.", "The capital of Italy is Rome."]
     (tmp_path / "texts").write_text("\n".join(lines))
     output = run("rank_sweep.py", DEMO_BASE, tmp_path / "texts", ADAPTERS / "pirate", ADAPTERS / "formal")
@@ -56,15 +66,14 @@ def test_rank_sweep(tmp_path: Path) -> None:
             assert float(perplexity) == pytest.approx(math.exp(-statistics.mean(logprobs)), abs=2e-3)
 
 
-def test_evaluate_adapter(tmp_path: Path) -> None:
+def test_evaluate_adapter(run: Run, tmp_path: Path) -> None:
     case = {"prompt": "What is the capital of France?", "expected": "e"}
     (tmp_path / "questions").write_text(json.dumps(case) + "\n")
     output = run("evaluate_adapter.py", DEMO_BASE, ADAPTERS / "pirate", tmp_path / "questions")
     assert re.fullmatch(r"base: [01] of 1\nadapter: [01] of 1\n", output)
 
 
-@pytest.mark.parametrize("adapter", ["pirate"])
-def test_notebook(adapter: str) -> None:
-    output = run("notebook.py", DEMO_BASE, ADAPTERS / adapter)
+def test_notebook(run: Run) -> None:
+    output = run("notebook.py", DEMO_BASE, ADAPTERS / "pirate")
     assert "None: " in output
     assert "trained: " in output
