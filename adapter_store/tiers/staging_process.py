@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.cancellation import Cancellation
-from loramux.adapter_store.errors import InvalidBlobUrl, StoreError
+from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.tiers.disk_tier import DiskTier
@@ -186,7 +186,7 @@ def _serve(end: socket.socket, slab: HostSlab, config: StagingConfig) -> None:
         target = PackTarget.from_document(config.target)
         blobs = open_blob_store(config.blob_url)
         disk = DiskTier(Path(config.disk_dir), config.disk_bytes, target.pack_key)
-    except InvalidBlobUrl as error:
+    except StoreError as error:
         end.send(encode(Refused(str(error))))
         return
     except OSError as error:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -140,8 +141,17 @@ def fault_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatc
     proxy.stop()
 
 
-@pytest.fixture(params=["memory", "local", "s3"])
+EXTENSION_URL = os.environ.get("LORAMUX_TEST_BLOB_URL")
+"""The URL of an extension's blob store, whose blobs the tests delete. It replaces the stores of loramux."""
+
+
+@pytest.fixture(params=["memory", "local", "s3"] if EXTENSION_URL is None else ["extension"])
 def blobs(request: pytest.FixtureRequest) -> BlobStore:
+    if EXTENSION_URL is not None:
+        store = open_blob_store(EXTENSION_URL)
+        for key in list(store.list_keys()):
+            store.delete(key)
+        return store
     if request.param == "memory":
         return MemoryBlobStore()
     if request.param == "local":
