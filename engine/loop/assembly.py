@@ -42,7 +42,7 @@ from loramux.engine.execution.step_shape import reachable_shapes
 from loramux.engine.loop.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
-from loramux.engine.pages.eviction import POLICIES
+from loramux.engine.pages.eviction import new_policy
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool, pool_bytes_of
@@ -165,7 +165,7 @@ def assemble_engine(
             f"the state of one sequence takes {cache.num_state_pages} pages, but a pool of "
             f"{in_gib(views.raw.nbytes)} has only {pages.num_pages}: raise pool_bytes"
         )
-    policy, queue = POLICIES[config.eviction_policy](), FairQueue()
+    policy, queue = new_policy(config.eviction_policy), FairQueue()
     host = HostTier(config.host_tier_bytes)
     stager = stager or open_stager(config, target, backend.accelerator, host, wake)
     copier = PageCopier(views.raw, backend.accelerator, wake, stager.figures)

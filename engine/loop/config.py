@@ -37,7 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantized_dir: str | None = None
     """Directory of quantised weights that replace the weights in `model_dir`, or None."""
     blob_url: str
-    """URL of the blob store from which adapters are loaded: `file://DIR` or `s3://BUCKET/PREFIX`."""
+    """URL of the blob store from which adapters are loaded: see `blob_url.py`."""
     cache_dir: str
     """The disk tier's directory. Engines of the same user on one host can share it."""
     program_dir: str | None = None
@@ -60,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     max_waiting_s: float = 300.0
     """Seconds that a request can wait for its first step before it is refused as `overloaded`."""
-    eviction_policy: Literal["lru", "greedy_dual"] = "lru"
+    eviction_policy: str = "lru"
     """Order in which idle adapters and cached prefixes are evicted. See `eviction.py`."""
     max_resident_adapters: int = 256
     """Number of slots in the adapter tables."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from loramux.adapter_store.extensions import ExtensionKind, ExtensionRefused
 from loramux.engine.pages.page_pool import PagePool
+from loramux.engine.protocol.errors import ConfigNotUsable
 
 AFTER_ALL = 1 << 62
 """Queue position after all waiting sequences."""
@@ -47,7 +49,10 @@ class Evictable(Protocol):
         ...
 
 
+@runtime_checkable
 class EvictionPolicy(Protocol):
+    """Orders the evictable items. Called only by the thread that runs the engine's steps."""
+
     @property
     def num_pages(self) -> int:
         """Total number of pages of the evictable items."""
@@ -167,6 +172,26 @@ class GreedyDual:
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "greedy_dual": GreedyDual}
+
+EVICTION_POLICIES = ExtensionKind[EvictionPolicy](
+    "eviction_policies", "eviction policy", EvictionPolicy, taken=POLICIES.keys()
+)
+"""Policies of extensions. Each is called without arguments, once per engine."""
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return the names that `new_policy` knows. Raises ExtensionRefused."""
+    return (*POLICIES, *EVICTION_POLICIES.names)
+
+
+def new_policy(name: str) -> EvictionPolicy:
+    """Create the policy of this name. Raises ConfigNotUsable."""
+    if name in POLICIES:
+        return POLICIES[name]()
+    try:
+        return EVICTION_POLICIES.required(name)
+    except ExtensionRefused as error:
+        raise ConfigNotUsable(str(error)) from error
 
 
 class WaitedFor(Protocol):

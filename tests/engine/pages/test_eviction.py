@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
-from loramux.engine.pages.eviction import EvictionPolicy, GreedyDual, LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.eviction import POLICIES, EvictionPolicy, GreedyDual, LeastRecentlyUsed, Reclaimer, new_policy
 from loramux.engine.pages.page_pool import PageOwner, PagePool
+from loramux.engine.protocol.errors import ConfigNotUsable
 
 
 @dataclass(eq=False)
@@ -35,7 +38,15 @@ def anything(item: object) -> bool:
     return True
 
 
-@pytest.fixture(params=[LeastRecentlyUsed, GreedyDual])
+EXTENSION = os.environ.get("LORAMUX_TEST_EVICTION_POLICY")
+"""The name of an extension's policy. It replaces the policies of loramux."""
+
+TESTED: dict[str, Callable[[], EvictionPolicy]] = (
+    POLICIES if EXTENSION is None else {"extension": partial(new_policy, EXTENSION)}
+)
+
+
+@pytest.fixture(params=TESTED.values(), ids=TESTED.keys())
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
     made: EvictionPolicy = request.param()
     return made
@@ -49,7 +60,7 @@ def test_longest_idle_item_is_evicted_first(policy: EvictionPolicy) -> None:
     policy.add(a)
     policy.discard(c)
     taken = [policy.take(anything) for _ in range(3)]
-    # Both policies agree: `a` was used twice, and most recently.
+    # All policies agree: `a` was used twice, and most recently.
     assert taken == [b, a, None]
 
 
@@ -94,6 +105,12 @@ def test_greedy_dual_remembers_evicted_items() -> None:
     taken = policy.take(anything)
     assert taken is not None
     assert taken.key == "new"
+
+
+def test_policies_have_names() -> None:
+    assert [type(new_policy(name)) for name in ("lru", "greedy_dual")] == [LeastRecentlyUsed, GreedyDual]
+    with pytest.raises(ConfigNotUsable, match="no installed distribution offers the eviction policy 'fifo'"):
+        new_policy("fifo")
 
 
 class Waiters:
