@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
 from loramux.adapter_store.formats.version_files.added_vocabulary import (
     AddedVocabulary,
@@ -112,6 +113,16 @@ class VersionSettingsCache:
             if self._applies_adapter_defaults:
                 settings = replace(settings, defaults=generation.defaults.over(settings.defaults))
         if PARSERS_FILE in contents:
-            chosen = parse_answer_parsers(contents[PARSERS_FILE])
+            chosen = _stored_parsers(contents[PARSERS_FILE])
             settings = replace(settings, parsers=chosen.over(settings.parsers))
         return settings
+
+
+def _stored_parsers(text: bytes) -> AnswerParsers:
+    try:
+        return parse_answer_parsers(text)
+    except AdapterRejected as error:
+        # The file was valid when it was uploaded, so the server has lost the extension with the parser.
+        raise Unavailable(
+            f"this server lacks a parser that the adapter's files name: {error}", code="adapter_unavailable"
+        ) from error

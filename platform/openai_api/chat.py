@@ -23,7 +23,7 @@ from loramux.platform.telemetry.tracing import traced
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls import harmony
 from loramux.platform.tool_calls.harmony import Channels, Harmony
-from loramux.platform.tool_calls.parsers import PARSERS
+from loramux.platform.tool_calls.parsers import find_parser
 from loramux.platform.tool_calls.reasoning import HARMONY
 
 router = APIRouter()
@@ -90,7 +90,7 @@ async def _shape(
         has_logprobs=body.has_logprobs and not hides_reasoning,
         include_usage=body.include_usage,
         tool_choice=body.choice_of_tools,
-        new_parser=None if tool_format is None else PARSERS.get(tool_format),
+        new_parser=None if tool_format is None else find_parser(tool_format),
         note_call=None if tool_format is None else services.metrics.tool_calls.labels(tool_format).inc,
         prompt_token_ids=prepared.prompts[0] if body.return_token_ids else None,
         num_prompt_logprobs=body.num_alternatives("prompt_logprobs"),

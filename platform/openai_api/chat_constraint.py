@@ -9,7 +9,14 @@ from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.endpoint import Prepared
 from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool, OpenChannels, Thinking
+from loramux.platform.tool_calls.grammar import (
+    AnswerRules,
+    Calls,
+    OfferedTool,
+    OpenChannels,
+    Thinking,
+    added_layout,
+)
 from loramux.platform.tool_calls.harmony import Place
 
 ANY_ARGUMENTS = {"type": "object"}
@@ -74,4 +81,5 @@ def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) 
         ),
         is_forced=choice.is_forced,
         is_parallel=is_parallel and choice.mode != "named",
+        layout=added_layout(tool_format),
     )

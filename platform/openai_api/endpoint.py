@@ -12,7 +12,7 @@ from loramux.platform.openai_api.answers import Answer
 from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.tool_calls.harmony import Channels
-from loramux.platform.tool_calls.parsers import PARSERS
+from loramux.platform.tool_calls.parsers import find_parser
 
 B = TypeVar("B", bound=GenerationRequest)
 
@@ -38,7 +38,7 @@ class Prepared:
         """The markers of calls and reasoning that are part of the answer's text."""
         if self.channels is not None:
             return ()
-        parser = None if self.tool_format is None else PARSERS[self.tool_format]
+        parser = None if self.tool_format is None else find_parser(self.tool_format)
         calls = () if parser is None else (*parser.markers, *parser.ends)
         return calls if self.reasoning is None else (*calls, self.reasoning.markers.begin, self.reasoning.markers.end)
 

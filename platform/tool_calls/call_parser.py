@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from loramux.platform.tool_calls.call_syntax import CallSyntax
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, Event, TextEvent
 from loramux.platform.tool_calls.reader import MAX_GAP, SPACE, WHITESPACE, Malformed, Reader, Steps
 
@@ -25,6 +26,8 @@ class CallParser(ABC):
     ends: ClassVar[tuple[str, ...]] = ()
     """Markers that end a block. Only markers that can be special tokens of a model are listed."""
     openers: ClassVar[str] = ""
+    syntax: ClassVar[CallSyntax | None] = None
+    """How grammars write calls. Set by the parsers of extensions; `SYNTAXES` has the syntax of the built-in parsers."""
 
     def __init__(self) -> None:
         self._reader = Reader()

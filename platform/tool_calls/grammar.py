@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from loramux.platform.tool_calls.call_syntax import SYNTAXES, Block
-from loramux.platform.tool_calls.parsers import PARSERS
+from loramux.platform.tool_calls.call_syntax import SYNTAXES, Block, CallSyntax
+from loramux.platform.tool_calls.parsers import PARSERS, find_parser
 from loramux.platform.tool_calls.reader import MAX_GAP, SPACE
 
 
@@ -32,6 +33,14 @@ class Thinking(msgspec.Struct, frozen=True):
     is_open: bool
 
 
+class CallLayout(msgspec.Struct, frozen=True):
+    """The facts about a format that a grammar needs: see `CallParser` and `CallSyntax`."""
+
+    markers: tuple[str, ...]
+    openers: str
+    syntax: CallSyntax
+
+
 class Calls(msgspec.Struct, frozen=True):
     format: str
     tools: tuple[OfferedTool, ...]
@@ -39,6 +48,8 @@ class Calls(msgspec.Struct, frozen=True):
     """True if the answer must consist of calls."""
     is_parallel: bool
     """True if the answer can contain several calls."""
+    layout: CallLayout | None = None
+    """The layout of an extension's format, because the confined process does not import extensions. Otherwise None."""
 
 
 class OpenChannels(msgspec.Struct, frozen=True):
@@ -62,6 +73,23 @@ class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ANY = r"(.|\n)*"
+
+
+def added_layout(format_name: str) -> CallLayout | None:
+    """Return the layout of an extension's format, or None for a built-in format. Raises ExtensionRefused."""
+    parser = None if format_name in PARSERS else find_parser(format_name)
+    if parser is None or parser.syntax is None:
+        return None
+    # Only plain dictionaries can be sent to the confined process.
+    syntax = replace(parser.syntax, blocks=dict(parser.syntax.blocks))
+    return CallLayout(parser.markers, parser.openers, syntax)
+
+
+def _layout(calls: Calls) -> CallLayout:
+    if calls.layout is not None:
+        return calls.layout
+    parser = PARSERS[calls.format]
+    return CallLayout(parser.markers, parser.openers, SYNTAXES[calls.format])
 
 
 def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | None) -> str:
@@ -101,7 +129,7 @@ def _thought(lines: list[str], thinking: Thinking, ids: Mapping[str, int]) -> st
 
 def _add_objects(lines: list[str], calls: Calls, json_options: Mapping[str, Any]) -> None:
     """Add the rule `objects`, which matches the calls of one block."""
-    syntax = SYNTAXES[calls.format]
+    syntax = _layout(calls).syntax
     for index, tool in enumerate(calls.tools):
         before = syntax.before_arguments.replace("NAME", tool.name)
         lines.append(f"object_{index}: {_text(before)} arguments_{index} {_text(syntax.after_arguments)}")
@@ -118,7 +146,7 @@ def json_rule(tool: OfferedTool, json_options: Mapping[str, Any]) -> str:
 
 def _forced_calls(lines: list[str], calls: Calls, ids: Mapping[str, int]) -> str:
     """Add the rules of an answer that consists of calls, and return the rule's name."""
-    syntax = SYNTAXES[calls.format]
+    syntax = _layout(calls).syntax
     marker, block = next(iter(syntax.blocks.items()))
     group = f"{_marker(marker, ids)} {_block(block, ids)}"
     repeats = calls.is_parallel and not syntax.is_grouped
@@ -131,18 +159,19 @@ def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, i
 
     Calls begin at a marker, or with an opener at the start of the text.
     """
-    parser, syntax = PARSERS[calls.format], SYNTAXES[calls.format]
-    assert {*parser.markers} == {*syntax.blocks} - {""}
+    layout = _layout(calls)
+    syntax = layout.syntax
+    assert {*layout.markers} == {*syntax.blocks} - {""}
     # Like calls without a marker, thinking can begin only at the start of an answer.
-    starts = [*parser.openers, *([] if thinking is None or thinking.is_open else [thinking.begin])]
-    lines.append(f"TEXT: {_text_without(*parser.markers)}")
+    starts = [*layout.openers, *([] if thinking is None or thinking.is_open else [thinking.begin])]
+    lines.append(f"TEXT: {_text_without(*layout.markers)}")
     lines.append(f"START: TEXT & ~/{SPACE}*{_any_of(starts)}{_ANY}/" if starts else "START: TEXT")
     first, later = [], []
-    for index, marker in enumerate(parser.markers):
+    for index, marker in enumerate(layout.markers):
         block = _block(syntax.blocks[marker], ids)
         first.append(f"{_add_joined(lines, f'FIRST_{index}', 'START', marker, ids)} {block}")
         later.append(f"{_add_joined(lines, f'LATER_{index}', 'TEXT', marker, ids)} {block}")
-    if parser.openers:
+    if layout.openers:
         # The parsers of these formats may continue reading after a block, so the grammar allows nothing after it.
         return f"(LEAD {_block(syntax.blocks[''], ids)} | {' | '.join(first)} | START)"
     more = f"({' | '.join(later)})*" if calls.is_parallel else ""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 from loramux.adapter_store.errors import AdapterRejected, printable
+from loramux.adapter_store.extensions import extension_names
 from loramux.adapter_store.formats.files.file_names import PARSERS_FILE
 from loramux.adapter_store.formats.files.strict_json import DuplicateKey, InvalidJson, parse_strict_json
 
@@ -23,12 +24,12 @@ PARSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reasoning_parser": ("gemma4", "harmony", "mistral", "think"),
     }
 )
-"""The names of the parsers for each setting."""
+"""The names of the built-in parsers for each setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerParsers:
-    """For each setting, a name in PARSERS, AUTO or OFF. None means that no choice was made."""
+    """For each setting, the name of a parser, AUTO or OFF. None means that no choice was made."""
 
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -46,8 +47,12 @@ NO_CHOICE = AnswerParsers()
 
 
 def problem_with_parser(setting: str, value: object) -> str | None:
-    """Return the problem with a setting's value, or None if the value is valid."""
-    valid = (AUTO, OFF, *PARSERS[setting])
+    """Return the problem with a setting's value, or None if the value is valid.
+
+    The tool parsers of the extensions that are installed here are valid, too.
+    """
+    added = extension_names("tool_parsers") if setting == "tool_call_parser" else ()
+    valid = (AUTO, OFF, *PARSERS[setting], *added)
     return None if value in valid else f"{setting} must be one of {', '.join(valid)}"
 
 

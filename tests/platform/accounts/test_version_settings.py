@@ -78,6 +78,13 @@ def test_parsers_of_a_version_take_precedence(clocked: Database, add_version: Ad
     assert cache.find(add_version({**files("other"), **own})).parsers == AnswerParsers("auto", None)
 
 
+def test_version_whose_parser_is_no_longer_installed_is_unavailable(clocked: Database, add_version: Add) -> None:
+    cache = VersionSettingsCache(clocked, BASE)
+    with pytest.raises(Unavailable, match="tool_call_parser must be one of auto, off, ") as refused:
+        cache.find(add_version({PARSERS_FILE: b'{"tool_call_parser": "of-an-extension"}'}))
+    assert refused.value.code == "adapter_unavailable"
+
+
 def test_settings_of_adapters_can_be_switched_off(clocked: Database, add_version: Add) -> None:
     cache = VersionSettingsCache(clocked, BASE, applies_adapter_defaults=False)
     found = cache.find(add_version(files("mine", '{"temperature": 0.0}')))

@@ -4,18 +4,23 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
+from loramux.adapter_store.extensions import ExtensionKind, read_entries
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.openai_api.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls.call_parser import CallParser
+from loramux.platform.tool_calls.parsers import TOOL_PARSERS
 from tests.engine.byte_vocabulary import byte_vocabulary, ids
 from tests.platform.gateways import Gateway, open_gateway
+from tests.written_extension import write_distribution
 
 pytestmark = pytest.mark.anyio
 
@@ -424,3 +429,48 @@ async def test_budget_of_the_thinking_reaches_the_engine(tools: Gateway, fields:
     assert others == [first, first]
     # The prompt has already ended the thinking.
     assert without is None
+
+
+INVOKE_PARSER = """
+from loramux.platform.tool_calls.call_syntax import Block, CallSyntax
+from loramux.platform.tool_calls.json_calls import JsonCallParser
+
+class InvokeParser(JsonCallParser):
+    markers = ("<invoke>",)
+    ends = ("</invoke>",)
+    syntax = CallSyntax({"<invoke>": Block(end="</invoke>")}, separator="; ", is_grouped=False)
+
+    def _block(self, marker):
+        yield from self._call_object(is_marked=True)
+        yield from self._reader.literal(self.ends[0])
+"""
+
+
+@pytest.fixture
+def invoke_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs an extension with the tool parser `invoke`."""
+    entries = {"loramux.tool_parsers": {"invoke": "invoke_parser_module:InvokeParser"}}
+    site = write_distribution(tmp_path, "invoke-dist", entries, invoke_parser_module=INVOKE_PARSER)
+    monkeypatch.syspath_prepend(site)
+    kind = ExtensionKind[CallParser](
+        "tool_parsers", "tool parser", CallParser, problem=TOOL_PARSERS._problem, read=read_entries
+    )
+    monkeypatch.setattr("loramux.platform.tool_calls.parsers.TOOL_PARSERS", kind)
+
+
+@pytest.mark.usefixtures("invoke_parser")
+async def test_parser_of_an_extension_reads_and_forces_calls(with_parsers: WithParsers) -> None:
+    call = '<invoke>{"name": "get_weather", "arguments": {"city": "Rome"}}</invoke>'
+    async with with_parsers("invoke") as gateway:
+        answers(gateway, f"Let me look. {call}")
+        completion = await gateway.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER])
+        [choice] = completion.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
+        assert choice.message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+        answers(gateway, call)
+        await gateway.openai.chat.completions.create(
+            model="base", messages=ASKED, tools=[WEATHER], tool_choice="required"
+        )
+        matcher = LLMatcher(byte_vocabulary(), gateway.engine.adds[-1].grammar, log_level=0)
+        assert matcher.consume_tokens(ids(call))
+        assert matcher.is_accepting()

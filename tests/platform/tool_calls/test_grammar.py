@@ -12,10 +12,10 @@ from loramux.engine.constraints.limits import parser_limits
 from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, TextEvent
 from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool, Thinking
-from loramux.platform.tool_calls.parsers import PARSERS
 from loramux.platform.tool_calls.reasoning import ReasoningSplitter
 from tests.engine.byte_vocabulary import EOS, TOKENS, VOCAB_SIZE, byte_vocabulary
 from tests.engine.constraints.masks import allowed_tokens, follow
+from tests.platform.tool_calls.tested_parsers import FORMATS, IDS, calls_of, new_parser, written_call
 
 TOOLS = (
     OfferedTool(
@@ -64,7 +64,7 @@ def accepts(rules: AnswerRules, text: str) -> bool:
 
 
 def read(text: str, format_name: str) -> tuple[str, list[tuple[str, str]]]:
-    parser, content = PARSERS[format_name](), ""
+    parser, content = new_parser(format_name), ""
     calls: list[tuple[str, str]] = []
     for event in [*parser.feed(text), *parser.finish()]:
         match event:
@@ -82,10 +82,10 @@ def check(calls: list[tuple[str, str]]) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-@pytest.mark.parametrize("format_name", PARSERS)
+@pytest.mark.parametrize("format_name", FORMATS, ids=IDS)
 @pytest.mark.parametrize("is_parallel", [True, False], ids=["parallel", "single"])
 def test_forced_answers_are_calls(format_name: str, is_parallel: bool) -> None:
-    rules = AnswerRules(calls=Calls(format_name, TOOLS, is_forced=True, is_parallel=is_parallel))
+    rules = AnswerRules(calls=calls_of(format_name, TOOLS, is_forced=True, is_parallel=is_parallel))
     answers = [answer for seed in range(12) if (answer := written(rules, seed)) is not None]
     assert len(answers) >= 6
     counts = set()
@@ -108,10 +108,10 @@ CALL_OF = {
 }
 
 
-@pytest.mark.parametrize("format_name", PARSERS)
+@pytest.mark.parametrize("format_name", FORMATS, ids=IDS)
 def test_text_is_free_until_a_call_begins(format_name: str) -> None:
-    rules = AnswerRules(calls=Calls(format_name, TOOLS, is_forced=False, is_parallel=False))
-    call = CALL_OF[format_name]
+    rules = AnswerRules(calls=calls_of(format_name, TOOLS, is_forced=False, is_parallel=False))
+    call = CALL_OF.get(format_name) or written_call(format_name, "now", "{}")
     assert accepts(rules, call)
     assert accepts(rules, "It is warm. ")
     assert not accepts(rules, call.replace("now", "never"))

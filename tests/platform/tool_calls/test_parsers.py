@@ -8,10 +8,11 @@ import pytest
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, TextEvent
 from loramux.platform.tool_calls.parsers import PARSERS
 from tests.platform.tool_calls.recorded import RECORDED, Recorded
+from tests.platform.tool_calls.tested_parsers import FORMATS, IDS, new_parser, written_call
 
 
 def read(format_name: str, pieces: list[str]) -> tuple[str, list[list[str]]]:
-    parser, text = PARSERS[format_name](), ""
+    parser, text = new_parser(format_name), ""
     calls: list[list[str]] = []
     for piece in [*pieces, None]:
         for event in parser.finish() if piece is None else parser.feed(piece):
@@ -71,7 +72,18 @@ HOSTILE_UNITS = (
 )
 
 
-@pytest.mark.parametrize("format_name", PARSERS)
+@pytest.mark.parametrize("format_name", FORMATS, ids=IDS)
+def test_every_cut_of_a_written_call_gives_the_call(format_name: str) -> None:
+    arguments = '{"city": "Rome", "days": 3}'
+    answer, expected = written_call(format_name, "get_weather", arguments), [["get_weather", arguments]]
+    assert read(format_name, list(answer)) == ("", expected)
+    for cut in range(len(answer)):
+        assert read(format_name, [answer[:cut], answer[cut:]]) == ("", expected), cut
+        # A call that is cut off is text, or has begun. Parsing does not raise.
+        read(format_name, [answer[:cut]])
+
+
+@pytest.mark.parametrize("format_name", FORMATS, ids=IDS)
 @pytest.mark.parametrize(
     "unit", ["{", "[", '"', "\\", " ", "<tool_call>", "[TOOL_CALLS]", '<tool_call>{"name": "', "functools[", "x"]
 )
