@@ -98,7 +98,7 @@ async def _authenticated(request: Request, services: AdminServices) -> Principal
     kind, _, presented = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not presented.strip():
         raise Unauthenticated("send an administrator's key: Authorization: Bearer KEY", code="missing_api_key")
-    principal = await services.call(services.api_keys.authenticate, presented.strip())
+    principal = await services.call(services.api_keys.authenticate_bearer, presented.strip())
     if principal is None:
         raise Unauthenticated("the key is unknown, expired or revoked")
     return principal

@@ -10,6 +10,7 @@ import string
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import structlog
 from sqlalchemy import ColumnElement, Connection, Row, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
@@ -18,6 +19,7 @@ from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.accounts.key_authentication import KeyAuthentication
 from loramux.platform.accounts.keys import (
     DEFAULT_PLATFORM_SCOPES,
     ApiKey,
@@ -31,11 +33,17 @@ from loramux.platform.accounts.keys import (
     shown_key,
 )
 from loramux.platform.accounts.principals import Principal, PrincipalCache
-from loramux.platform.errors import Conflict, InvalidRequest, NotFound
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound, Unavailable
 
 OPERATOR = "operator"
 MIN_ADMIN_KEY = 32
 MAX_NAME = 200
+
+OWN_PREFIX = "sk-lmx-"
+"""Tokens with this prefix are API keys of loramux and are never passed to an extension."""
+
+RETRY_S = 5.0
+"""When to retry a request whose token cannot be checked now, in seconds."""
 
 BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _PRESENTED = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
@@ -43,6 +51,8 @@ _NO_KEY = bytes(32)
 _FOR_EVER_US = 1 << 62
 _MAX_AHEAD_US = 60_000_000
 """A rotation time further in the future than this, in microseconds, means that the clock was set back."""
+_log = structlog.get_logger(__name__)
+
 _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
 
 
@@ -57,10 +67,15 @@ class LastAdminKey(Conflict):
 
 
 class ApiKeys:
-    def __init__(self, database: Database, admin_key: str | None = None) -> None:
+    """Creates, changes and checks API keys. `tokens` resolves bearer tokens that are not API keys of loramux."""
+
+    def __init__(
+        self, database: Database, admin_key: str | None = None, tokens: KeyAuthentication | None = None
+    ) -> None:
         if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY:
             raise ValueError(f"the admin key must have at least {MIN_ADMIN_KEY} characters")
         self._database = database
+        self._tokens = tokens
         self._admin_sha256 = key_sha256(admin_key) if admin_key is not None else None
         self._cache = PrincipalCache()
 
@@ -264,6 +279,28 @@ class ApiKeys:
         self._cache.put(sha256, principal, now_us, good_until_us)
         return principal
 
+    def authenticate_bearer(self, token: str) -> Principal | None:
+        """Return the caller with this API key or with this token of the key authentication extension, or None.
+
+        Like a key, an accepted token is not checked again for five seconds. Raises Unavailable if the extension fails.
+        """
+        principal = self.recent(token) or self.authenticate(token)
+        if principal is not None or self._tokens is None or token.startswith(OWN_PREFIX):
+            return principal
+        key_id = self._key_id_of(self._tokens, token)
+        if key_id is None:
+            return None
+        row = self._find(schema.api_keys.c.id == key_id)
+        now_us = self._database.now_us()
+        if row is None or not _is_usable(row):
+            return None
+        good_until_us = _expiry_us(row)
+        if good_until_us <= now_us:
+            return None
+        principal = principal_of(row)
+        self._cache.put(key_sha256(token), principal, now_us, good_until_us)
+        return principal
+
     def reauthenticate(self, key_id: str, sha256: bytes) -> Principal | None:
         """Return the current rights of a caller who authenticated earlier with this secret, bypassing the cache.
 
@@ -282,6 +319,18 @@ class ApiKeys:
             return True
         with self._database.read() as connection:
             return bool(_admin_key_ids(connection, self._database.now_us(), is_held=False))
+
+    def _key_id_of(self, tokens: KeyAuthentication, token: str) -> str | None:
+        try:
+            key_id = tokens.key_id(token)
+            if not isinstance(key_id, str | None):
+                raise TypeError(f"key_id returned an object of type {type(key_id).__name__} instead of str or None")
+        except Exception as error:
+            _log.warning("key_authentication_failed", error=f"{type(error).__name__}: {error}")
+            raise Unavailable(
+                "the token cannot be checked now", code="authentication_unavailable", retry_after_s=RETRY_S
+            ) from error
+        return key_id
 
     def _check_not_last_admin(self, connection: Connection, key_id: str, now_us: int) -> None:
         if self._admin_sha256 is None and _admin_key_ids(connection, now_us, is_held=True) == [key_id]:
@@ -351,12 +400,21 @@ def _good_until_us(row: Row[Any] | None, sha256: bytes, now_us: int) -> int | No
     previous = _NO_KEY if row is None or row.previous_sha256 is None else row.previous_sha256
     # Always compare both secrets, so that the timing reveals nothing.
     is_current, is_previous = hmac.compare_digest(sha256, current), hmac.compare_digest(sha256, previous)
-    if row is None or row.revoked_us is not None or row.state not in (None, "active"):
+    if row is None or not _is_usable(row):
         return None
-    good_until_us = _FOR_EVER_US if row.expires_us is None else row.expires_us
+    good_until_us = _expiry_us(row)
     if not is_current:
         good_until_us = min(good_until_us, (row.previous_until_us or 0) if is_previous else 0)
     return good_until_us if good_until_us > now_us else None
+
+
+def _is_usable(row: Row[Any]) -> bool:
+    """Return whether the key has not been revoked and its tenant is not suspended."""
+    return row.revoked_us is None and row.state in (None, "active")
+
+
+def _expiry_us(row: Row[Any]) -> int:
+    return _FOR_EVER_US if row.expires_us is None else int(row.expires_us)
 
 
 def _random_base62(length: int) -> str:

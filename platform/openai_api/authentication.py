@@ -31,7 +31,7 @@ async def _authenticate(request: Request, services: Services) -> Principal:
     # Most keys are cached and need no database lookup on another thread.
     principal = services.api_keys.recent(presented.strip())
     if principal is None:
-        principal = await services.call(services.api_keys.authenticate, presented.strip())
+        principal = await services.call(services.api_keys.authenticate_bearer, presented.strip())
     if principal is None:
         # The message starts like OpenAI's, because litellm recognises a refused key only by these words.
         raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
