@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from loramux.platform.routing.views import Prefetch, ReplicaView, RoutingRequest
-
-
-class RequestRouter(Protocol):
-    """The part of `routing.router.Router` that RoutedEngine uses."""
-
-    def update(self, views: Sequence[ReplicaView]) -> None: ...
-
-    def choose(self, request: RoutingRequest) -> str: ...
-
-    def note_started(self, replica_id: str, request: RoutingRequest) -> None: ...
-
-    def note_ended(self, replica_id: str, request: RoutingRequest) -> None: ...
-
-    def prefetches(self) -> Sequence[Prefetch]: ...
+from loramux.platform.routing.routers import RequestRouter
+from loramux.platform.routing.views import ReplicaView
 
 
 class BaseReplicas:

@@ -13,8 +13,9 @@ import structlog
 from loramux.engine.protocol.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
 from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
-from loramux.platform.replicas.base_replicas import BaseReplicas, RequestRouter
+from loramux.platform.replicas.base_replicas import BaseReplicas
 from loramux.platform.replicas.route import Route
+from loramux.platform.routing.routers import RequestRouter
 from loramux.platform.routing.views import NoReplica, Prefetch, ReplicaView, digest_prefix
 
 MAX_MOVES = 2
