@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.errors import BaseNotSupported
+from loramux.adapter_store.extensions import ExtensionKind, ExtensionRefused
 from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
 from loramux.adapter_store.formats.quantization.awq import parse_awq
 from loramux.adapter_store.formats.quantization.bitsandbytes import parse_bitsandbytes
@@ -29,7 +30,14 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "mxfp4": parse_mxfp4,
 }
 READABLE = tuple(sorted(_PARSERS))
-"""The supported values of `quant_method`."""
+"""The supported values of `quant_method`, without those of extensions."""
+
+CHECKPOINT_FORMATS = ExtensionKind[WeightFormat](
+    "checkpoint_formats", "checkpoint format", WeightFormat, taken=READABLE
+)
+"""Formats of extensions, by the value of `quant_method`. Each is called with the `quantization_config`, and raises
+BaseNotSupported for one that it cannot read.
+"""
 
 _CACHE_SCALES = (".k_scale", ".v_scale")
 """Suffixes of the scales of keys and values.
@@ -76,12 +84,19 @@ def parse_format(config: Mapping[str, Any]) -> WeightFormat | None:
     if not isinstance(quantization, Mapping):
         raise BaseNotSupported("quantization_config in config.json is not an object")
     method = quantization.get("quant_method", "compressed-tensors" if "config_groups" in quantization else None)
-    if not isinstance(method, str) or method not in _PARSERS:
+    if isinstance(method, str) and method in _PARSERS:
+        return _PARSERS[method](quantization)
+    try:
+        found = CHECKPOINT_FORMATS.make(method, quantization) if isinstance(method, str) else None
+        names = (*READABLE, *CHECKPOINT_FORMATS.names)
+    except ExtensionRefused as error:
+        raise BaseNotSupported(str(error)) from error
+    if found is None:
         raise BaseNotSupported(
             f"the quantisation {method!r:.60} (quantization_config in config.json) is not supported; use the float "
-            f"weights with --quantization, or a checkpoint in one of these formats: {', '.join(READABLE)}"
+            f"weights with --quantization, or a checkpoint in one of these formats: {', '.join(names)}"
         )
-    return _PARSERS[method](quantization)
+    return found
 
 
 def read_format(model_dir: Path) -> WeightFormat | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from loramux.adapter_store.formats.quantization.parts import CodedWeight, Parts
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 
 
+@runtime_checkable
 class WeightFormat(Protocol):
     """Reads the quantised weights of one checkpoint.
 
