@@ -86,7 +86,7 @@ def push(
         VOCABULARY_NAME: no_added_tokens,
     }
     without = [file_name for file_name, is_left_out in left_out.items() if is_left_out]
-    is_remote = source.startswith(("s3://", "hf://"))
+    is_remote = "://" in source
     path = Path(source)
     if not is_remote and not path.exists():
         raise typer.BadParameter(f"there is no directory or file {source}", param_hint="DIRECTORY")

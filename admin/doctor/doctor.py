@@ -25,6 +25,7 @@ from loramux.admin.doctor.checks import (
     check_skew,
     check_store,
 )
+from loramux.admin.doctor.extensions import check_extensions
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import DataSettings
@@ -48,6 +49,7 @@ def check_here() -> Iterator[Finding]:
     yield Finding(check="loramux", grade=Grade.OK, message=f"loramux {version('loramux')} on {platform.system()}")
     yield check_package("torch")
     yield check_cpu(host_features())
+    yield from check_extensions()
 
 
 def check_host(settings: HostSettings) -> Iterator[Finding]:

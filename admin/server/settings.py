@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -19,15 +19,20 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from loramux.adapter_store.blobs.blob_url import blob_url_forms, is_blob_url
+from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.adapter_store.formats.version_files.answer_parsers import AUTO, problem_with_parser
 from loramux.adapter_store.ingest.hub_client import ENDPOINT as HUB_ENDPOINT
-from loramux.adapter_store.ingest.sources import is_allowable
+from loramux.adapter_store.ingest.sources import added_forms, is_allowable
 from loramux.admin.client.suggestions import did_you_mean
 from loramux.admin.server.client_addresses import TrustedProxies
 from loramux.admin.server.connection_limits import KEEP_ALIVE_S
 from loramux.admin.server.data_directory import DATABASE_NAME
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url, parse_rule
+from loramux.engine.pages.eviction import policy_names
 from loramux.engine.tracing.spans import TraceConfig
+from loramux.platform.accounts.key_authentication import KEY_AUTHENTICATION
+from loramux.platform.routing.routers import HOMES, router_names
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
@@ -123,7 +128,7 @@ class Settings(DataSettings):
     tool_call_parser: str = AUTO
     """How tool calls are found in answers to prompts rendered with the model's own chat template. `auto`: the template
     decides. `off`: calls are part of the text. Other values: `functiongemma`, `gemma4`, `harmony`, `hermes`,
-    `llama3_json`, `mistral`, `phi` and `pythonic`.
+    `llama3_json`, `mistral`, `phi`, `pythonic` and [the parsers of extensions](extending.md#tool-parsers).
     """
     reasoning_parser: str = AUTO
     """How reasoning is separated from the rest of an answer to a prompt rendered with the model's own chat template.
@@ -154,6 +159,10 @@ class Settings(DataSettings):
     concurrent requests instead.
     """
     admin_key: SecretStr | None = None
+    key_authentication: str | None = None
+    """Name of the [extension](extending.md#key-authentication) that resolves bearer tokens other than API keys of
+    loramux.
+    """
     metrics_token: SecretStr | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     quantization: Literal["int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"] | None = None
@@ -182,7 +191,7 @@ class Settings(DataSettings):
     max_waiting_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 300.0
     max_resident_adapters: Annotated[int, Field(ge=1)] = 256
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    eviction_policy: Literal["lru", "greedy_dual"] = "lru"
+    eviction_policy: str = "lru"
     num_threads: Annotated[int, Field(ge=1)] | None = None
     pdl: bool = True
     """Overlap launches of LoRA kernels (programmatic dependent launch), on GPUs of compute capability 9.0 or later."""
@@ -204,6 +213,10 @@ class Settings(DataSettings):
     peer_address: str | None = None
     """`HOST:PORT` at which other servers on the database reach this server's engine, over mutual TLS. Servers with this
     setting share requests. The host must be an address or name of this machine that the other servers can reach.
+    """
+    router: str = HOMES
+    """How servers with `peer_address` choose the server that runs a request. `homes` sends each adapter's requests to
+    a few servers that hold it. Other values: [the routers of extensions](extending.md#routers).
     """
     reuse_port: bool = False
     """Share the OpenAI port with other gateways on this host that also set this. The kernel distributes connections."""
@@ -286,9 +299,24 @@ class Settings(DataSettings):
     @field_validator("blob_url")
     @classmethod
     def _is_a_blob_url(cls, blob_url: str | None) -> str | None:
-        if blob_url is not None and not re.fullmatch(r"(file|s3)://.+", blob_url):
-            raise ValueError(f"{blob_url!r} is not a blob store's URL: use file://DIRECTORY or s3://BUCKET/PREFIX")
+        if blob_url is not None and not is_blob_url(blob_url):
+            raise ValueError(f"{blob_url!r} is not a blob store's URL: use {blob_url_forms()}")
         return blob_url
+
+    @field_validator("eviction_policy")
+    @classmethod
+    def _is_a_policy(cls, name: str) -> str:
+        return _chosen(name, policy_names())
+
+    @field_validator("key_authentication")
+    @classmethod
+    def _is_a_key_authentication(cls, name: str | None) -> str | None:
+        return None if name is None else _chosen(name, KEY_AUTHENTICATION.names)
+
+    @field_validator("router")
+    @classmethod
+    def _is_a_router(cls, name: str) -> str:
+        return _chosen(name, router_names())
 
     @field_validator("peer_address")
     @classmethod
@@ -353,8 +381,8 @@ class Settings(DataSettings):
     def _are_sources(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
         for source in sources:
             if not is_allowable(source):
-                forms = "s3://BUCKET, s3://BUCKET/PREFIX, hf://OWNER or hf://OWNER/NAME"
-                raise ValueError(f"{source!r} is not a source of adapters: use {forms}")
+                forms = ("s3://BUCKET, s3://BUCKET/PREFIX, hf://OWNER", *added_forms(), "hf://OWNER/NAME")
+                raise ValueError(f"{source!r} is not a source of adapters: use {', '.join(forms[:-1])} or {forms[-1]}")
         return sources
 
     @property
@@ -399,11 +427,21 @@ def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> Settin
     faults = list(_unknown_variables(os.environ)) if kind is Settings else []
     try:
         settings = kind(**given)
+    except ExtensionRefused as error:
+        raise SettingsError(str(error)) from error
     except ValidationError as error:
         faults += [_sentence(fault) for fault in error.errors(include_url=False)]
     if faults:
         raise SettingsError("\n".join(faults))
     return settings
+
+
+def _chosen(name: str, names: Sequence[str]) -> str:
+    if not names:
+        raise ValueError(f"there is no {name!r}, because no extension of this kind is installed")
+    if name not in names:
+        raise ValueError(f"{name!r} is not one of {', '.join(names)}")
+    return name
 
 
 def _check_config_file(config: Path | None) -> None:

@@ -54,6 +54,7 @@ from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
+from loramux.platform.accounts.key_authentication import open_key_authentication
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.engine_client import EngineClient
@@ -158,6 +159,7 @@ def assemble(
                 base_vocabulary=vocabulary,
             )
             ingest.recover()
+            tokens = open_key_authentication(settings.key_authentication)
         except (ConfigNotUsable, DatabaseError, StoreError, ModelFilesError) as error:
             raise StartRefused(str(error)) from error
         except SQLAlchemyError as error:
@@ -179,7 +181,7 @@ def assemble(
         # This runs before `worker.stop`, which would otherwise wait for a running validation to finish.
         stack.callback(validator.close)
         tenants = Tenants(database)
-        api_keys = ApiKeys(database, _revealed(settings.admin_key))
+        api_keys = ApiKeys(database, _revealed(settings.admin_key), tokens)
         gateway = GatewayServices.compose(
             database=database,
             tenants=tenants,

@@ -12,6 +12,7 @@ from loramux.admin.errors import StartRefused
 from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable
 from loramux.admin.server.connection_limits import ListenerLimits, make_room
 from loramux.admin.server.data_directory import DataDirectory, open_data_directory
+from loramux.admin.server.extensions import load_extensions
 from loramux.admin.server.listeners import bind, is_loopback, url_of
 from loramux.admin.server.logs import configure_logs
 from loramux.admin.server.settings import Settings
@@ -29,6 +30,7 @@ SETTLE_S = 5.0
 def run(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening."""
     configure_logs(settings.log_format)
+    load_extensions()
     warn_of_unread_variable()
     if settings.engine is None:
         raise StartRefused("a gateway needs an engine: set --engine to the path that 'loramux serve' prints")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
+from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
@@ -19,6 +20,7 @@ from loramux.admin.serving.assembly import NUM_THREADS, gateway_settings, open_t
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.key_authentication import open_key_authentication
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.maintenance import Maintenance
@@ -59,7 +61,8 @@ def assemble_gateway(
             stack.callback(database.close)
             database.check_schema()
             tokenizer = ModelTokenizer.load(settings.model)
-        except (DatabaseError, ModelFilesError) as error:
+            tokens = open_key_authentication(settings.key_authentication)
+        except (DatabaseError, ExtensionRefused, ModelFilesError) as error:
             raise StartRefused(str(error)) from error
         except SQLAlchemyError as error:
             reason = str(getattr(error, "orig", None) or error).splitlines()[0]
@@ -73,7 +76,7 @@ def assemble_gateway(
         gateway = GatewayServices.compose(
             database=database,
             tenants=Tenants(database),
-            api_keys=ApiKeys(database),
+            api_keys=ApiKeys(database, tokens=tokens),
             registry=AdapterRegistry(database, (settings.resolved_served_name,), base_id=info.base_sha256),
             engine=engine,
             tokenizer=tokenizer,

@@ -20,6 +20,7 @@ from loramux.admin.errors import StartRefused
 from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable
 from loramux.admin.server.connection_limits import ListenerLimits, make_room
 from loramux.admin.server.data_directory import DataDirectory, open_data_directory
+from loramux.admin.server.extensions import load_extensions
 from loramux.admin.server.listeners import bind, is_loopback, url_of
 from loramux.admin.server.logs import configure_logs
 from loramux.admin.server.quantized_base import quantize_base
@@ -59,6 +60,7 @@ def run(
     command line that starts the engine.
     """
     configure_logs(settings.log_format)
+    load_extensions()
     if settings.sandbox == "required":
         check_sandbox(missing_measures)
     warn_of_unread_variable()
@@ -227,7 +229,7 @@ def _share(settings: Settings, config: EngineConfig, engine: LocalEngine, peers:
         return None
     from loramux.admin.serving.sharing import Sharing
 
-    return partial(Sharing, settings.peer_address, peers, config, engine)
+    return partial(Sharing, settings.peer_address, peers, config, engine, router=settings.router)
 
 
 def _supervision(settings: Settings, config: EngineConfig) -> Supervision:

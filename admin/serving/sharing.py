@@ -10,6 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from random import SystemRandom
 
+from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.listeners import bind
 from loramux.admin.server.settings import Settings
@@ -26,7 +27,7 @@ from loramux.platform.replicas.records import ReplicaRow, base_fingerprint
 from loramux.platform.replicas.replica_table import ReplicaTable
 from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica
 from loramux.platform.replicas.routed_engine import RoutedEngine
-from loramux.platform.routing.router import Router
+from loramux.platform.routing.routers import HOMES, new_router
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.threads import call_on
 
@@ -35,7 +36,8 @@ class Sharing:
     """One server's connection to the other servers on its database.
 
     `engine` takes the place of the local engine in the gateway. `open_presence` needs a local engine that is ready.
-    `address` is the setting `peer_address`. If its port is 0, the listener's own port is published.
+    `address` is the setting `peer_address`. If its port is 0, the listener's own port is published. `router` names the
+    router. Raises StartRefused if the router cannot be used.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Sharing:
         metrics: GatewayMetrics,
         executor: Executor,
         draw: BaseDraw,
+        router: str = HOMES,
     ) -> None:
         self.address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._listener = listener
@@ -59,14 +62,17 @@ class Sharing:
         self._id = new_id("rep")
         self._draw = draw
         self._presence: Presence | None = None
-        self.engine = RoutedEngine(
-            local,
-            self._id,
-            partial(Router, clock=time.monotonic, random=SystemRandom()),
-            lambda outcome: metrics.forwarded.labels(outcome).inc(),
-            metrics.base_fallbacks.inc,
-            base_id=draw.own,
-        )
+        try:
+            self.engine = RoutedEngine(
+                local,
+                self._id,
+                partial(new_router, router, clock=time.monotonic, random=SystemRandom()),
+                lambda outcome: metrics.forwarded.labels(outcome).inc(),
+                metrics.base_fallbacks.inc,
+                base_id=draw.own,
+            )
+        except ExtensionRefused as error:
+            raise StartRefused(str(error)) from error
 
     def open_presence(self) -> Presence:
         """Listen for other servers. The caller runs and closes the Presence."""

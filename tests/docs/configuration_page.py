@@ -81,9 +81,11 @@ MEANINGS = {
     "server's trace.",
     "dtype": "Dtype of weights and arithmetic; `auto` uses the dtype in the model's `config.json`.",
     "device": "Device of the engine; `auto` uses an NVIDIA GPU of compute capability 8.0 or later if there is one.",
-    "blob_url": "Store for adapter files: `file://DIR` or `s3://BUCKET/PREFIX`; by default in the data directory.",
+    "blob_url": "Store for adapter files: `file://DIR`, `s3://BUCKET/PREFIX`, or the URL of "
+    "[an extension](extending.md#blob-stores); by default in the data directory.",
     "adapter_sources": "Buckets, and owners or repositories of a Hugging Face hub, from which an operator can register "
-    "adapters, separated by commas: see [Adapters](adapters.md#adapters-that-the-server-reads-itself).",
+    "adapters, separated by commas: see [Adapters](adapters.md#adapters-that-the-server-reads-itself). "
+    "[Extensions](extending.md#adapter-sources) add other sources.",
     "presigned_uploads": "Whether clients upload files to the S3 bucket directly.",
     "pool_bytes": "Memory of the pool shared by adapters and KV cache; by default the memory that the model leaves "
     "free on a GPU, or 1 GiB on a CPU.",
@@ -97,7 +99,8 @@ MEANINGS = {
     "503 `overloaded`.",
     "max_resident_adapters": "Maximum number of adapters in the pool.",
     "max_pinned_share": "Largest share of the pool that pinned adapters can take, from 0 to 1.",
-    "eviction_policy": "Order in which idle pages are evicted.",
+    "eviction_policy": "Order in which idle pages are evicted: `lru`, `greedy_dual`, or "
+    "[an extension's](extending.md#eviction-policies).",
     "num_threads": "Number of engine threads on a CPU; by default one per core.",
     "disk_tier_bytes": "Largest size of the disk tier.",
     "host_tier_bytes": "Largest amount of main memory for packed adapters.",

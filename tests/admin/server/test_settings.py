@@ -110,6 +110,17 @@ def test_invalid_file_is_explained(tmp_path: Path, model: Path, content: str | N
             "reasoning_parser must be one of auto, off, gemma4, harmony, mistral, think",
             id="no reasoning parser",
         ),
+        pytest.param(
+            {"model": Path("/"), "eviction_policy": "fifo"},
+            "eviction_policy is invalid: 'fifo' is not one of lru, greedy_dual; change LORAMUX_EVICTION_POLICY",
+            id="no eviction policy",
+        ),
+        pytest.param({"model": Path("/"), "router": "x"}, "router is invalid: 'x' is not one of homes", id="no router"),
+        pytest.param(
+            {"model": Path("/"), "key_authentication": "x"},
+            "key_authentication is invalid: there is no 'x', because no extension of this kind is installed",
+            id="no key authentication",
+        ),
         pytest.param({"model": Path("/"), "max_sequences": 0}, "max_sequences", id="zero"),
         pytest.param({"model": Path("/"), "keep_alive_s": 0}, "keep_alive_s", id="no keep-alive"),
         *(
