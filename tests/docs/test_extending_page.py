@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +25,7 @@ from loramux.adapter_store.formats.files.mapped_tensors import map_directory
 from loramux.adapter_store.formats.quantization.base_format import find_coded
 from loramux.admin.server.extensions import KINDS
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, TextEvent
+from tests.docs.extension_site import own_tests
 from tests.docs.write import DOCS
 from tests.written_extension import write_distribution
 
@@ -40,28 +41,35 @@ SOURCES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Install the page's examples, and call the example of a group."""
-    monkeypatch.setenv("SIGNED_TOKENS_SECRET", "secret")
+def site(tmp_path: Path) -> Path:
+    """A directory in which the page's examples are installed."""
     entries, modules = {}, {}
     for group, declared in DECLARED.items():
-        ((name, value),) = declared.items()
+        ((_, value),) = declared.items()
         module, _, attribute = value.partition(":")
         source = next((source for source in SOURCES if f"class {attribute}" in source), None)
+        # The example package contains the other two.
         if source is not None:
-            entries[group] = {name: value}
+            entries[group] = declared
             modules[module] = source
-    monkeypatch.syspath_prepend(write_distribution(tmp_path, "page-dist", entries, **modules))
+    return write_distribution(tmp_path / "site", "page-dist", entries, **modules)
+
+
+@pytest.fixture
+def make(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Calls the example of a group."""
+    monkeypatch.setenv("SIGNED_TOKENS_SECRET", "secret")
+    monkeypatch.syspath_prepend(site)
 
     def call(group: str, *arguments: object, **named: object) -> Any:
         kind = next(kind for kind in KINDS if kind.group == f"loramux.{group}")
-        ((name, _),) = entries[kind.group].items()
+        ((name, _),) = DECLARED[kind.group].items()
         fresh = ExtensionKind[Any](group, kind.kind, kind._product, problem=kind._problem, read=read_entries)
         return fresh.required(name, *arguments, **named)
 
     yield call
-    for module in modules:
-        sys.modules.pop(module, None)
+    for path in site.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def test_page_describes_every_kind() -> None:
@@ -112,3 +120,11 @@ def test_checkpoint_format(make: Callable[..., Any], tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.coded["a.weight"].read().dequantize(), expected.numpy())
     with pytest.raises(BaseNotSupported, match="bits is 4"):
         make("checkpoint_formats", {"bits": 4})
+
+
+def test_tool_parser_passes_the_tests_of_tool_parsers(site: Path) -> None:
+    assert own_tests(site, "tests/platform/tool_calls", LORAMUX_TEST_TOOL_PARSER="invoke") == 14
+
+
+def test_router_passes_the_tests_of_routers(site: Path) -> None:
+    assert own_tests(site, "tests/platform/routing/test_routers.py", LORAMUX_TEST_ROUTER="least_loaded") == 5

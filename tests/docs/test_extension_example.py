@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.served import deployment
+from tests.docs.extension_site import environment, own_tests
 from tests.docs.write import DOCS
 from tests.written_extension import write_distribution
 
-ROOT = DOCS.parent
-DEMO = ROOT / "admin" / "demo"
+DEMO = DOCS.parent / "admin" / "demo"
 EXAMPLE = DOCS / "examples" / "extension"
 
 
@@ -44,25 +43,6 @@ def blob_url(site: Path, blob_directory: Path) -> Iterator[str]:
     yield server.stdout.readline().strip()
     server.kill()
     server.communicate()
-
-
-def environment(site: Path, **variables: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
-    paths = os.pathsep.join([str(site), str(ROOT / ".src"), *(path for path in sys.path if path)])
-    return {**kept, "PYTHONPATH": paths, "XDG_CONFIG_HOME": str(site), "LORAMUX_NUM_THREADS": "1", **variables}
-
-
-def own_tests(site: Path, path: str, **variables: str) -> int:
-    """Run the tests of one kind against the extension, and return their number."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "extension", path]
-    done = subprocess.run(
-        command, env=environment(site, **variables), cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"(\d+) passed", done.stdout)
-    assert found is not None, done.stdout
-    assert "skipped" not in done.stdout
-    return int(found[1])
 
 
 def test_blob_store_passes_the_tests_of_blob_stores(site: Path, blob_url: str) -> None:

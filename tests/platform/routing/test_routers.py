@@ -12,13 +12,15 @@ from loramux.platform.routing.routers import HOMES, RequestRouter, new_router, r
 from loramux.platform.routing.views import NoReplica
 from tests.platform.routing.replica_views import Clock, ask, view
 
-NAME = os.environ.get("LORAMUX_TEST_ROUTER", HOMES)
-"""The router under test."""
+EXTENSION = os.environ.get("LORAMUX_TEST_ROUTER")
+"""The name of an extension's router. It replaces the router of loramux."""
+
+NAME = EXTENSION or HOMES
 
 
-@pytest.fixture
-def router() -> RequestRouter:
-    return new_router(NAME, clock=Clock(), random=Random(1))
+@pytest.fixture(params=[NAME], ids=[HOMES if EXTENSION is None else "extension"])
+def router(request: pytest.FixtureRequest) -> RequestRouter:
+    return new_router(request.param, clock=Clock(), random=Random(1))
 
 
 def test_router_has_its_methods(router: RequestRouter) -> None:
