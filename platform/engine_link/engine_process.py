@@ -159,11 +159,16 @@ def _signal_name(number: int) -> str:
 
 
 def _environment(program_dir: str | None = None) -> dict[str, str]:
+    """Return this process's environment with the engine's own settings, and without the server's.
+
+    The engine gets its configuration from standard input, and needs neither the administrator's key nor the database.
+    """
     programs = {} if program_dir is None else {"TRITON_CACHE_DIR": program_dir}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
     return {
         **THREADS_ENVIRONMENT,
         **MEMORY_ENVIRONMENT,
         **programs,
-        **os.environ,
+        **inherited,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }

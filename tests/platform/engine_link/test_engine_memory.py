@@ -39,6 +39,14 @@ def test_freed_memory_is_reused_without_page_faults() -> None:
     assert page_faults(plain) > 5000, "without the settings there are page faults"
 
 
+def test_the_engine_does_not_inherit_the_servers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", "secret")
+    monkeypatch.setenv("LORAMUX_DATABASE_URL", "postgresql://user:secret@host/name")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "for the staging process")
+    assert not any(name.startswith("LORAMUX_") for name in _environment())
+    assert _environment()["AWS_SECRET_ACCESS_KEY"] == "for the staging process"
+
+
 def test_environment_set_by_the_operator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     assert _environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=0"
