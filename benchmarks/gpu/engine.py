@@ -24,8 +24,9 @@ from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
 from loramux.engine.execution.executor import Executor, Forward, StepResult
 from loramux.engine.execution.sampler import SampledToken
-from loramux.engine.loop.assembly import DTYPES, AssembledEngine, assemble_engine
+from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
 from loramux.engine.loop.config import EngineConfig
+from loramux.engine.loop.loaded_base import DTYPES
 from loramux.engine.protocol.messages import (
     AdapterState,
     Add,

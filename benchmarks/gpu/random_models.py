@@ -20,8 +20,8 @@ from benchmarks.gpu.model import Model
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.loop.assembly import DTYPES
 from loramux.engine.loop.config import pack_target
+from loramux.engine.loop.loaded_base import DTYPES
 from loramux.kernels.layout import A, AdapterLayout, B, adapter_layout, row_layout
 
 EFFECT = 0.5

@@ -13,7 +13,7 @@ from benchmarks.gpu.engine import GREEDY, device_backend, engine_dtype, open_eng
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters
 from loramux.engine.device.backend import DenseLinear
-from loramux.engine.loop.assembly import DTYPES
+from loramux.engine.loop.loaded_base import DTYPES
 from loramux.engine.protocol.messages import Add
 from loramux.engine.sequences.batch import Batch, ScheduledSequence, build_batch
 from loramux.engine.sequences.sequence import PageTable, Sequence, block_list

@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,26 +28,26 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.model_files import base_sha256, model_sha256
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.decoder.decoder import Decoder
-from loramux.engine.decoder.weights import WeightSource, open_weights
+from loramux.engine.decoder.weights import WeightSource
 from loramux.engine.device.accelerator import Accelerator
-from loramux.engine.device.backend import Backend, CompileAhead, open_backend
-from loramux.engine.device.byte_inputs import ByteInputs
+from loramux.engine.device.backend import Backend, open_backend
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
-from loramux.engine.loop.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
+from loramux.engine.loop.config import EngineConfig
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
+from loramux.engine.loop.loaded_base import DTYPES, LoadedBase, load_base
 from loramux.engine.pages.eviction import new_policy
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool, pool_bytes_of
 from loramux.engine.pages.pool_size import in_gib
 from loramux.engine.pages.prefix_cache import PrefixCache
-from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable, PoolTooSmall
+from loramux.engine.protocol.errors import ConfigNotUsable, PoolTooSmall
 from loramux.engine.protocol.messages import Add, EngineReady, GraphMemory, SamplingParams
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
@@ -60,8 +59,6 @@ from loramux.engine.tracing.sequence_traces import SequenceTraces
 from loramux.engine.tracing.spans import SpanSink
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.tables import PoolViews
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPARE_BYTES = 512 << 20
 """Bytes of shared memory in addition to the host tier, for loads in flight and fragmentation. Linux allocates each page
@@ -129,96 +126,107 @@ def assemble_engine(
     """
     backend = backend or open_backend(config.device, config.pdl, 16 if config.activations is None else 8)
     backend.set_num_threads(config.num_threads)
-    model = ModelConfig.load(Path(config.model_dir))
-    dtype = resolve_dtype(config.dtype, model, config.device)
-    max_model_len = resolve_max_model_len(config, model)
-    target = pack_target(model, dtype)
-    byte_inputs = ByteInputs()
-    counting = backend if config.activations is None else byte_inputs.counted(backend)
-    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, counting)
-    if config.activations is not None and byte_inputs.num_layers == 0:
-        raise ConfigNotUsable(
-            "this CPU cannot multiply any of the base's weights in int8 (docs/quantization.md lists the formats): "
-            "omit --activations"
-        )
-    tables = SlotTables(target, config.max_resident_adapters, backend.accelerator, decoder.outer_factors)
-    page_tokens, cache = target.geometry.page_tokens, decoder.cache_layout
-    allocate = partial(
-        allocate_pool,
-        target.geometry,
-        kv_dtype=DTYPES[dtype],
-        adapter_dtype=DTYPES[dtype],
-        device=backend.device,
-        has_cache_groups=cache.has_pages_of_blocks,
+    base = load_base(config, backend, weights)
+    accelerator, model, cache = backend.accelerator, base.model, base.decoder.cache_layout
+    tables = SlotTables(base.target, config.max_resident_adapters, accelerator, base.decoder.outer_factors)
+    accelerator.release_unused()
+    # Compile before the pool is sized, so that memory cached by torch for activations does not count as free.
+    _compile_programs(base, tables)
+    views = _allocate_views(base, pool_bytes_of(config.pool_bytes, accelerator.memory()))
+    kernels = backend.make_kernels(views, base.decoder.shapes)
+    pages = _page_pool(views, cache)
+    policy, queue, host = new_policy(config.eviction_policy), FairQueue(), HostTier(config.host_tier_bytes)
+    stager = stager or open_stager(config, base.target, accelerator, host, wake)
+    copier = PageCopier(views.raw, accelerator, wake, stager.figures)
+    adapters = AdapterPool(
+        pages, config.max_resident_adapters, stager, copier, tables, policy, on_residency=queue.set_resident
     )
-    make_executor = partial(_make_executor, config, model, max_model_len, tables, backend)
-    backend.accelerator.release_unused()
-    if backend.compiles and backend.compile_ahead is not None:
-        # Compile before the pool is sized, so that memory cached by torch for activations does not count as free.
-        kernels = backend.make_kernels(allocate(target.geometry.total_page_bytes), decoder.shapes)
-        compile_programs(make_executor(kernels, decoder.with_few_layers()), config, backend.compile_ahead)
-    views = allocate(pool_bytes_of(config.pool_bytes, backend.accelerator.memory()))
-    kernels = backend.make_kernels(views, decoder.shapes)
+    executor = _make_executor(base, tables, kernels, base.decoder)
+    _warm_up(executor, base)
+    identity = (repr(model).encode(), base.dtype.encode())
+    prefixes = PrefixCache(pages, policy, base.target.geometry.page_tokens, identity)
+    kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens)
+    limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
+    scheduler = Scheduler(queue, kv, adapters, limits)
+    grammars = _grammars(config, model)
+    parts = EngineParts(pages, adapters, prefixes, scheduler, executor, grammars, protect=host.protect)
+    traces = None if spans is None else SequenceTraces(spans)
+    engine = Engine(
+        limits=_limits(base),
+        parts=parts,
+        observers=Observers(_stats(parts, stager, views), traces, note_running),
+        seeds=random.Random(config.seed),
+        clock=time.monotonic,
+        lookahead=backend.runs_ahead,
+    )
+    ready = _ready(base, pages.num_pages, has_files=weights is None)
+    return AssembledEngine(engine, adapters, grammars, stager, views, ready)
+
+
+def _allocate_views(base: LoadedBase, num_bytes: int) -> PoolViews:
+    dtype = DTYPES[base.dtype]
+    return allocate_pool(
+        base.target.geometry,
+        num_bytes,
+        kv_dtype=dtype,
+        adapter_dtype=dtype,
+        device=base.backend.device,
+        has_cache_groups=base.decoder.cache_layout.has_pages_of_blocks,
+    )
+
+
+def _page_pool(views: PoolViews, cache: CacheLayout) -> PagePool:
     pages = PagePool(views.raw.shape[0])
     if pages.num_pages <= cache.num_state_pages:
         raise PoolTooSmall(
             f"the state of one sequence takes {cache.num_state_pages} pages, but a pool of "
             f"{in_gib(views.raw.nbytes)} has only {pages.num_pages}: raise pool_bytes"
         )
-    policy, queue = new_policy(config.eviction_policy), FairQueue()
-    host = HostTier(config.host_tier_bytes)
-    stager = stager or open_stager(config, target, backend.accelerator, host, wake)
-    copier = PageCopier(views.raw, backend.accelerator, wake, stager.figures)
-    adapters = AdapterPool(
-        pages, config.max_resident_adapters, stager, copier, tables, policy, on_residency=queue.set_resident
+    return pages
+
+
+def _limits(base: LoadedBase) -> EngineLimits:
+    config, model = base.config, base.model
+    return EngineLimits(
+        model.vocab_size,
+        base.max_model_len,
+        model.eos_token_ids,
+        base.target.geometry.page_tokens,
+        config.max_waiting_tokens,
+        config.max_waiting_s,
+        config.max_pinned_share,
     )
-    executor = make_executor(kernels, decoder)
-    warm_up(executor, config, cache, backend.compiles)
-    prefixes = PrefixCache(pages, policy, page_tokens, identity=(repr(model).encode(), dtype.encode()))
-    kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens)
-    scheduler_limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
-    scheduler = Scheduler(queue, kv, adapters, scheduler_limits)
-    grammars = _grammars(config, model)
-    stats = EngineStats(
-        pages,
-        adapters,
-        prefixes,
-        scheduler,
+
+
+def _stats(parts: EngineParts, stager: Stager, views: PoolViews) -> EngineStats:
+    executor = parts.executor
+    return EngineStats(
+        parts.pages,
+        parts.adapters,
+        parts.prefixes,
+        parts.scheduler,
         loading=stager.counts,
         contents=stager.contents,
         page_bytes=views.raw[0].nbytes,
         graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
-        grammars=grammars.counts,
+        grammars=parts.grammars.counts,
     )
-    traces = None if spans is None else SequenceTraces(spans)
-    engine = Engine(
-        limits=EngineLimits(
-            model.vocab_size,
-            max_model_len,
-            model.eos_token_ids,
-            page_tokens,
-            config.max_waiting_tokens,
-            config.max_waiting_s,
-            config.max_pinned_share,
-        ),
-        parts=EngineParts(pages, adapters, prefixes, scheduler, executor, grammars, protect=host.protect),
-        observers=Observers(stats, traces, note_running),
-        seeds=random.Random(config.seed),
-        clock=time.monotonic,
-        lookahead=backend.runs_ahead,
-    )
-    ready = EngineReady(
-        max_model_len=max_model_len,
-        num_pages=pages.num_pages,
-        page_tokens=page_tokens,
+
+
+def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
+    """Without `has_files`, the weights are not those of the model directory, and their digest is left out."""
+    config, model_dir = base.config, Path(base.config.model_dir)
+    return EngineReady(
+        max_model_len=base.max_model_len,
+        num_pages=num_pages,
+        page_tokens=base.target.geometry.page_tokens,
         device=config.device,
-        dtype=dtype,
-        quantization=_quantization(config, model),
-        model_sha256=model_sha256(Path(config.model_dir)),
-        base_sha256=base_sha256(Path(config.model_dir)) if weights is None else "",
+        dtype=base.dtype,
+        quantization=_quantization(config, base.model),
+        model_sha256=model_sha256(model_dir),
+        base_sha256=base_sha256(model_dir) if has_files else "",
         ran_at_death=config.ran_at_death,
     )
-    return AssembledEngine(engine, adapters, grammars, stager, views, ready)
 
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
@@ -239,29 +247,35 @@ def _grammars(config: EngineConfig, model: ModelConfig) -> Grammars:
     return Grammars(command, worker_environment(), model.vocab_size)
 
 
-def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:
-    """Compile the kernels of all shapes in parallel, so that the warm-up only loads them.
+def _compile_programs(base: LoadedBase, tables: SlotTables) -> None:
+    """On a GPU, compile the kernels of all shapes in parallel, so that the warm-up only loads them.
 
-    `executor` does not launch kernels that need compiling, so their outputs are uninitialised. This is safe because a
-    padding step uses no output as an index. The executor must not be used afterwards, because it has recorded its
+    The executor here does not launch kernels that need compiling, so their outputs are uninitialised. This is safe
+    because a padding step uses no output as an index. The executor is not used afterwards, because it has recorded its
     shapes as warm. A failure is only reported on standard error, because the warm-up compiles missing kernels one at a
     time.
     """
+    backend, compile_ahead = base.backend, base.backend.compile_ahead
+    if not backend.compiles or compile_ahead is None:
+        return
+    kernels = backend.make_kernels(_allocate_views(base, base.target.geometry.total_page_bytes), base.decoder.shapes)
+    executor = _make_executor(base, tables, kernels, base.decoder.with_few_layers())
     if not isinstance(executor, GraphExecutor):
         return
-    shapes = list(reachable_shapes(config.max_batch_tokens, config.max_sequences))
+    shapes = list(reachable_shapes(base.config.max_batch_tokens, base.config.max_sequences))
     try:
         compile_ahead(lambda: executor.warm_up(shapes, captures=False), len(os.sched_getaffinity(0)))
     except Exception as error:
         print(f"parallel compilation failed; compiling GPU programs one at a time: {error!r}", file=sys.stderr)
 
 
-def warm_up(executor: Executor, config: EngineConfig, cache: CacheLayout, compiles: bool) -> None:
+def _warm_up(executor: Executor, base: LoadedBase) -> None:
     """Load all kernels before the first request: run a prompt step, a decode step and, on a GPU, all reachable shapes.
 
     Writes K, V and any state to page 0, which has no owner yet. Raises ConfigNotUsable if a GPU lacks memory for a
     step.
     """
+    config, cache = base.config, base.decoder.cache_layout
     try:
         for num_prompt in (2, 1):
             add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
@@ -270,7 +284,7 @@ def warm_up(executor: Executor, config: EngineConfig, cache: CacheLayout, compil
             sequence.state_pages = block_list([0] * cache.num_state_pages)
             batch = build_batch([ScheduledSequence(sequence, num_prompt)], cache.block_tokens)
             executor.submit(batch).choose().tokens()
-        if compiles and isinstance(executor, GraphExecutor):
+        if base.backend.compiles and isinstance(executor, GraphExecutor):
             executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
     except torch.OutOfMemoryError as error:
         raise ConfigNotUsable(
@@ -279,53 +293,19 @@ def warm_up(executor: Executor, config: EngineConfig, cache: CacheLayout, compil
         ) from error
 
 
-def load_decoder(
-    config: EngineConfig,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    max_model_len: int,
-    weights: WeightSource | None,
-    backend: Backend,
-) -> Decoder:
-    memory = backend.accelerator.memory()
-    try:
-        if weights is not None:
-            return Decoder(model, weights, dtype, max_model_len, backend)
-        quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
-        with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
-            # A quantised head is a separate weight, even if the float model's head is tied to the embedding.
-            is_tied = model.tied_embeddings and not opened.has_quantized_head
-            own = replace(model, tied_embeddings=is_tied)
-            return Decoder(own, opened, dtype, max_model_len, backend)
-    except torch.OutOfMemoryError as error:
-        if memory is None:
-            raise
-        raise DeviceNotUsable(
-            f"the model does not fit on the GPU, which had {in_gib(memory.free)} of {in_gib(memory.total)} free: "
-            "stop other programs on the GPU, or use a larger GPU"
-        ) from error
-
-
-def _make_executor(
-    config: EngineConfig,
-    model: ModelConfig,
-    max_model_len: int,
-    tables: SlotTables,
-    backend: Backend,
-    kernels: Kernels,
-    decoder: Decoder,
-) -> Executor:
-    if backend.sample_tokens is None:
-        return DirectExecutor(decoder, kernels, tables, model.eos_token_ids)
+def _make_executor(base: LoadedBase, tables: SlotTables, kernels: Kernels, decoder: Decoder) -> Executor:
+    config, accelerator, eos_token_ids = base.config, base.backend.accelerator, base.model.eos_token_ids
+    sample_tokens = base.backend.sample_tokens
+    if sample_tokens is None:
+        return DirectExecutor(decoder, kernels, tables, eos_token_ids)
     cache = decoder.cache_layout
-    max_blocks = config.max_sequences * cache.max_blocks(max_model_len, config.max_batch_tokens)
     buffer = StepBuffer(
-        backend.accelerator,
+        accelerator,
         config.max_batch_tokens,
         config.max_sequences,
-        max_blocks,
+        config.max_sequences * cache.max_blocks(base.max_model_len, config.max_batch_tokens),
         len(cache.groups),
         has_states=cache.num_state_pages > 0,
     )
-    sampler = DeviceSampler(backend.accelerator, backend.sample_tokens, config.max_sequences, model.eos_token_ids)
-    return GraphExecutor(decoder, kernels, tables, backend.accelerator, buffer, sampler, config.max_sequences)
+    sampler = DeviceSampler(accelerator, sample_tokens, config.max_sequences, eos_token_ids)
+    return GraphExecutor(decoder, kernels, tables, accelerator, buffer, sampler, config.max_sequences)

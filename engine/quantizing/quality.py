@@ -13,8 +13,8 @@ from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.backend import open_backend
 from loramux.engine.execution.direct_executor import DirectExecutor
-from loramux.engine.loop.assembly import DTYPES, load_decoder
 from loramux.engine.loop.config import EngineConfig, pack_target
+from loramux.engine.loop.loaded_base import DTYPES, load_decoder
 from loramux.engine.pages.pool_memory import allocate_pool
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.sequences.batch import ScheduledSequence, build_batch

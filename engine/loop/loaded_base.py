@@ -1,0 +1,104 @@
+"""Loads an engine's base model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.decoder.decoder import Decoder
+from loramux.engine.decoder.weights import WeightSource, open_weights
+from loramux.engine.device.backend import Backend
+from loramux.engine.loop.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
+from loramux.engine.pages.pool_size import in_gib
+from loramux.engine.protocol.errors import ConfigNotUsable, DeviceNotUsable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedBase:
+    """A base model on a device, and what its files and an engine's settings determine."""
+
+    config: EngineConfig
+    model: ModelConfig
+    dtype: str
+    max_model_len: int
+    target: PackTarget
+    backend: Backend
+    decoder: Decoder
+
+
+class ByteInputs:
+    """Counts linear layers whose inputs are rounded to 8 bits. The experts of a layer count once per projection."""
+
+    def __init__(self) -> None:
+        self.num_layers = 0
+
+    def counted(self, backend: Backend) -> Backend:
+        """A copy of a CPU's `backend` that counts the linear layers that it makes."""
+        return replace(
+            backend,
+            make_quantized_linear=self._counted(backend.make_quantized_linear),
+            make_quantized_experts=self._counted(backend.make_quantized_experts),
+        )
+
+    def _counted(self, make: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if make is None:
+            return None
+
+        def count(*arguments: Any) -> Any:
+            made = make(*arguments)
+            self.num_layers += made is not None and made.x_bits == 8
+            return made
+
+        return count
+
+
+def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | None = None) -> LoadedBase:
+    """Load the configured base, or `weights` in place of its files. Raises EngineError."""
+    model = ModelConfig.load(Path(config.model_dir))
+    dtype = resolve_dtype(config.dtype, model, config.device)
+    max_model_len = resolve_max_model_len(config, model)
+    target = pack_target(model, dtype)
+    byte_inputs = ByteInputs()
+    counting = backend if config.activations is None else byte_inputs.counted(backend)
+    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, counting)
+    if config.activations is not None and byte_inputs.num_layers == 0:
+        raise ConfigNotUsable(
+            "this CPU cannot multiply any of the base's weights in int8 (docs/quantization.md lists the formats): "
+            "omit --activations"
+        )
+    return LoadedBase(config, model, dtype, max_model_len, target, backend, decoder)
+
+
+def load_decoder(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    weights: WeightSource | None,
+    backend: Backend,
+) -> Decoder:
+    memory = backend.accelerator.memory()
+    try:
+        if weights is not None:
+            return Decoder(model, weights, dtype, max_model_len, backend)
+        quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
+        with open_weights(Path(config.model_dir), quantized_dir, model.draft_tensors) as opened:
+            # A quantised head is a separate weight, even if the float model's head is tied to the embedding.
+            is_tied = model.tied_embeddings and not opened.has_quantized_head
+            own = replace(model, tied_embeddings=is_tied)
+            return Decoder(own, opened, dtype, max_model_len, backend)
+    except torch.OutOfMemoryError as error:
+        if memory is None:
+            raise
+        raise DeviceNotUsable(
+            f"the model does not fit on the GPU, which had {in_gib(memory.free)} of {in_gib(memory.total)} free: "
+            "stop other programs on the GPU, or use a larger GPU"
+        ) from error
