@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from loramux.engine.architectures.config_fields import has_bias, optional_float, positive, positive_float, refuse_field
-from loramux.engine.architectures.family import HEAD_WIDE, PROJECTION_WIDE, Family
+from loramux.engine.architectures.family import HEAD_WIDE, PROJECTION_WIDE, WEIGHTLESS, Family
 from loramux.engine.architectures.layer_heads import LayerHeads, heads_by_layer, kv_sources, usual_heads
-from loramux.engine.architectures.layer_kinds import CHUNKED, FULL, LINEAR, SLIDING
+from loramux.engine.architectures.layer_kinds import FULL, SLIDING
 from loramux.engine.architectures.rope_config import QueryScaling, RopeConfig, parse_ropes
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.kernels.layout import NormShape
@@ -92,32 +92,33 @@ class AttentionConfig:
 
 def parse_kinds(raw: Mapping[str, Any], architecture: str, family: Family, num_layers: int) -> list[str]:
     """Each layer's kind. Unless the family supports `layer_types`, this field must agree with the other fields."""
-    usual = family.layer_kinds(raw, num_layers)
+    usual = family.layers.usual(raw, num_layers)
     kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
     if len(kinds) != num_layers:
         raise ModelNotSupported(f"layer_types has {len(kinds)} entries for {num_layers} layers")
-    known = (FULL, LINEAR if family.has_delta_layers else CHUNKED if family.has_chunks else SLIDING)
+    known = (FULL, family.layers.other)
     for kind in kinds:
         if kind not in known:
             raise ModelNotSupported(f"layer_types names {kind!r}; {' and '.join(known)} are supported")
-    if family.has_layer_heads and kinds[-1] != FULL:
+    if family.attention.has_layer_heads and kinds[-1] != FULL:
         # transformers would silently replace the kind of the last layer.
         refuse_field("layer_types[-1]", kinds[-1], architecture)
-    if kinds != usual and not family.has_layer_types:
+    if kinds != usual and not family.layers.may_differ:
         refuse_field("layer_types", kinds, architecture)
     return list(kinds)
 
 
 def parse_attention(raw: Mapping[str, Any], architecture: str, family: Family, kinds: Sequence[str]) -> AttentionConfig:
     """Configure attention for layers of these kinds. Raises ModelNotSupported, or ValueError for a malformed field."""
-    num_heads = positive(raw, "num_attention_heads")
+    traits, num_heads = family.attention, positive(raw, "num_attention_heads")
     heads = usual_heads(raw, num_heads)
     layer_heads = (heads,) * len(kinds)
-    if family.has_layer_heads:
+    if traits.has_layer_heads:
         layer_heads = heads_by_layer(raw, architecture, kinds, num_heads)
     widest = max(layer_heads, key=lambda one: one.width)
     windows = _parse_windows(raw, family, kinds)
-    has_qk_norm = family.qk_norm_field is None or bool(raw[family.qk_norm_field])
+    has_qk_norm = traits.qk_norm_field is None or bool(raw[traits.qk_norm_field])
+    qk_norm = traits.qk_norm if has_qk_norm else None
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=widest.num_kv_heads,
@@ -127,20 +128,20 @@ def parse_attention(raw: Mapping[str, Any], architecture: str, family: Family, k
         layers_without_v=_layers_without_v(raw, windows),
         windows=windows,
         ropes=parse_ropes(raw, architecture, family, windows, heads.head_dim),
-        interleaved_rotary=family.interleaved_rotary,
-        qk_norm=family.qk_norm if has_qk_norm else None,
-        has_l2_norms=family.has_l2_norms and has_qk_norm,
-        has_value_norm=family.has_value_norm,
-        query_scaling=_query_scaling(raw) if family.scales_unrotated else None,
-        fused_qkv=family.fused_qkv,
-        qkv_bias=has_bias(raw, family.qkv_bias),
-        o_bias=has_bias(raw, family.o_bias),
-        o_name=family.o_name,
-        has_gates=family.gates_attention,
+        interleaved_rotary=family.rotary.is_interleaved,
+        qk_norm=None if qk_norm == WEIGHTLESS else qk_norm,
+        has_l2_norms=qk_norm == WEIGHTLESS,
+        has_value_norm=traits.has_value_norm,
+        query_scaling=_query_scaling(raw) if traits.scales_unrotated else None,
+        fused_qkv=traits.fused_qkv,
+        qkv_bias=has_bias(raw, traits.qkv_bias),
+        o_bias=has_bias(raw, traits.o_bias),
+        o_name=traits.o_name,
+        has_gates=traits.has_gates,
         clip=optional_float(raw, "clip_qkv") if "clip_qkv" in family.reads else None,
         scale=_scale(raw, family, heads.head_dim),
         soft_cap=optional_float(raw, "attn_logit_softcapping"),
-        has_sinks=family.has_sinks,
+        has_sinks=traits.has_sinks,
     )
 
 

@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loramux.engine.architectures.feed_forward import GATED, FeedForward
-from loramux.engine.architectures.layer_kinds import LayerKinds, RotatedLayers, all_rotated
+from loramux.engine.architectures.feed_forward import GATED, FeedForwardNames
+from loramux.engine.architectures.layer_kinds import SLIDING, LayerKinds, RotatedLayers, all_rotated
 from loramux.engine.architectures.mixture_config import MixtureTraits
 
-HEAD_WIDE, PROJECTION_WIDE = "head", "projection"
-"""The scope of a norm of q and k: each head, or all heads together."""
+SEQUENTIAL, PARALLEL, SCALED, STREAMS = "sequential", "parallel", "scaled", "streams"
+"""How the blocks of a layer read and change the residual.
+
+- `sequential`: the feed-forward block reads the residual after the attention block has changed it.
+- `parallel`: both blocks read the same normalised residual.
+- `scaled`: as in `sequential`, but a tensor scales the residual after the layer.
+- `streams`: the layer has several residuals (AltUp).
+"""
+
+HEAD_WIDE, PROJECTION_WIDE, WEIGHTLESS = "head", "projection", "weightless"
+"""The norms of q and k: with weights for each head or for all heads together, or without weights, which only rotated
+layers have.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,79 +43,114 @@ OUTPUT_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforwa
 PARALLEL_NORMS = NormNames("input_layernorm", None, None, None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """The traits of one architecture."""
+@dataclass(frozen=True, slots=True)
+class LayerTraits:
+    """The kinds of layers.
 
-    layer_kinds: LayerKinds
-    """Returns the kinds of layers if `config.json` has no `layer_types`."""
-    has_layer_types: bool = False
-    """True if `layer_types` may differ from `layer_kinds`."""
-    rotated_layers: RotatedLayers = all_rotated
-    assumed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of missing fields, as in transformers, if they differ from the usual defaults."""
-    reads: tuple[str, ...] = ()
-    """The fields of `config_fields.DECISIVE` that the architecture supports."""
-    norms: NormNames = PRE_NORMS
-    norm_eps_field: str = "rms_norm_eps"
-    norm_offset: float = 0.0
-    has_layer_norms: bool = False
-    has_norm_weights: bool = True
-    has_norm_biases: bool = False
-    final_norm: str = "model.norm"
-    """Name of the norm after the last layer."""
+    `usual` returns them if `config.json` has no `layer_types`. With `may_differ`, `layer_types` may contradict it.
+    """
+
+    usual: LayerKinds
+    may_differ: bool = False
+    other: str = SLIDING
+    """The kind of the layers without full attention: with a window, a gated delta rule, or chunks. In a chunked layer,
+    tokens see only their own chunk, so contexts are limited to one chunk.
+    """
+    wiring: str = SEQUENTIAL
+
+
+@dataclass(frozen=True, slots=True)
+class NormTraits:
+    """The norms of the residual. `offset` is added to their stored weights. `final` names the norm after the last
+    layer.
+    """
+
+    names: NormNames = PRE_NORMS
+    eps_field: str = "rms_norm_eps"
+    offset: float = 0.0
+    subtracts_mean: bool = False
+    has_weights: bool = True
+    has_biases: bool = False
+    final: str = "model.norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTraits:
+    """The projections and norms of attention. A bias is True, False, or the name of the field that decides."""
+
     qk_norm: str | None = None
     qk_norm_field: str | None = None
     """The field that turns the norms of q and k on or off. Without it, they are always on."""
+    has_value_norm: bool = False
+    """True if V is normalised without a weight."""
     qkv_bias: str | bool = "attention_bias"
-    """True, False, or the name of the field that decides."""
     o_bias: str | bool = "attention_bias"
-    """True, False, or the name of the field that decides."""
-    mlp_bias: str | bool = "mlp_bias"
-    """True, False, or the name of the field that decides."""
-    fused_qkv: bool = False
     o_name: str = "self_attn.o_proj"
-    """Name of the projection of attention's output."""
-    feed_forward: FeedForward = GATED
-    dense_size_field: str = "intermediate_size"
-    """The field with the inner size of a feed-forward block without experts."""
-    parallel_blocks: bool = False
-    """True if the attention and feed-forward blocks read the same normalised residual."""
-    interleaved_rotary: bool = False
+    fused_qkv: bool = False
+    has_gates: bool = False
+    """True if the query projection also yields a gate for each element of attention's output."""
+    has_layer_heads: bool = False
+    """True if the heads of K and V can differ between layers with and without windows."""
+    has_sinks: bool = False
+    scales_unrotated: bool = False
+    """True if layers without rotation scale q by a factor that grows with the position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryTraits:
+    """The rotary embeddings.
+
+    `layers` returns which layers rotate q and k. `kinds` are the supported kinds, and `fields` are further fields that
+    the rotary settings may have.
+    """
+
+    layers: RotatedLayers = all_rotated
+    is_interleaved: bool = False
     """True if neighbouring channels are rotated together instead of channels from the two halves of a head."""
-    activation_field: str = "hidden_act"
-    gelu_means_tanh: bool = False
-    clamps_gate: bool = False
-    scales_embedding: bool = False
-    logit_scale_field: str | None = None
-    logit_divisor_field: str | None = None
-    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
-    rope_fields: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
+    fields: tuple[str, ...] = ()
     window_theta_field: str | None = None
     """The field with the default theta of windowed layers, which then have their own rotary embedding."""
     layer_theta_field: str | None = None
     """The field that lists each layer's theta, or 0 for no rotation."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardTraits:
+    """The feed-forward blocks without experts. `bias` is True, False, or the name of the field that decides."""
+
+    names: FeedForwardNames = GATED
+    bias: str | bool = "mlp_bias"
+    size_field: str = "intermediate_size"
+    activation_field: str = "hidden_act"
+    gelu_means_tanh: bool = False
+    clamps_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTraits:
+    """The head, and the fields whose values multiply and divide the logits."""
+
+    scale_field: str | None = None
+    divisor_field: str | None = None
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The traits of one architecture."""
+
+    layers: LayerTraits
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of missing fields, as in transformers, if they differ from the usual defaults."""
+    reads: tuple[str, ...] = ()
+    """The fields of `config_fields.DECISIVE` that the architecture supports."""
+    norms: NormTraits = NormTraits()
+    attention: AttentionTraits = AttentionTraits()
+    rotary: RotaryTraits = RotaryTraits()
+    feed_forward: FeedForwardTraits = FeedForwardTraits()
     mixture: MixtureTraits | None = None
-    gates_attention: bool = False
-    """True if the query projection also yields a gate for each element of attention's output."""
-    has_delta_layers: bool = False
-    """True if `layer_types` may name layers with a gated delta rule."""
-    has_chunks: bool = False
-    """True if `layer_types` may name layers whose tokens see only their own chunk. Contexts are limited to one chunk.
-    """
-    has_layer_heads: bool = False
-    """True if the heads of K and V can differ between layers with and without windows."""
-    has_value_norm: bool = False
-    """True if V is normalised without a weight."""
-    has_l2_norms: bool = False
-    """True if q and k of rotated layers are normalised without weights."""
-    scales_unrotated: bool = False
-    """True if layers without rotation scale q by a factor that grows with the position."""
-    has_sinks: bool = False
-    has_altup: bool = False
-    """True if a layer has several residuals."""
-    has_layer_scalars: bool = False
-    """True if a tensor scales each layer's output."""
-    has_head_bias: bool = False
+    head: HeadTraits = HeadTraits()
+    scales_embedding: bool = False
     draft_tensors: tuple[str, ...] = ()
     """Name prefixes of tensors that serve only multi-token prediction. The decoder does not read them."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForward:
+class FeedForwardNames:
     """The names of the linear layers of a feed-forward block: the layers that read its input, and the layer that writes
     its output.
 
@@ -18,9 +18,9 @@ class FeedForward:
     has_gate: bool = True
 
 
-GATED = FeedForward()
-FUSED_GATE = FeedForward(("mlp.gate_up_proj",))
-WITHOUT_GATE = FeedForward(("mlp.up_proj",), has_gate=False)
+GATED = FeedForwardNames()
+FUSED_GATE = FeedForwardNames(("mlp.gate_up_proj",))
+WITHOUT_GATE = FeedForwardNames(("mlp.up_proj",), has_gate=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,6 @@ class SharedExpert:
     block's output for each token.
     """
 
-    block: FeedForward
+    block: FeedForwardNames
     size: int
     gate: str | None

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from loramux.engine.architectures.expert_layers import every_layer_if_enabled
-from loramux.engine.architectures.family import GEMMA_NORMS, HEAD_WIDE, Family
+from loramux.engine.architectures.family import (
+    GEMMA_NORMS,
+    HEAD_WIDE,
+    SCALED,
+    STREAMS,
+    AttentionTraits,
+    Family,
+    FeedForwardTraits,
+    LayerTraits,
+    NormTraits,
+    RotaryTraits,
+)
 from loramux.engine.architectures.feed_forward import GATED
 from loramux.engine.architectures.layer_kinds import full_every, full_every_sixth_and_last
 from loramux.engine.architectures.mixture_config import (
@@ -41,8 +52,7 @@ _MIXTURE = MixtureTraits(
 )
 
 _GEMMA4 = Family(
-    layer_kinds=full_every_sixth_and_last,
-    has_layer_types=True,
+    layers=LayerTraits(full_every_sixth_and_last, may_differ=True, wiring=SCALED),
     assumed={
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -76,22 +86,17 @@ _GEMMA4 = Family(
         "use_double_wide_mlp",
         *NUM_EXPERTS,
     ),
-    norms=GEMMA_NORMS,
-    qk_norm=HEAD_WIDE,
-    activation_field="hidden_activation",
-    scales_embedding=True,
-    ropes=("default", "proportional"),
-    window_theta_field="rope_local_base_freq",
+    norms=NormTraits(GEMMA_NORMS),
+    attention=AttentionTraits(qk_norm=HEAD_WIDE, has_layer_heads=True, has_value_norm=True),
+    rotary=RotaryTraits(kinds=("default", "proportional"), window_theta_field="rope_local_base_freq"),
+    feed_forward=FeedForwardTraits(activation_field="hidden_activation"),
     mixture=_MIXTURE,
-    has_layer_heads=True,
-    has_value_norm=True,
-    has_layer_scalars=True,
+    scales_embedding=True,
 )
 
 GEMMA4_FAMILIES: dict[str, Family] = {
     "Gemma3nForCausalLM": Family(
-        layer_kinds=full_every(5),
-        has_layer_types=True,
+        layers=LayerTraits(full_every(5), may_differ=True, wiring=STREAMS),
         assumed={
             "num_key_value_heads": 2,
             "head_dim": 256,
@@ -118,13 +123,11 @@ GEMMA4_FAMILIES: dict[str, Family] = {
             "hidden_size_per_layer_input",
             "num_kv_shared_layers",
         ),
-        norms=GEMMA_NORMS,
-        qk_norm=HEAD_WIDE,
-        activation_field="hidden_activation",
+        norms=NormTraits(GEMMA_NORMS),
+        attention=AttentionTraits(qk_norm=HEAD_WIDE, has_value_norm=True),
+        rotary=RotaryTraits(window_theta_field="rope_local_base_freq"),
+        feed_forward=FeedForwardTraits(activation_field="hidden_activation"),
         scales_embedding=True,
-        window_theta_field="rope_local_base_freq",
-        has_value_norm=True,
-        has_altup=True,
     ),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4UnifiedForCausalLM": replace(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from loramux.engine.architectures.attention_config import AttentionConfig
-from loramux.engine.architectures.feed_forward import FeedForward
+from loramux.engine.architectures.feed_forward import FeedForwardNames
 from loramux.engine.architectures.mixture_config import MixtureConfig
 from loramux.kernels.layout import LinearShape
 
@@ -54,7 +54,7 @@ def attention_modules(
 
 
 def feed_forward_modules(
-    block: FeedForward, hidden_size: int, sizes: Sequence[int], has_bias: bool
+    block: FeedForwardNames, hidden_size: int, sizes: Sequence[int], has_bias: bool
 ) -> list[tuple[Group, LinearShape]]:
     """The linear layers of a feed-forward block, given its number of inner features in each layer (0: no block)."""
     per_input = (2 if block.has_gate else 1) / len(block.inputs)

@@ -8,7 +8,7 @@ from typing import Any
 
 from loramux.engine.architectures.config_fields import not_negative, positive, positive_float, shown
 from loramux.engine.architectures.expert_layers import ExpertLayers, by_step, every_layer
-from loramux.engine.architectures.feed_forward import FeedForward, SharedExpert
+from loramux.engine.architectures.feed_forward import FeedForwardNames, SharedExpert
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.kernels.layout import ExpertLinear, LinearShape
 from loramux.kernels.routing_spec import RoutingSpec
@@ -85,7 +85,7 @@ class SharedTraits:
     if there is one. `gate` is the name of a linear layer, or None. The sigmoid of its output scales the block's output.
     """
 
-    block: FeedForward
+    block: FeedForwardNames
     size_field: str
     count_field: str | None = None
     gate: str | None = None
@@ -258,7 +258,6 @@ def _parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple
 
 
 def _parse_shared(raw: Mapping[str, Any], traits: SharedTraits) -> SharedExpert | None:
-    """The shared expert, or None if this model has none."""
     if traits.gate is not None:
         return SharedExpert(traits.block, positive(raw, traits.size_field), traits.gate)
     count = 1 if traits.count_field is None else not_negative(raw, traits.count_field)

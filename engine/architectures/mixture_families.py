@@ -14,9 +14,22 @@ from loramux.engine.architectures.expert_layers import (
     listed_or_every_step,
 )
 from loramux.engine.architectures.families import FAMILIES, MULTIPLIERS, QK_NORM
-from loramux.engine.architectures.family import HEAD_WIDE, OUTPUT_NORMS, PROJECTION_WIDE, Family
-from loramux.engine.architectures.feed_forward import FeedForward
+from loramux.engine.architectures.family import (
+    HEAD_WIDE,
+    OUTPUT_NORMS,
+    PROJECTION_WIDE,
+    WEIGHTLESS,
+    AttentionTraits,
+    Family,
+    FeedForwardTraits,
+    HeadTraits,
+    LayerTraits,
+    NormTraits,
+    RotaryTraits,
+)
+from loramux.engine.architectures.feed_forward import FeedForwardNames
 from loramux.engine.architectures.layer_kinds import (
+    CHUNKED,
     all_windowed,
     all_windowed_if_used,
     chunked_if_rotated,
@@ -50,17 +63,18 @@ _GPT_OSS_NAMES = ExpertNames(
     "mlp.router", "mlp.experts", "gate_up_proj", None, "down_proj", "mlp.router", "mlp.experts", has_biases=True
 )
 
-_SHARED_EXPERT = FeedForward(
+_SHARED_EXPERT = FeedForwardNames(
     ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
 )
-_SHARED_EXPERTS = FeedForward(
+_SHARED_EXPERTS = FeedForwardNames(
     ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
 )
-_LLAMA4_SHARED = FeedForward(
+_LLAMA4_DENSE = FeedForwardNames(("feed_forward.gate_proj", "feed_forward.up_proj"), "feed_forward.down_proj")
+_LLAMA4_SHARED = FeedForwardNames(
     ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
     "feed_forward.shared_expert.down_proj",
 )
-_SHARED_MLP = FeedForward(("shared_mlp.input_linear",), "shared_mlp.output_linear")
+_SHARED_MLP = FeedForwardNames(("shared_mlp.input_linear",), "shared_mlp.output_linear")
 
 _GLM_MIXTURE = MixtureTraits(
     names=_GLM_NAMES,
@@ -74,8 +88,7 @@ _GLM_MIXTURE = MixtureTraits(
 
 MIXTURE_FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(
-        layer_kinds=windowed_in_turn,
-        has_layer_types=True,
+        layers=LayerTraits(windowed_in_turn, may_differ=True),
         assumed={
             **_QWEN_ASSUMED,
             "num_key_value_heads": 16,
@@ -86,8 +99,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size": 5632,
         },
         reads=NUM_EXPERTS,
-        qkv_bias="qkv_bias",
-        o_bias=False,
+        attention=AttentionTraits(qkv_bias="qkv_bias", o_bias=False),
         mixture=MixtureTraits(
             names=_QWEN_NAMES,
             assumed_experts=60,
@@ -97,7 +109,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
-        layer_kinds=all_windowed_if_used,
+        layers=LayerTraits(all_windowed_if_used),
         assumed={
             **_QWEN_ASSUMED,
             "num_key_value_heads": 4,
@@ -105,7 +117,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 768,
         },
         reads=("attention_bias", *QK_NORM, *NUM_EXPERTS),
-        qk_norm=HEAD_WIDE,
+        attention=AttentionTraits(qk_norm=HEAD_WIDE),
         mixture=MixtureTraits(
             names=_QWEN_NAMES, assumed_experts=128, layers=by_step, size_field="moe_intermediate_size"
         ),
@@ -131,48 +143,47 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         ),
     ),
     "MixtralForCausalLM": Family(
-        layer_kinds=all_windowed,
+        layers=LayerTraits(all_windowed),
         assumed={"num_key_value_heads": 8, "rope_theta": 1e6, "num_experts_per_tok": 2},
         reads=NUM_EXPERTS,
         mixture=MixtureTraits(names=_MIXTRAL_NAMES, assumed_experts=8, always_normalizes=True),
     ),
     "OlmoeForCausalLM": Family(
-        layer_kinds=without_windows,
+        layers=LayerTraits(without_windows),
         assumed={"num_experts_per_tok": 8},
         reads=("attention_bias", *NUM_EXPERTS),
-        qk_norm=PROJECTION_WIDE,
+        attention=AttentionTraits(qk_norm=PROJECTION_WIDE),
         mixture=MixtureTraits(names=_QWEN_NAMES, assumed_experts=64),
     ),
     "FlexOlmoForCausalLM": Family(
-        layer_kinds=without_windows,
+        layers=LayerTraits(without_windows),
         assumed={"rope_theta": 500000.0, "num_experts_per_tok": 5},
         reads=("attention_bias", *NUM_EXPERTS),
-        norms=OUTPUT_NORMS,
-        qk_norm=PROJECTION_WIDE,
+        norms=NormTraits(OUTPUT_NORMS),
+        attention=AttentionTraits(qk_norm=PROJECTION_WIDE),
         mixture=MixtureTraits(names=_QWEN_NAMES, assumed_experts=7),
     ),
     "GraniteMoeForCausalLM": Family(
-        layer_kinds=without_windows,
+        layers=LayerTraits(without_windows),
         assumed={"attention_multiplier": 1.0, "num_experts_per_tok": 2},
         reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
-        logit_divisor_field="logits_scaling",
         mixture=MixtureTraits(names=_GRANITE_NAMES, assumed_experts=8, always_normalizes=True),
+        head=HeadTraits(divisor_field="logits_scaling"),
     ),
     "GraniteMoeSharedForCausalLM": Family(
-        layer_kinds=without_windows,
+        layers=LayerTraits(without_windows),
         assumed={"attention_multiplier": 1.0, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
         reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
-        logit_divisor_field="logits_scaling",
         mixture=MixtureTraits(
             names=_GRANITE_NAMES,
             assumed_experts=8,
             shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size"),
             always_normalizes=True,
         ),
+        head=HeadTraits(divisor_field="logits_scaling"),
     ),
     "GraniteMoeSWAForCausalLM": Family(
-        layer_kinds=full_every(4, first=0),
-        has_layer_types=True,
+        layers=LayerTraits(full_every(4, first=0), may_differ=True),
         assumed={
             "attention_multiplier": 1.0,
             "num_experts_per_tok": 2,
@@ -180,9 +191,8 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "sliding_window": 128,
         },
         reads=("attention_bias", *MULTIPLIERS, *NUM_EXPERTS),
-        logit_divisor_field="logits_scaling",
-        layer_theta_field="layer_rope_theta",
-        has_sinks=True,
+        attention=AttentionTraits(has_sinks=True),
+        rotary=RotaryTraits(layer_theta_field="layer_rope_theta"),
         mixture=MixtureTraits(
             names=ExpertNames(
                 "block_sparse_moe.router",
@@ -198,9 +208,10 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             shared=SharedTraits(_SHARED_MLP, "shared_intermediate_size"),
             always_normalizes=True,
         ),
+        head=HeadTraits(divisor_field="logits_scaling"),
     ),
     "Glm4MoeForCausalLM": Family(
-        layer_kinds=without_windows,
+        layers=LayerTraits(without_windows),
         assumed={
             "num_key_value_heads": 8,
             "partial_rotary_factor": 0.5,
@@ -212,13 +223,11 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "use_qk_norm": False,
         },
         reads=("attention_bias", "partial_rotary_factor", "n_shared_experts", *QK_NORM, *NUM_EXPERTS),
-        qk_norm=HEAD_WIDE,
-        qk_norm_field="use_qk_norm",
-        o_bias=False,
+        attention=AttentionTraits(qk_norm=HEAD_WIDE, qk_norm_field="use_qk_norm", o_bias=False),
         mixture=_GLM_MIXTURE,
     ),
     "SolarOpenForCausalLM": Family(
-        layer_kinds=without_windows,
+        layers=LayerTraits(without_windows),
         assumed={
             "num_key_value_heads": 8,
             "head_dim": 128,
@@ -231,12 +240,11 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
         },
         reads=("attention_bias", "partial_rotary_factor", "n_shared_experts", *NUM_EXPERTS),
-        o_bias=False,
+        attention=AttentionTraits(o_bias=False),
         mixture=replace(_GLM_MIXTURE, layers=every_layer),
     ),
     "Dots1ForCausalLM": Family(
-        layer_kinds=windowed_from,
-        has_layer_types=True,
+        layers=LayerTraits(windowed_from, may_differ=True),
         assumed={
             "num_key_value_heads": 32,
             "sliding_window": 4096,
@@ -245,13 +253,11 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 0,
         },
         reads=("attention_bias", "n_shared_experts", *QK_NORM, *NUM_EXPERTS),
-        qk_norm=HEAD_WIDE,
+        attention=AttentionTraits(qk_norm=HEAD_WIDE),
         mixture=_GLM_MIXTURE,
     ),
     "ExaoneMoeForCausalLM": Family(
-        layer_kinds=full_by_pattern,
-        has_layer_types=True,
-        rotated_layers=rotated_if_windowed,
+        layers=LayerTraits(full_by_pattern, may_differ=True),
         assumed={
             "num_key_value_heads": 32,
             "sliding_window": 4096,
@@ -264,7 +270,8 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "routed_scaling_factor": 2.5,
         },
         reads=NUM_EXPERTS,
-        qk_norm=HEAD_WIDE,
+        attention=AttentionTraits(qk_norm=HEAD_WIDE),
+        rotary=RotaryTraits(layers=rotated_if_windowed),
         mixture=replace(
             _GLM_MIXTURE,
             names=replace(_QWEN_NAMES, choice_bias="mlp.e_score_correction_bias"),
@@ -275,7 +282,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         draft_tensors=("mtp.",),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
-        layer_kinds=without_windows,
+        layers=LayerTraits(without_windows),
         assumed={
             "num_key_value_heads": 4,
             "rope_theta": 500000.0,
@@ -290,7 +297,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         },
         # use_bias is refused, because it also gives the head a bias.
         reads=NUM_EXPERTS,
-        interleaved_rotary=True,
+        rotary=RotaryTraits(is_interleaved=True),
         mixture=MixtureTraits(
             names=replace(_QWEN_NAMES, choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_in_row=True),
             assumed_experts=64,
@@ -304,10 +311,10 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         draft_tensors=("model.mtp_", "mtp_"),
     ),
     "MiniMaxM2ForCausalLM": Family(
-        layer_kinds=without_windows,
+        layers=LayerTraits(without_windows),
         assumed={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6, "num_experts_per_tok": 8},
         reads=("partial_rotary_factor", "rotary_dim", *QK_NORM, *NUM_EXPERTS),
-        qk_norm=PROJECTION_WIDE,
+        attention=AttentionTraits(qk_norm=PROJECTION_WIDE),
         mixture=MixtureTraits(
             names=replace(_MIXTRAL_NAMES, choice_bias="block_sparse_moe.e_score_correction_bias"),
             assumed_experts=256,
@@ -317,8 +324,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         draft_tensors=("model.mtp_",),
     ),
     "MellumForCausalLM": Family(
-        layer_kinds=without_windows,
-        has_layer_types=True,
+        layers=LayerTraits(without_windows, may_differ=True),
         assumed={
             "num_key_value_heads": 4,
             "head_dim": 128,
@@ -331,9 +337,9 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 0,
         },
         reads=("attention_bias", *NUM_EXPERTS),
-        qk_norm=HEAD_WIDE,
+        attention=AttentionTraits(qk_norm=HEAD_WIDE),
         # Each kind of layer has its own entry in rope_parameters. This field is the default for windowed layers.
-        window_theta_field="window_rope_theta",
+        rotary=RotaryTraits(window_theta_field="window_rope_theta"),
         mixture=MixtureTraits(
             names=_QWEN_NAMES,
             assumed_experts=64,
@@ -344,9 +350,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     ),
     # Contexts are limited to one chunk.
     "Llama4ForCausalLM": Family(
-        layer_kinds=chunked_if_rotated,
-        has_layer_types=True,
-        rotated_layers=rotated_if_listed,
+        layers=LayerTraits(chunked_if_rotated, may_differ=True, other=CHUNKED),
         assumed={
             "num_key_value_heads": 8,
             "rope_theta": 500000.0,
@@ -368,13 +372,9 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             *QK_NORM,
             *NUM_EXPERTS,
         ),
-        dense_size_field="intermediate_size_mlp",
-        feed_forward=FeedForward(("feed_forward.gate_proj", "feed_forward.up_proj"), "feed_forward.down_proj"),
-        has_l2_norms=True,
-        qk_norm_field="use_qk_norm",
-        has_chunks=True,
-        scales_unrotated=True,
-        interleaved_rotary=True,
+        attention=AttentionTraits(qk_norm=WEIGHTLESS, qk_norm_field="use_qk_norm", scales_unrotated=True),
+        rotary=RotaryTraits(layers=rotated_if_listed, is_interleaved=True),
+        feed_forward=FeedForwardTraits(_LLAMA4_DENSE, size_field="intermediate_size_mlp"),
         mixture=MixtureTraits(
             names=ExpertNames(
                 "feed_forward.router",
@@ -396,8 +396,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
         ),
     ),
     "GptOssForCausalLM": Family(
-        layer_kinds=full_every(2),
-        has_layer_types=True,
+        layers=LayerTraits(full_every(2), may_differ=True),
         assumed={
             "num_key_value_heads": 8,
             "head_dim": 64,
@@ -418,15 +417,15 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             "swiglu_limit": 7.0,
         },
         reads=("attention_bias", *NUM_EXPERTS),
+        attention=AttentionTraits(has_sinks=True),
+        feed_forward=FeedForwardTraits(clamps_gate=True),
         mixture=MixtureTraits(names=_GPT_OSS_NAMES, assumed_experts=128, always_normalizes=True),
-        has_sinks=True,
-        clamps_gate=True,
     ),
 }
 
 INNER_FAMILIES: dict[str, Family] = {
     "Qwen3VLMoeText": Family(
-        layer_kinds=without_windows,
+        layers=LayerTraits(without_windows),
         assumed={
             "num_key_value_heads": 16,
             "rope_theta": 500000.0,
@@ -434,7 +433,7 @@ INNER_FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 1408,
         },
         reads=("attention_bias", *QK_NORM, *NUM_EXPERTS),
-        qk_norm=HEAD_WIDE,
+        attention=AttentionTraits(qk_norm=HEAD_WIDE),
         mixture=MixtureTraits(
             names=_QWEN_NAMES,
             assumed_experts=60,

@@ -24,8 +24,8 @@ from loramux.engine.architectures.config_fields import (
     refuse_what_is_not_computed,
 )
 from loramux.engine.architectures.delta_config import DELTA_NORM, DeltaConfig, parse_delta
-from loramux.engine.architectures.family import Family, NormNames
-from loramux.engine.architectures.feed_forward import ClampedGate, FeedForward
+from loramux.engine.architectures.family import PARALLEL, SCALED, STREAMS, Family, NormNames
+from loramux.engine.architectures.feed_forward import ClampedGate, FeedForwardNames
 from loramux.engine.architectures.feed_forward_config import intermediate_sizes, parse_activation, parse_clamped_gate
 from loramux.engine.architectures.layer_kinds import CHUNKED
 from loramux.engine.architectures.layer_modules import Group, attention_modules, feed_forward_modules, router_modules
@@ -69,7 +69,7 @@ class ModelConfig:
     attention: AttentionConfig
     delta: DeltaConfig | None
     """The layers with a gated delta rule instead of attention, or None if all layers have attention."""
-    feed_forward: FeedForward
+    feed_forward: FeedForwardNames
     intermediate_size: int
     """Largest number of inner features of a feed-forward block without experts."""
     layer_intermediate_sizes: tuple[int, ...]
@@ -189,7 +189,7 @@ class ModelConfig:
         return None if len(self.mixture.layers) == self.num_layers else self.mixture.layers
 
     @property
-    def _feed_forwards(self) -> list[tuple[FeedForward, list[int]]]:
+    def _feed_forwards(self) -> list[tuple[FeedForwardNames, list[int]]]:
         """The feed-forward blocks that all tokens use, each with its inner size in each layer (0: no block)."""
         layers = range(self.num_layers)
         mixture = self.mixture
@@ -304,7 +304,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     family, raw = found
     refuse_what_is_not_computed(raw, architecture, family.reads)
     raw = {**family.assumed, **raw}
-    if family.gates_attention and raw["attn_output_gate"] is not True:
+    if family.attention.has_gates and raw["attn_output_gate"] is not True:
         refuse_field("attn_output_gate", raw["attn_output_gate"], architecture)
     if raw.get("use_bidirectional_attention") == "all":
         refuse_field("use_bidirectional_attention", "all", architecture)
@@ -340,30 +340,30 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         quantization=quantization,
         attention=attention,
         delta=parse_delta(raw, architecture, kinds),
-        feed_forward=family.feed_forward,
+        feed_forward=family.feed_forward.names,
         intermediate_size=max(sizes),
         layer_intermediate_sizes=sizes,
-        mlp_bias=has_bias(raw, family.mlp_bias),
+        mlp_bias=has_bias(raw, family.feed_forward.bias),
         activation=parse_activation(raw, family),
-        clamped_gate=parse_clamped_gate(raw) if family.clamps_gate else None,
+        clamped_gate=parse_clamped_gate(raw) if family.feed_forward.clamps_gate else None,
         mixture=None if family.mixture is None else parse_mixture(raw, family.mixture, num_layers),
-        parallel_blocks=family.parallel_blocks,
-        norms=family.norms,
-        norm_eps=positive_float(raw, family.norm_eps_field),
-        norm_offset=family.norm_offset,
-        has_layer_norms=family.has_layer_norms,
-        has_norm_weights=family.has_norm_weights,
-        has_norm_biases=family.has_norm_biases,
-        final_norm=family.final_norm,
+        parallel_blocks=family.layers.wiring == PARALLEL,
+        norms=family.norms.names,
+        norm_eps=positive_float(raw, family.norms.eps_field),
+        norm_offset=family.norms.offset,
+        has_layer_norms=family.norms.subtracts_mean,
+        has_norm_weights=family.norms.has_weights,
+        has_norm_biases=family.norms.has_biases,
+        final_norm=family.norms.final,
         layer_input_size=_layer_input_size(raw, family),
         layer_input_vocab_size=raw.get("vocab_size_per_layer_input") or 0,
-        altup=parse_altup(raw, architecture, num_layers) if family.has_altup else None,
-        has_layer_scalars=family.has_layer_scalars,
+        altup=parse_altup(raw, architecture, num_layers) if family.layers.wiring == STREAMS else None,
+        has_layer_scalars=family.layers.wiring == SCALED,
         embedding_scale=hidden_size**0.5 if family.scales_embedding else factor(raw, "embedding_multiplier"),
         residual_scale=factor(raw, "residual_multiplier"),
-        logit_scale=factor(raw, family.logit_scale_field) / factor(raw, family.logit_divisor_field),
+        logit_scale=factor(raw, family.head.scale_field) / factor(raw, family.head.divisor_field),
         logit_soft_cap=optional_float(raw, "final_logit_softcapping"),
-        head_bias=family.has_head_bias,
+        head_bias=family.head.has_bias,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id")), vocab_size),
@@ -397,7 +397,7 @@ def _layer_input_size(raw: Mapping[str, Any], family: Family) -> int:
     size = positive(raw, "hidden_size_per_layer_input")
     own, usual = positive(raw, "vocab_size_per_layer_input"), positive(raw, "vocab_size")
     # With AltUp, the vocabulary of the layer inputs can be smaller. Tokens beyond it get the input of token 0.
-    if own != usual and not (family.has_altup and own < usual):
+    if own != usual and not (family.layers.wiring == STREAMS and own < usual):
         raise ModelNotSupported(
             f"vocab_size_per_layer_input = {raw['vocab_size_per_layer_input']} in config.json differs from vocab_size"
         )

@@ -164,7 +164,8 @@ def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Map
         )
     family = {**_TEXT_FAMILIES, **INNER_FAMILIES}[wrapper.decoders[kind]]
     if wrapper.has_mrope:
-        fields = (*family.rope_fields, "mrope_section", "mrope_interleaved")
-        family = replace(family, ropes=(*family.ropes, "mrope"), rope_fields=fields)
+        rotary = family.rotary
+        fields = (*rotary.fields, "mrope_section", "mrope_interleaved")
+        family = replace(family, rotary=replace(rotary, kinds=(*rotary.kinds, "mrope"), fields=fields))
     shared = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
     return family, {**_SIZES.get(kind, {}), **wrapper.assumed, **text, **shared, **wrapper.fixed}

@@ -101,40 +101,41 @@ def parse_ropes(
     def parse(given: Mapping[str, Any]) -> RopeConfig:
         return _parse_rope(given, raw, architecture, family, head_dim)
 
-    given = raw.get("rope_parameters") or {}
+    rotary, given = family.rotary, raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or {}
     theta = 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
-    if family.window_theta_field is None:
+    if rotary.window_theta_field is None:
         rope = parse({"rope_theta": theta, **(scaling or given)})
-        thetas = None if family.layer_theta_field is None else raw.get(family.layer_theta_field)
+        thetas = None if rotary.layer_theta_field is None else raw.get(rotary.layer_theta_field)
         if thetas is not None:
             if len(thetas) != len(windows) or any(type(one) not in (int, float) or one < 0 for one in thetas):
-                refuse_field(family.layer_theta_field or "", thetas, architecture)
+                refuse_field(rotary.layer_theta_field or "", thetas, architecture)
             return tuple(replace(rope, theta=float(one)) if one else NO_ROPE for one in thetas)
-        return tuple(rope if is_rotated else NO_ROPE for is_rotated in family.rotated_layers(raw, windows))
+        return tuple(rope if is_rotated else NO_ROPE for is_rotated in rotary.layers(raw, windows))
     for name in given:
         if name not in (FULL, SLIDING):
             refuse_field(f"rope_parameters.{name}", given[name], architecture)
     whole = parse({"rope_theta": theta, **(given.get(FULL) or {}), **scaling})
-    local = parse({"rope_theta": raw[family.window_theta_field], **(given.get(SLIDING) or {})})
+    local = parse({"rope_theta": raw[rotary.window_theta_field], **(given.get(SLIDING) or {})})
     return tuple(whole if window is None else local for window in windows)
 
 
 def _parse_rope(
     given: Mapping[str, Any], raw: Mapping[str, Any], architecture: str, family: Family, head_dim: int
 ) -> RopeConfig:
+    supported = family.rotary.kinds
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind == "mrope" and kind in family.ropes:
+    if kind == "mrope" and kind in supported:
         # Early configurations of multimodal models use this name for the default kind.
         kind = "default"
-    if kind in ("su", "yarn") and kind not in family.ropes and "longrope" in family.ropes:
+    if kind in ("su", "yarn") and kind not in supported and "longrope" in supported:
         # Early Phi-3 configurations use these names for longrope.
         kind = "longrope"
-    if kind not in family.ropes:
+    if kind not in supported:
         raise ModelNotSupported(
-            f"the rotary embedding {kind!r} of {architecture} is not supported; supported: {', '.join(family.ropes)}"
+            f"the rotary embedding {kind!r} of {architecture} is not supported; supported: {', '.join(supported)}"
         )
-    known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_FIELDS[kind], *family.rope_fields)
+    known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_FIELDS[kind], *family.rotary.fields)
     for name, value in given.items():
         if name not in known and value is not None:
             refuse_field(f"{name} of the rotary embedding {kind!r}", value, architecture)
