@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from loramux.engine.architectures.model_config import SINKS, ModelConfig
 from loramux.engine.architectures.rope_config import NO_ROPE
+from loramux.engine.decoder.decoder_step import DecoderStep
 from loramux.engine.decoder.layer_adapters import LayerAdapters
-from loramux.engine.decoder.norms import Norm, RmsNorm
+from loramux.engine.decoder.norms import AdaptableNorm, Norm, RmsNorm
 from loramux.engine.decoder.placement import Placement
 from loramux.engine.decoder.rotary import in_halves
 from loramux.engine.sequences.cache_groups import CacheLayout
-from loramux.kernels.dispatch import Kernels
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, ModuleGroup
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionStep:
-    """Inputs of attention that all layers share in one step.
-
-    `angles` contains the cosines and sines of each row's angles, for each rotary embedding of the decoder.
-    `query_scale` is a factor for q, or None. `batches` has an entry for each of `CacheLayout.groups`. `outputs` maps
-    each `head_dim` to a zeroed buffer `[num_tokens, num_heads, head_dim]`. Attention skips padding rows, which belong
-    to no sequence, so they stay zero.
-    """
-
-    angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    query_scale: torch.Tensor | None
-    batches: Sequence[AttentionBatch]
-    outputs: dict[int, torch.Tensor]
+from loramux.kernels.tables import AttentionSpec, ModuleGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
     """The attention of one layer.
 
-    `norms` contains the norms of q and k with their numbers of channels, or is empty. `norm_groups` are the modules
-    with which adapters replace them. `rotary` is an index into
-    `AttentionStep.angles`. With `interleaves`, each pair of adjacent channels is rotated. Without `stores_kv`, the
-    layer reads the K and V of another layer. `cache_group` and `cache_layer` are the `CacheLayout.place` of the layer
-    whose K and V are read. Without `has_v`, the projection of K, before its norm, is also V. Without `scales_query`,
-    the step's query scale does not apply. `clip` limits the magnitude of the projections' outputs.
+    `norms` contains the norms of q and k with their numbers of channels, or is empty. `rotary` is an index into
+    `DecoderStep.angles`. With `interleaves`, each pair of adjacent channels is rotated. Without `stores_kv`, the layer
+    reads the K and V of another layer. `cache_group` and `cache_layer` are the `CacheLayout.place` of the layer whose K
+    and V are read. Without `has_v`, the projection of K, before its norm, is also V. Without `scales_query`, the step's
+    query scale does not apply. `clip` limits the magnitude of the projections' outputs.
     """
 
     spec: AttentionSpec
-    norms: tuple[tuple[Norm, int], ...]
-    norm_groups: tuple[ModuleGroup | None, ...]
+    norms: tuple[tuple[AdaptableNorm, int], ...]
     value_norm: Norm | None
     rotary: int
     interleaves: bool
@@ -61,14 +43,9 @@ class Attention:
     scales_query: bool
     clip: float | None
 
-    def __call__(
-        self, qkv: torch.Tensor, kernels: Kernels, step: AttentionStep, norm_adapters: LayerAdapters | None
-    ) -> torch.Tensor:
-        """The input of the output projection. `qkv` `[num_tokens, ...]` is the output of the fused projections.
-
-        `norm_adapters` is None if no adapter of the step replaces norms.
-        """
-        spec, num_tokens = self.spec, qkv.shape[0]
+    def __call__(self, qkv: torch.Tensor, step: DecoderStep, adapters: LayerAdapters) -> torch.Tensor:
+        """The input of the output projection. `qkv` `[num_tokens, ...]` is the output of the fused projections."""
+        spec, kernels, num_tokens = self.spec, adapters.kernels, qkv.shape[0]
         head_dim, kv_out = spec.head_dim, spec.num_kv_heads * spec.head_dim
         q_out = spec.num_heads * head_dim
         if self.clip is not None:
@@ -78,10 +55,10 @@ class Attention:
         gate = None
         if self.has_gates:
             q, gate = q.view(num_tokens, spec.num_heads, 2 * head_dim).chunk(2, dim=2)
-        q = self._normed(0, q, kernels, norm_adapters).view(num_tokens, spec.num_heads, head_dim)
+        q = self._normed(0, q, adapters).view(num_tokens, spec.num_heads, head_dim)
         k, v = None, None
         if kv:
-            k = self._normed(1, kv[0], kernels, norm_adapters).view(num_tokens, spec.num_kv_heads, head_dim)
+            k = self._normed(1, kv[0], adapters).view(num_tokens, spec.num_kv_heads, head_dim)
             v = kv[-1].view(num_tokens, spec.num_kv_heads, head_dim)
             if self.value_norm is not None:
                 v = self.value_norm(kernels, v)
@@ -92,21 +69,18 @@ class Attention:
             num_pairs = angles[0].shape[1]
             q = in_halves(q, num_pairs)
             k = None if k is None else in_halves(k, num_pairs)
-        batch, attended = step.batches[self.cache_group], step.outputs[head_dim]
+        batch, attended = step.attention[self.cache_group], step.outputs[head_dim]
         kernels.rotate_and_store(q, k, v, *angles, self.cache_layer, batch)
         kernels.paged_attention(q, self.cache_layer, batch, spec, attended, self.sinks)
         if gate is not None:
             attended = attended * gate.sigmoid()
         return attended.view(num_tokens, q_out)
 
-    def _normed(
-        self, index: int, x: torch.Tensor, kernels: Kernels, norm_adapters: LayerAdapters | None
-    ) -> torch.Tensor:
+    def _normed(self, index: int, x: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
         if not self.norms:
             return x
         norm, size = self.norms[index]
-        y = norm(kernels, x.view(x.shape[0], -1, size))
-        return y if norm_adapters is None else norm_adapters.replace_norm(y, self.norm_groups[index])
+        return norm(x.view(x.shape[0], -1, size), adapters)
 
 
 def load_attention(
@@ -126,19 +100,16 @@ def load_attention(
     cache_group, cache_layer = cache.place(attention.kv_sources[layer])
     stores_kv = attention.kv_sources[layer] == layer
     is_rotated = attention.ropes[layer] is not NO_ROPE
-    norms: tuple[tuple[Norm, int], ...] = ()
-    groups: tuple[ModuleGroup | None, ...] = tuple(
-        norm_groups.get(f"self_attn.{name}") for name, _ in attention.norm_sizes(layer)
-    )
+    norms: tuple[tuple[AdaptableNorm, int], ...]
+    unweighted = RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps)
     if attention.has_l2_norms and is_rotated:
-        groups = (None, None)
         # transformers normalises after the rotation, but a rotation does not change the length of a head's vector.
-        norms = (
-            (RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps), heads.head_dim),
-        ) * 2
-    value_norm = None
-    if attention.has_value_norm and stores_kv:
-        value_norm = RmsNorm(torch.ones(heads.head_dim, device=place.backend.device), config.norm_eps)
+        norms = ((AdaptableNorm(unweighted, None), heads.head_dim),) * 2
+    else:
+        norms = tuple(
+            (AdaptableNorm(place.norm(f"{prefix}.{name}", size), norm_groups.get(f"self_attn.{name}")), size)
+            for name, size in attention.norm_sizes(layer)
+        )
     return Attention(
         spec=AttentionSpec(
             num_heads=attention.num_heads,
@@ -148,10 +119,8 @@ def load_attention(
             sliding_window=window,
             soft_cap=attention.soft_cap,
         ),
-        norms=norms
-        or tuple((place.norm(f"{prefix}.{name}", size), size) for name, size in attention.norm_sizes(layer)),
-        norm_groups=groups,
-        value_norm=value_norm,
+        norms=norms,
+        value_norm=unweighted if attention.has_value_norm and stores_kv else None,
         rotary=rotary,
         interleaves=attention.interleaved_rotary and is_rotated,
         has_gates=attention.has_gates,

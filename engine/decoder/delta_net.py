@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional
 
 from loramux.engine.architectures.delta_config import DeltaConfig
+from loramux.engine.decoder.decoder_step import DecoderStep
 from loramux.engine.decoder.layer_adapters import LayerAdapters
 from loramux.engine.decoder.placement import Placement
-from loramux.kernels.dispatch import Kernels
-from loramux.kernels.tables import AttentionBatch, ModuleGroup
+from loramux.kernels.tables import ModuleGroup
 
 
 class DeltaNet:
@@ -41,18 +41,13 @@ class DeltaNet:
         self._rates = torch.stack([-tensor("A_log").exp(), tensor("dt_bias")])
         self._norm_weight = tensor("norm.weight")
 
-    def __call__(
-        self, projected: torch.Tensor, kernels: Kernels, batch: AttentionBatch, norm_adapters: LayerAdapters | None
-    ) -> torch.Tensor:
-        """The input of the output projection. `projected` is the output of the fused input projections.
-
-        `norm_adapters` is None if no adapter of the step replaces norms.
-        """
-        spec = self._spec
+    def __call__(self, projected: torch.Tensor, step: DecoderStep, adapters: LayerAdapters) -> torch.Tensor:
+        """The input of the output projection. `projected` is the output of the fused input projections."""
+        assert step.states is not None
+        spec, kernels, batch = self._spec, adapters.kernels, step.states
         qkv, z, gates = torch.split(projected, [spec.channels, spec.matrix_rows, 2 * spec.num_v_heads], dim=1)
         mixed = kernels.convolve(qkv, self._weight, self._layer, batch, spec)
         y = kernels.delta_rule(mixed, gates, self._rates, self._layer, batch, spec)
         y = kernels.rms_norm(y.view(-1, spec.num_v_heads, spec.v_dim), self._norm_weight, self._eps)
-        if norm_adapters is not None:
-            norm_adapters.replace_norm(y, self._norm_group)
+        adapters.replace_norm(y, self._norm_group)
         return (y.view_as(z) * functional.silu(z.float())).to(projected.dtype)

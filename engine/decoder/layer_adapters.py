@@ -6,38 +6,38 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.engine.sequences.layer_groups import NO_GROUPS, LayerGroups
+from loramux.engine.device.backend import Linear
+from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.routing import Routing
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, Segments
 
-_EXPERTS = LayerGroups.EXPERTS_GATE_UP | LayerGroups.EXPERTS_DOWN
+_EXPERTS = int(LayerGroups.EXPERTS_GATE_UP | LayerGroups.EXPERTS_DOWN)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen, because each layer of each step makes one, and making a frozen one takes several times as long.
+@dataclass(slots=True, eq=False)
 class LayerAdapters:
     """Adds the outputs of a step's adapters in one layer. The adapters change only the module groups in `groups`.
 
     `slots` int32 `[num_tokens]` is the adapter slot of each row, or -1, and `segments` group the rows by slot.
+    `groups` has the bits of `LayerGroups` as a plain integer, which Python tests much faster than a flag.
+    `replaces_norms` is true if `groups` contains NORMS.
     """
 
     kernels: Kernels
     tables: AdapterTables
     slots: torch.Tensor
     segments: Segments
-    groups: LayerGroups
+    groups: int
+    replaces_norms: bool
     layer: int
 
     def add(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        flag: LayerGroups,
-        group: ModuleGroup,
-        pairs: Segments | None = None,
+        self, x: torch.Tensor, y: torch.Tensor, flag: int, group: ModuleGroup, pairs: Segments | None = None
     ) -> torch.Tensor:
-        """Add the adapters' outputs for `x` to `y`, the base's output. A group of experts also needs `pairs`."""
-        if flag in self.groups:
+        """Add the adapters' outputs for `x` to `y`, the output of a router or, with `pairs`, of experts."""
+        if self.groups & flag:
             segments = self.segments if pairs is None else pairs
             self.kernels.lora_add(x, LoraCall(self.layer, group, self.tables, segments), y)
         return y
@@ -47,12 +47,28 @@ class LayerAdapters:
 
         `group` is None if adapters cannot replace this norm.
         """
-        if group is not None and LayerGroups.NORMS in self.groups:
+        if self.replaces_norms and group is not None:
             self.kernels.lora_affine(LoraCall(self.layer, group, self.tables, self.segments), y.view(y.shape[0], -1))
         return y
 
     def pairs(self, routing: Routing) -> Segments | None:
         """The pairs of token and expert, grouped by adapter and expert. None if no adapter changes experts."""
-        if self.groups & _EXPERTS == NO_GROUPS:
+        if not self.groups & _EXPERTS:
             return None
         return self.kernels.adapter_pairs(routing, self.slots, self.segments)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptableLinear:
+    """A linear layer, which may be several fused ones, and the modules with which adapters change its output."""
+
+    linear: Linear
+    group: ModuleGroup
+    flag: int
+
+    def __call__(self, x: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
+        y = self.linear(x)
+        if adapters.groups & self.flag:
+            call = LoraCall(adapters.layer, self.group, adapters.tables, adapters.segments)
+            adapters.kernels.lora_add(x, call, y)
+        return y

@@ -14,11 +14,10 @@ from loramux.engine.architectures.model_config import (
     ModelConfig,
     input_shapes,
 )
-from loramux.engine.decoder.layer_adapters import LayerAdapters
+from loramux.engine.decoder.decoder_step import DecoderStep
+from loramux.engine.decoder.layer_adapters import AdaptableLinear, LayerAdapters
 from loramux.engine.decoder.norms import Norm
 from loramux.engine.decoder.placement import Placement
-from loramux.engine.device.backend import Linear
-from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape
 from loramux.kernels.tables import ModuleGroup
@@ -53,20 +52,17 @@ class LayerInputs:
 class LayerInput:
     """Gates one layer's own input embedding with the layer's output, and projects the product to the hidden size."""
 
-    gate: Linear
-    gate_group: ModuleGroup
-    projection: Linear
-    projection_group: ModuleGroup
+    gate: AdaptableLinear
+    projection: AdaptableLinear
     norm: Norm
 
-    def __call__(
-        self, x: torch.Tensor, layer_input: torch.Tensor, kernels: Kernels, adapters: LayerAdapters
-    ) -> torch.Tensor:
-        """The term to add to the layer's output `x` `[num_tokens, hidden_size]`.
+    @property
+    def groups(self) -> tuple[ModuleGroup, ...]:
+        return self.gate.group, self.projection.group
 
-        `layer_input` is `[num_tokens, size]`.
-        """
-        gate = adapters.add(x, self.gate(x), LayerGroups.INPUT_GATE, self.gate_group)
-        inner = functional.gelu(gate, approximate="tanh") * layer_input
-        y = adapters.add(inner, self.projection(inner), LayerGroups.INPUT_PROJECTION, self.projection_group)
-        return self.norm(kernels, y)
+    def __call__(self, x: torch.Tensor, step: DecoderStep, adapters: LayerAdapters) -> torch.Tensor:
+        """The term to add to the layer's output `x` `[num_tokens, hidden_size]`."""
+        assert step.layer_inputs is not None
+        gate = functional.gelu(self.gate(x, adapters), approximate="tanh")
+        y = self.projection(gate * step.layer_inputs[:, adapters.layer], adapters)
+        return self.norm(adapters.kernels, y)

@@ -1,8 +1,8 @@
-"""A mixture of experts: the router of one layer, its experts, and the weight of the shared expert's output."""
+"""A mixture of experts: the router of one layer, its experts, and the shared expert."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 
@@ -11,14 +11,17 @@ import torch
 
 from loramux.adapter_store.formats.quantization.mxfp4 import Mxfp4Experts
 from loramux.engine.architectures.mixture_config import MixtureConfig
+from loramux.engine.decoder.decoder_step import DecoderStep
+from loramux.engine.decoder.feed_forward import FeedForward
 from loramux.engine.decoder.layer_adapters import LayerAdapters
 from loramux.engine.decoder.norms import Norm, RmsNorm
 from loramux.engine.decoder.placement import ExpertWeight, Placement
 from loramux.engine.sequences.layer_groups import LayerGroups
-from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape
 from loramux.kernels.quantized import QuantizedWeight
 from loramux.kernels.tables import ModuleGroup
+
+_ROUTER, _GATE_UP, _DOWN = map(int, (LayerGroups.ROUTER, LayerGroups.EXPERTS_GATE_UP, LayerGroups.EXPERTS_DOWN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,19 @@ class MixtureGroups:
 
 
 class Mixture:
-    """The mixture of one layer, without the shared expert's linear layers, which are in `DecoderLayer.feed_forward`."""
+    """The mixture of one layer. `shared` is the shared expert, or None."""
 
     def __init__(
-        self, config: MixtureConfig, groups: MixtureGroups, hidden_size: int, place: Placement, prefix: str
+        self,
+        config: MixtureConfig,
+        groups: MixtureGroups,
+        shared: FeedForward | None,
+        hidden_size: int,
+        place: Placement,
+        prefix: str,
     ) -> None:
-        self.groups = groups
+        self.shared = shared
+        self._groups = groups
         self._routing = config.routing
         self._scales_input = config.scales_input
         num_experts = config.routing.num_experts
@@ -72,26 +82,27 @@ class Mixture:
         self._gate_up = place.experts(num_experts, gate_up, gate_up_bias)
         self._down = place.experts(num_experts, down, down_bias)
 
+    @property
+    def groups(self) -> tuple[ModuleGroup, ...]:
+        shared = () if self.shared is None else self.shared.groups
+        return *shared, *self._groups.all
+
     def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        shared: torch.Tensor | None,
-        kernels: Kernels,
-        gate_and_mul: Callable[[torch.Tensor], torch.Tensor],
-        adapters: LayerAdapters,
+        self, x: torch.Tensor, residual: torch.Tensor, step: DecoderStep, adapters: LayerAdapters
     ) -> torch.Tensor:
-        """The mixture's output, including `shared`, the output of the shared expert.
+        """The sum of the outputs of the experts and the shared expert.
 
         `x` `[num_tokens, hidden_size]` is the normalised `residual`.
         """
+        shared = None if self.shared is None else self.shared(x, residual, step, adapters)
         if self._branch_norms is None:
-            return self._experts(x, x, shared, kernels, gate_and_mul, adapters)
+            return self._experts(x, x, shared, step, adapters)
         assert shared is not None
+        kernels = adapters.kernels
         after_block, before_experts, after_experts = self._branch_norms
         x = before_experts(kernels, residual)
         routed_by = x if self._router_norm is None else self._router_norm(kernels, residual)
-        y = after_experts(kernels, self._experts(x, routed_by, None, kernels, gate_and_mul, adapters))
+        y = after_experts(kernels, self._experts(x, routed_by, None, step, adapters))
         return y.add_(after_block(kernels, shared))
 
     def _experts(
@@ -99,13 +110,12 @@ class Mixture:
         x: torch.Tensor,
         routed_by: torch.Tensor,
         shared: torch.Tensor | None,
-        kernels: Kernels,
-        gate_and_mul: Callable[[torch.Tensor], torch.Tensor],
+        step: DecoderStep,
         adapters: LayerAdapters,
     ) -> torch.Tensor:
-        groups = self.groups
+        kernels, groups = adapters.kernels, self._groups
         logits = self._router(routed_by if self._choice_bias is None else routed_by.float())
-        logits = adapters.add(routed_by, logits, LayerGroups.ROUTER, groups.router)
+        logits = adapters.add(routed_by, logits, _ROUTER, groups.router)
         num_experts = self._routing.num_experts
         routing = kernels.route(logits[:, :num_experts], self._routing, self._choice_bias)
         if self._expert_scales is not None:
@@ -116,9 +126,9 @@ class Mixture:
             x = (x[:, None] * routing.weights[:, :, None].to(x.dtype)).flatten(0, 1)
             routing = replace(routing, weights=torch.ones_like(routing.weights))
         gate_up = kernels.multiply_experts(x, self._gate_up, routing)
-        inner = gate_and_mul(adapters.add(x, gate_up, LayerGroups.EXPERTS_GATE_UP, groups.gate_up, pairs))
+        inner = step.activate(adapters.add(x, gate_up, _GATE_UP, groups.gate_up, pairs))
         y = kernels.multiply_experts(inner, self._down, routing)
-        y = adapters.add(inner, y, LayerGroups.EXPERTS_DOWN, groups.down, pairs)
+        y = adapters.add(inner, y, _DOWN, groups.down, pairs)
         return kernels.sum_experts(y, routing, shared, logits[:, num_experts:] if self._has_gate else None)
 
 

@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from loramux.engine.decoder.layer_adapters import LayerAdapters
 from loramux.kernels.dispatch import Kernels
+from loramux.kernels.tables import ModuleGroup
 
 
 class Norm(Protocol):
@@ -59,3 +61,15 @@ class NoNorm:
 
     def add(self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual.add_(x)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptableNorm:
+    """A norm, and the module with which adapters replace it, or None if they cannot."""
+
+    norm: Norm
+    group: ModuleGroup | None
+
+    def __call__(self, x: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
+        y = self.norm(adapters.kernels, x)
+        return adapters.replace_norm(y, self.group) if adapters.replaces_norms else y
