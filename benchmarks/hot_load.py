@@ -54,7 +54,7 @@ from loramux.adapter_store.tiers.staging_client import StagingClient
 from loramux.adapter_store.tiers.staging_link import OPEN_S
 from loramux.adapter_store.tiers.tier_figures import StageCounts
 from loramux.engine.adapters.adapter_load import AdapterLoad
-from loramux.engine.adapters.adapter_pool import AdapterPool, Demand
+from loramux.engine.adapters.adapter_pool import AdapterPool, PoolDemand
 from loramux.engine.adapters.page_copier import PageCopier
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.device.accelerator import HostAccelerator
@@ -224,7 +224,7 @@ class Bench:
                 digest = waiting.popleft()
                 under_way[digest] = adapters.prefetch(digest)
             self._newest.wait()
-            for load in adapters.poll(Demand({digest: position for position, digest in enumerate(under_way)})):
+            for load in adapters.poll(PoolDemand({digest: position for position, digest in enumerate(under_way)})):
                 if load.failure is not None:
                     raise CheckError(f"an adapter could not be loaded: {load.failure}")
                 del under_way[load.digest]

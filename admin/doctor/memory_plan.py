@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.quantization.base_format import Checkpoint
+from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors
 from loramux.adapter_store.formats.quantization.mxfp4 import Mxfp4Experts
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.adapter_store.formats.quantization.reordered import ReorderedWeight
@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """Memory in bytes that a server takes with one format of weights; `problem` says why a format cannot be used.
 
     `weights` includes the embedding and the head. `process` is everything except the weights and the pool.
@@ -61,7 +61,7 @@ def has_products_by_codes(device: str) -> bool:
 
 def plan_memory(
     model_dir: Path, device: str, pool_bytes: int | None = None, max_model_len: int | None = None
-) -> list[Plan]:
+) -> list[MemoryPlan]:
     """Return plans for bfloat16, for the checkpoint's own format and, if the checkpoint is not quantised, for each
     value of `--quantization`.
 
@@ -74,24 +74,24 @@ def plan_memory(
     pool = DEFAULT_BYTES if pool_bytes is None else pool_bytes
     process = PROCESS_BYTES + _rotary_bytes(config, max_model_len or config.max_model_len)
     sizes = _Sizes(config, "bfloat16", device)
-    plans = [Plan("bfloat16", sizes.total({}), pool, process)]
+    plans = [MemoryPlan("bfloat16", sizes.total({}), pool, process)]
     names = quantized_names(config)
     for method in CHOICES if config.quantization is None else ():
         try:
             codes = _method_bytes(config, names, method, device) if keeps else {}
         except ModelNotSupported as error:
-            plans.append(Plan(method, problem=str(error)))
+            plans.append(MemoryPlan(method, problem=str(error)))
         else:
-            plans.append(Plan(method, sizes.total(codes), pool, process))
+            plans.append(MemoryPlan(method, sizes.total(codes), pool, process))
     own = resolve_dtype("auto", config, device)
     if config.quantization is not None:
         try:
             codes = _coded_bytes(checkpoint, device) if keeps else {}
         except BaseNotSupported as error:
             raise ModelNotSupported(str(error)) from error
-        plans.append(Plan(config.quantization.name, _Sizes(config, own, device).total(codes), pool, process))
+        plans.append(MemoryPlan(config.quantization.name, _Sizes(config, own, device).total(codes), pool, process))
     elif own != "bfloat16":
-        plans.append(Plan(own, _Sizes(config, own, device).total({}), pool, process))
+        plans.append(MemoryPlan(own, _Sizes(config, own, device).total({}), pool, process))
     return plans
 
 
@@ -131,7 +131,7 @@ def _method_bytes(config: ModelConfig, names: Collection[str], method: str, devi
     return sizes
 
 
-def _coded_bytes(checkpoint: Checkpoint, device: str) -> dict[str, int]:
+def _coded_bytes(checkpoint: CheckpointTensors, device: str) -> dict[str, int]:
     """Return the size in bytes of each weight that stays quantised. Only the first weight of each kind is read."""
     known: dict[tuple[str, tuple[int, ...], frozenset[str]], int | None] = {}
     sizes: dict[str, int] = {}

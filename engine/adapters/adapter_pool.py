@@ -15,11 +15,11 @@ from loramux.engine.pages.eviction import AFTER_ALL, Evictable, EvictionPolicy, 
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 
 NOT_SHORT = AFTER_ALL
-"""Value of `Demand.short_position` when no sequence is short of pages."""
+"""Value of `PoolDemand.short_position` when no sequence is short of pages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class PoolDemand:
     """What the sequences need from the pool before a step.
 
     A queue position is a sequence's index among the waiting sequences, starting at 0.
@@ -74,7 +74,7 @@ class AdapterPool:
         # Loads waiting for a slot and pages.
         self._staged: list[AdapterLoad] = []
         # The demand passed to the last `poll`.
-        self._demand = Demand()
+        self._demand = PoolDemand()
         self.on_residency = on_residency
         """Called with an adapter's digest, and True when it becomes resident or False when it stops being usable."""
         self.num_slots = num_slots
@@ -148,7 +148,7 @@ class AdapterPool:
             return 0
         return load.num_pages
 
-    def poll(self, demand: Demand) -> list[AdapterLoad]:
+    def poll(self, demand: PoolDemand) -> list[AdapterLoad]:
         """Advance all loads and return the adapters that became resident or failed.
 
         Staged adapters get room in queue order. A staged adapter never evicts an adapter that an earlier sequence is

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.files.mapped_tensors import map_directory
 from loramux.adapter_store.formats.files.text_names import text_name
-from loramux.adapter_store.formats.quantization.base_format import Checkpoint, find_coded, read_format
+from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors, find_coded, read_format
 from loramux.engine.protocol.errors import ModelNotSupported
 
 EMBEDDING, HEAD, HEAD_BIAS = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"
@@ -63,7 +63,7 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     return plain | {name: StoredTensor(it.dtype, it.shape, True) for name, it in checkpoint.coded.items()}
 
 
-def checkpoint_of(model_dir: Path, quantized_dir: Path | None = None) -> Checkpoint:
+def checkpoint_of(model_dir: Path, quantized_dir: Path | None = None) -> CheckpointTensors:
     """The quantised and the plain tensors of a model directory. Raises ModelNotSupported.
 
     Requires that safetensors can open the directory's files.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
 
-from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, TOKEN_S, Share, ShareHeap, Turn, place
+from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, TOKEN_S, FairShare, ShareHeap, TurnKey, place
 from loramux.engine.sequences.sequence import Sequence
 
 MAX_ROUNDS = 64
@@ -55,23 +55,23 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._active: dict[str, Share] = {}
+        self._active: dict[str, FairShare] = {}
         # Longest idle first. Counters of idle shares are kept, so that a short idle time does not reset them.
-        self._idle: OrderedDict[str, Share] = OrderedDict()
+        self._idle: OrderedDict[str, FairShare] = OrderedDict()
         self._resident: set[str] = set()
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
         # Shares with waiting sequences, longest wait first.
-        self._waiting: OrderedDict[Share, None] = OrderedDict()
+        self._waiting: OrderedDict[FairShare, None] = OrderedDict()
         self._waiting_weight = 0
-        self._late: dict[Share, None] = {}
+        self._late: dict[FairShare, None] = {}
         self._looked_at = 0
         self._least_active = ShareHeap(_served)
         self._least_waiting = ShareHeap(_served)
         self._heads = {True: ShareHeap(_ready_turn), False: ShareHeap(_cold_turn)}
         # Shares to update in `_heads`. `_charged_more` has the shares whose counters rose, and `_changed` has the
         # shares with other changes, such as a new waiting sequence.
-        self._changed: dict[Share, None] = {}
-        self._charged_more: dict[Share, None] = {}
+        self._changed: dict[FairShare, None] = {}
+        self._charged_more: dict[FairShare, None] = {}
         self._last_asked = (0, 0)
         self._last_order: list[Sequence] = []
         self._num_admissions = 0
@@ -156,7 +156,7 @@ class FairQueue:
         """Mark an adapter as resident or not. Waiting sequences that need it become ready or cold."""
         if is_resident == (digest in self._resident):
             return
-        moved: defaultdict[Share, list[Sequence]] = defaultdict(list)
+        moved: defaultdict[FairShare, list[Sequence]] = defaultdict(list)
         for sequence in self._by_digest.get(digest, ()):
             share = self._active[sequence.add.share_key]
             if sequence not in share.parked:
@@ -225,10 +225,10 @@ class FairQueue:
         """All waiting sequences, in no particular order."""
         return [one for share in self._active.values() for one in (*share.ready, *share.cold, *share.parked)]
 
-    def _order(self, is_ready: bool, count: int) -> list[tuple[Turn, Sequence]]:
+    def _order(self, is_ready: bool, count: int) -> list[tuple[TurnKey, Sequence]]:
         """The first `count` ready or cold sequences, with their turns."""
         # A turn's last element is the arrival number, which is unique, so comparisons never reach later tuple elements.
-        heads: list[tuple[Turn, Sequence, Iterator[tuple[Turn, Sequence]]]] = []
+        heads: list[tuple[TurnKey, Sequence, Iterator[tuple[TurnKey, Sequence]]]] = []
         for share in self._late:
             if share.line(is_ready):
                 turns = _turns(share, is_ready, self._num_admissions - share.waits_since)
@@ -236,7 +236,7 @@ class FairQueue:
         heapq.heapify(heads)
         others = self._heads[is_ready].ascending()
         following = next(others, None)
-        order: list[tuple[Turn, Sequence]] = []
+        order: list[tuple[TurnKey, Sequence]] = []
         while len(order) < count:
             # A share's turn in the heap is never later than the first turn that `_turns` yields for it.
             while following is not None and (not heads or following[0] <= heads[0][0]):
@@ -275,14 +275,14 @@ class FairQueue:
                 self._late[share] = None
                 self._changed[share] = None
 
-    def _charge(self, share: Share, price: float) -> None:
+    def _charge(self, share: FairShare, price: float) -> None:
         share.charged += price
         self._charged += price
         share.served += price / share.weight
         if share.ready or share.cold:
             self._charged_more[share] = None
 
-    def _insert(self, share: Share, sequence: Sequence) -> None:
+    def _insert(self, share: FairShare, sequence: Sequence) -> None:
         if sequence.has_reached_limit:
             share.parked[sequence] = None
             return
@@ -295,7 +295,7 @@ class FairQueue:
         self._count_line(is_ready, 1)
         self._changed[share] = None
 
-    def _discard(self, share: Share, sequence: Sequence) -> None:
+    def _discard(self, share: FairShare, sequence: Sequence) -> None:
         if sequence in share.parked:
             del share.parked[sequence]
             return
@@ -318,7 +318,7 @@ class FairQueue:
         else:
             self.num_cold += change
 
-    def _begin_wait(self, share: Share) -> None:
+    def _begin_wait(self, share: FairShare) -> None:
         share.waits_since = self._num_admissions
         share.charged_before = self._charged
         self._waiting[share] = None
@@ -328,7 +328,7 @@ class FairQueue:
     def _is_ready(self, sequence: Sequence) -> bool:
         return sequence.add.digest is None or sequence.add.digest in self._resident
 
-    def _take(self, sequence: Sequence) -> Share:
+    def _take(self, sequence: Sequence) -> FairShare:
         share = self._active[sequence.add.share_key]
         self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
@@ -339,18 +339,18 @@ class FairQueue:
                 del self._by_digest[sequence.add.digest]
         return share
 
-    def _count_tokens(self, share: Share, sequence: Sequence, sign: int) -> None:
+    def _count_tokens(self, share: FairShare, sequence: Sequence, sign: int) -> None:
         # A preempted sequence has already been accepted and only has to be recomputed, so its tokens do not count as
         # waiting.
         if not sequence.has_run:
             share.num_waiting_tokens += sign * sequence.num_reserved
             self.num_waiting_tokens += sign * sequence.num_reserved
 
-    def _activated(self, sequence: Sequence) -> Share:
+    def _activated(self, sequence: Sequence) -> FairShare:
         key = sequence.add.share_key
         share = self._active.get(key)
         if share is None:
-            share = self._idle.pop(key, None) or Share(key)
+            share = self._idle.pop(key, None) or FairShare(key)
             least = self._least_active.least()
             share.served = max(share.served, self._last_served if least is None else least.served)
             self._active[key] = share
@@ -361,7 +361,7 @@ class FairQueue:
         share.weight = weight
         return share
 
-    def _rest(self, share: Share) -> None:
+    def _rest(self, share: FairShare) -> None:
         if not share.is_idle:
             return
         self._least_active.discard(share)
@@ -371,24 +371,24 @@ class FairQueue:
             self._idle.popitem(last=False)
 
 
-def _served(share: Share) -> Turn:
+def _served(share: FairShare) -> TurnKey:
     return (share.served,)
 
 
-def _ready_turn(share: Share) -> Turn:
+def _ready_turn(share: FairShare) -> TurnKey:
     return _turn(share.ready[0], share.served, share.num_running)
 
 
-def _cold_turn(share: Share) -> Turn:
+def _cold_turn(share: FairShare) -> TurnKey:
     return _turn(share.cold[0], share.served, share.num_running)
 
 
-def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
+def _turn(sequence: Sequence, served: float, num_running: int) -> TurnKey:
     # A share whose counter was raised ties with another share. The share with fewer running sequences goes first.
     return 1, served, num_running, sequence.arrival
 
 
-def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Sequence]]:
+def _turns(share: FairShare, is_ready: bool, rounds: int) -> Iterator[tuple[TurnKey, Sequence]]:
     """One share's ready or cold sequences, with their turns. Each turn assumes that all earlier sequences are admitted.
 
     The turn of a cold sequence counts the cold sequences before it and at most MAX_PASSED ready sequences before it.

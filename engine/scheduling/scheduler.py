@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
-from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool, Demand
+from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool, PoolDemand
 from loramux.engine.pages.kv_pages import RUNNING, KvPages, Prefix
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.shares import place
@@ -24,7 +24,7 @@ _row_place = attrgetter("sequence.row_place")
 class SchedulerLimits:
     """Limits a step to `max_batch_tokens` rows, and the engine to `max_sequences` running sequences.
 
-    Adapters are loaded in advance for the first `look_ahead` cold sequences (see `Share.cold`).
+    Adapters are loaded in advance for the first `look_ahead` cold sequences (see `FairShare.cold`).
     """
 
     max_batch_tokens: int
@@ -72,7 +72,7 @@ class Scheduler:
         if sequence.add.digest is not None and self.queue.num_cold <= self._limits.look_ahead:
             self._adapters.prefetch(sequence.add.digest)
 
-    def order_waiting(self) -> Demand:
+    def order_waiting(self) -> PoolDemand:
         """Order the waiting sequences for the next `schedule`, and return what they need from the adapter pool."""
         num_free_slots = self._num_free_slots()
         # While no sequence can start, the order only decides which adapters are loaded next.
@@ -83,7 +83,7 @@ class Scheduler:
                 queue_positions[sequence.add.digest] = position
                 # This also reloads an adapter that was evicted while the sequence was waiting.
                 self._adapters.prefetch(sequence.add.digest)
-        return Demand(queue_positions, self._short_position(), num_free_slots, len(self.running))
+        return PoolDemand(queue_positions, self._short_position(), num_free_slots, len(self.running))
 
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step's sequences, grouped by adapter. The list is empty if nothing can run."""

@@ -18,12 +18,12 @@ TOKEN_S = 0.005
 MAX_STALE = 8
 """Number of outdated heap entries to tolerate, in addition to one per share."""
 
-Turn = tuple[float, ...]
+TurnKey = tuple[float, ...]
 """Sort key of waiting sequences. The lowest goes first."""
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class FairShare:
     """A share's state in the fair order. `served` is its virtual token counter: token prices divided by the weight."""
 
     key: str
@@ -74,14 +74,14 @@ def place(sequence: Sequence) -> tuple[int, int]:
 class ShareHeap:
     """A heap of shares. `update` reads a share's current key. Outdated entries are dropped when they reach the top."""
 
-    def __init__(self, key: Callable[[Share], Turn]) -> None:
+    def __init__(self, key: Callable[[FairShare], TurnKey]) -> None:
         self._key = key
-        self._heap: list[tuple[Turn, int, Share]] = []
+        self._heap: list[tuple[TurnKey, int, FairShare]] = []
         # For each share, the update number of its current heap entry. Entries with other numbers are outdated.
-        self._current: dict[Share, int] = {}
+        self._current: dict[FairShare, int] = {}
         self._num_updates = 0
 
-    def update(self, share: Share) -> None:
+    def update(self, share: FairShare) -> None:
         self._num_updates += 1
         self._current[share] = self._num_updates
         heapq.heappush(self._heap, (self._key(share), self._num_updates, share))
@@ -89,10 +89,10 @@ class ShareHeap:
             self._heap = [entry for entry in self._heap if self._current.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
 
-    def discard(self, share: Share) -> None:
+    def discard(self, share: FairShare) -> None:
         self._current.pop(share, None)
 
-    def first(self) -> tuple[Turn, Share] | None:
+    def first(self) -> tuple[TurnKey, FairShare] | None:
         """The lowest key and its share. The key is the one that the share had at its last update."""
         while self._heap:
             key, number, share = self._heap[0]
@@ -101,7 +101,7 @@ class ShareHeap:
             heapq.heappop(self._heap)
         return None
 
-    def ascending(self) -> Iterator[tuple[Turn, Share]]:
+    def ascending(self) -> Iterator[tuple[TurnKey, FairShare]]:
         """Iterate over all shares by ascending key, without removing them, in logarithmic time per share."""
         # Keys mostly rise, so outdated entries gather at the front. Drop them once instead of skipping them each time.
         self.first()
@@ -114,7 +114,7 @@ class ShareHeap:
             if self._current.get(share) == number:
                 yield key, share
 
-    def least(self) -> Share | None:
+    def least(self) -> FairShare | None:
         """The share with the lowest key. Requires that keys only grow, so that no stored key is too high."""
         while (first := self.first()) is not None:
             key, share = first

@@ -64,16 +64,16 @@ class CodedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointTensors:
     """A checkpoint's quantised weights and other tensors, by their names in a checkpoint that is not quantised."""
 
     coded: Mapping[str, CodedTensor]
     plain: Mapping[str, MappedTensor]
 
-    def with_coded(self, other: Checkpoint) -> Checkpoint:
+    def with_coded(self, other: CheckpointTensors) -> CheckpointTensors:
         """Return this checkpoint with the quantised weights of `other`, which replace weights of the same names."""
         plain = {name: tensor for name, tensor in self.plain.items() if name not in other.coded}
-        return Checkpoint({**self.coded, **other.coded}, plain)
+        return CheckpointTensors({**self.coded, **other.coded}, plain)
 
 
 def parse_format(config: Mapping[str, Any]) -> WeightFormat | None:
@@ -109,14 +109,14 @@ def read_format(model_dir: Path) -> WeightFormat | None:
     return parse_format({**text, **config} if isinstance(text, dict) else config)
 
 
-def find_coded(weight_format: WeightFormat | None, tensors: Mapping[str, MappedTensor]) -> Checkpoint:
+def find_coded(weight_format: WeightFormat | None, tensors: Mapping[str, MappedTensor]) -> CheckpointTensors:
     """Use the stored tensors to tell quantised weights from ordinary tensors.
 
     Modules that the configuration exempts, for example in `ignore` or `modules_to_not_convert`, are stored as ordinary
     tensors. Raises BaseNotSupported for a weight that does not fit the format.
     """
     if weight_format is None:
-        return Checkpoint({}, tensors)
+        return CheckpointTensors({}, tensors)
     modules: dict[str, dict[str, MappedTensor]] = {}
     for name, tensor in tensors.items():
         for suffix in weight_format.suffixes:
@@ -137,4 +137,4 @@ def find_coded(weight_format: WeightFormat | None, tensors: Mapping[str, MappedT
     twice = coded.keys() & plain.keys()
     if twice:
         raise BaseNotSupported(f"the model has the weight {min(twice)} in both quantised and unquantised form")
-    return Checkpoint(coded, plain)
+    return CheckpointTensors(coded, plain)

@@ -16,7 +16,7 @@ from loramux.adapter_store.errors import AdapterUnavailable, BaseNotSupported
 from loramux.adapter_store.formats.files.float_formats import STORAGE
 from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor, map_directory
 from loramux.adapter_store.formats.files.open_matrices import MatrixPlace
-from loramux.adapter_store.formats.quantization.base_format import Checkpoint, find_coded, read_format
+from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors, find_coded, read_format
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -87,7 +87,6 @@ class BaseWeights:
         return MatrixPlace(str(tensor.path.absolute()), tensor.begin, tensor.dtype, math.prod(tensor.shape[1:]))
 
     def bias(self, module: str) -> npt.NDArray[np.float32] | None:
-        """Return a module's bias, or None if the module has none."""
         return self.vector(f"{module}.bias")
 
     def vector(self, name: str) -> npt.NDArray[np.float32] | None:
@@ -115,7 +114,7 @@ class BaseWeights:
         return last[1]
 
     @cached_property
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> CheckpointTensors:
         try:
             found = [find_coded(read_format(path), it) for path, it in zip(self._dirs, self._tensors, strict=True)]
         except (OSError, ValueError, BaseNotSupported) as error:

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from loramux.adapter_store.registry.base_servers import BaseServer, ServerState
 from loramux.adapter_store.registry.bases import Base, RejectedVersion
 from loramux.admin.rest.access import PlatformAdmin, PlatformReader, Services
-from loramux.admin.rest.bodies import BaseWeights, read_json
+from loramux.admin.rest.bodies import BaseDivision, read_json
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, whole_list
 from loramux.platform.openai_api.openapi import errors, takes
 
@@ -85,7 +85,7 @@ async def list_bases(services: Services, caller: PlatformReader) -> ListDocument
     return whole_list([_describe(base, services.registry.base_id) for base in bases])
 
 
-@router.put("/weights", openapi_extra=takes(BaseWeights), responses=errors(404, 409))
+@router.put("/weights", openapi_extra=takes(BaseDivision), responses=errors(404, 409))
 async def set_weights(request: Request, services: Services, caller: PlatformAdmin) -> ListDocument[BaseDocument]:
     """Divide requests between bases by weight, for example between an old and a new version of a model.
 
@@ -94,7 +94,7 @@ async def set_weights(request: Request, services: Services, caller: PlatformAdmi
     list runs the request. The call replaces all weights. An empty list removes them, and each server then runs requests
     only on its own base. Bases with different tokenizers, chat templates or served names are refused.
     """
-    body = await read_json(request, BaseWeights)
+    body = await read_json(request, BaseDivision)
     await services.call(services.bases.set_weights, body.by_base())
     return await list_bases(services, caller)
 

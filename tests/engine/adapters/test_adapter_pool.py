@@ -5,7 +5,7 @@ import random
 import pytest
 
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
-from loramux.engine.adapters.adapter_pool import AdapterPool, Demand
+from loramux.engine.adapters.adapter_pool import AdapterPool, PoolDemand
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
 from loramux.engine.pages.eviction import LeastRecentlyUsed
@@ -36,7 +36,7 @@ class Bench:
     def ask(self, *digests: str, **demand: int) -> list[AdapterLoad]:
         for digest in digests:
             self.pool.prefetch(digest)
-        settled = self.pool.poll(Demand({digest: position for position, digest in enumerate(digests)}, **demand))
+        settled = self.pool.poll(PoolDemand({digest: position for position, digest in enumerate(digests)}, **demand))
         self.pages.check_integrity()
         return settled
 

@@ -12,7 +12,7 @@ from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters import page_copier
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
-from loramux.engine.adapters.adapter_pool import AdapterPool, Demand
+from loramux.engine.adapters.adapter_pool import AdapterPool, PoolDemand
 from loramux.engine.adapters.page_copier import PageCopier
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.adapters.stager import MemoryStager
@@ -88,7 +88,7 @@ class Bench:
         )
 
     def poll(self, *wanted: str) -> list[AdapterLoad]:
-        return self.pool.poll(Demand({digest: position for position, digest in enumerate(wanted)}))
+        return self.pool.poll(PoolDemand({digest: position for position, digest in enumerate(wanted)}))
 
     def begin(self, digest: str) -> AdapterLoad:
         load = self.pool.prefetch(digest)
@@ -246,7 +246,7 @@ def test_staged_adapter_is_released_if_never_copied(is_dropped: bool) -> None:
     bench = Bench(packed("a", [[1, 1], [1, 1]]))
     load = bench.pool.prefetch("a")
     # The adapter is not copied, because an earlier sequence is short of pages.
-    bench.pool.poll(Demand({"a": 1}, short_position=0))
+    bench.pool.poll(PoolDemand({"a": 1}, short_position=0))
     assert (load.phase, bench.stager.num_held) == (AdapterPhase.STAGED, 1)
     if is_dropped:
         assert bench.pool.unload("a")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loramux.engine.protocol.messages import Add
 from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_BETWEEN_CHECKS, FairQueue
-from loramux.engine.scheduling.shares import Share, place
+from loramux.engine.scheduling.shares import FairShare, place
 from loramux.engine.sequences.sequence import Sequence
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
@@ -187,7 +187,7 @@ class PlainOrder:
             if num_ready and not kept[True] and len(resident) > num_ready:
                 break
 
-    def go_through(self, share: Share, is_ready: bool, rounds: int) -> None:
+    def go_through(self, share: FairShare, is_ready: bool, rounds: int) -> None:
         served, running = share.served, share.num_running
         for one in sorted(share.ready if is_ready else share.ready + share.cold, key=place):
             if one in share.line(is_ready):
