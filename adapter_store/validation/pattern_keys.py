@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Generic, TypeVar
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.files.text_names import text_module
-from loramux.adapter_store.validation.cpu_time import CpuTimeExceeded, limited_cpu_time
 from loramux.adapter_store.validation.name_patterns import is_literal, suffixes
 
 V = TypeVar("V")
@@ -94,3 +96,26 @@ class PatternKeys(Generic[V]):
 
     def _refusal(self, key: str, message: str) -> AdapterRejected:
         return AdapterRejected("unsupported_config", message, f"{self._table}.{key}")
+
+
+class CpuTimeExceeded(Exception):
+    """The block used more CPU time than allowed."""
+
+
+@contextmanager
+def limited_cpu_time(limit_s: float) -> Iterator[None]:
+    """Raise CpuTimeExceeded inside the block once the process has used `limit_s` of CPU time in user mode.
+
+    Python's regular expressions check for signals while they match. Only the main thread can use this limit.
+    """
+    previous = signal.signal(signal.SIGVTALRM, _exceed)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, signal.SIG_DFL if previous is None else previous)
+
+
+def _exceed(signal_number: int, frame: FrameType | None) -> None:
+    raise CpuTimeExceeded

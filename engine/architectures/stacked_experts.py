@@ -37,7 +37,6 @@ class StackedPlace:
         return True if stack[1:] == (shape[1], rows) else None
 
     def index(self, shape: tuple[int, ...], is_transposed: bool) -> tuple[int | slice, ...]:
-        """The index of the weight in its stack."""
         rows = slice(self.part * shape[0], (self.part + 1) * shape[0])
         return (self.expert, slice(None), rows) if is_transposed else (self.expert, rows)
 

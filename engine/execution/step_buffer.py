@@ -119,6 +119,7 @@ class StepBuffer:
 
     def _lay_out(self, shape: StepShape) -> StepLayout:
         fields = _fields(shape, self._num_groups, self._has_states)
+        # The blocks come last, because batches list different numbers of blocks, and `load` copies no unused ones.
         blocks_offset = _aligned(fields[-1].end)
         fields.append(_Field("blocks", torch.int32, self._max_listed_blocks, blocks_offset))
 
@@ -141,6 +142,7 @@ class StepBuffer:
                 pages=on_device["blocks"],
                 page_starts=starts,
                 kv_slots=kv_slots,
+                # A captured graph serves every batch of the shape, so this is not the maximum of one batch.
                 max_q=1 if shape.is_decode else shape.num_tokens,
             )
 
@@ -246,8 +248,10 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     put("top_k", np.array([one.top_k for one in params], np.int32))
     put("top_p", np.array([one.top_p for one in params], np.float32), padding=1)
     put("min_p", np.array([one.min_p for one in params], np.float32))
+    # Greedy sampling reads no random numbers, and deriving them takes time.
     is_random = any(one.temperature > 0 for one in params)
     put("uniform", uniforms_of(batch.samples) if is_random else np.zeros(len(params), np.float32))
     if len(batch.blocks) > len(staged["blocks"]):
         raise ValueError(f"{len(batch.blocks)} blocks do not fit into a step of {len(staged['blocks'])}")
+    # No padding is needed, because `load` copies only these blocks, and padding sequences read none.
     staged["blocks"][: len(batch.blocks)] = batch.blocks

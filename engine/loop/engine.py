@@ -166,6 +166,7 @@ class Engine:
             add=add,
             owner=owner,
             arrival=self._num_arrivals,
+            # A client's seed may be negative, but random numbers are derived from 64 unsigned bits.
             seed=(self._seeds.getrandbits(64) if seed is None else seed) % 2**64,
             stop_token_ids=self._stop_token_ids(add.sampling),
         )
@@ -184,6 +185,7 @@ class Engine:
             self._constrained[grammar] = sequence
         self._scheduler.add(sequence)
         self._set_timers(sequence)
+        # The new sequence must be waiting already, because it may be the one to refuse.
         self._shed()
 
     def extend(self, owner: bytes, extend: Extend) -> None:
