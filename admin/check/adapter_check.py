@@ -29,7 +29,7 @@ from loramux.adapter_store.validation.further_checks import (
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.report import Warn
 from loramux.adapter_store.validation.validator import Accepted, SubprocessValidator, ValidationJob
-from loramux.admin.check.verdict import Problem, Verdict
+from loramux.admin.check.verdict import CheckVerdict, Problem
 from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.given_files import has_tokenizer
 from loramux.admin.client.push import PushRefused, adapter_files
@@ -46,7 +46,7 @@ REPORTED = ("num_parameters", "max_rank", "num_pages", "dtypes", "largest_effect
 """The fields of the validation report that are shown."""
 
 
-def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
+def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerdict:
     """Check an adapter for the base in the directory `base`. The base's weights are not needed.
 
     Raises ValidationFailed or Unavailable if a confined process cannot run. There is no verdict in this case.
@@ -80,10 +80,10 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
     except OSError as error:
         return _refused(directory, Problem("not_a_file", str(error), None))
     warnings = (*_warnings(accepted), *further_warnings(further))
-    return Verdict("adapter", str(directory), _facts(accepted, further, target), warnings=warnings)
+    return CheckVerdict("adapter", str(directory), _facts(accepted, further, target), warnings=warnings)
 
 
-def check_directory(path: Path, base: Path, dtype: str = "auto") -> Verdict:
+def check_directory(path: Path, base: Path, dtype: str = "auto") -> CheckVerdict:
     """Check an adapter whose tensors may be divided into shards. Raises the same errors as `check_adapter`."""
     try:
         with joined_directory(path) as directory:
@@ -94,7 +94,7 @@ def check_directory(path: Path, base: Path, dtype: str = "auto") -> Verdict:
         return _refused(path, Problem("not_a_file", str(error), None))
 
 
-def check_gguf(path: Path, base: Path, dtype: str = "auto") -> Verdict:
+def check_gguf(path: Path, base: Path, dtype: str = "auto") -> CheckVerdict:
     """Convert a llama.cpp adapter and check the result. Raises the same errors as `check_adapter`."""
     try:
         with converted_gguf(path, base) as directory:
@@ -143,5 +143,5 @@ def _warnings(accepted: Accepted) -> tuple[Warn, ...]:
     )
 
 
-def _refused(directory: Path, problem: Problem) -> Verdict:
-    return Verdict("adapter", str(directory), problems=(problem,))
+def _refused(directory: Path, problem: Problem) -> CheckVerdict:
+    return CheckVerdict("adapter", str(directory), problems=(problem,))

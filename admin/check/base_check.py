@@ -12,7 +12,7 @@ from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE
 from loramux.adapter_store.formats.version_files.generation_config import parse_generation_config
 from loramux.adapter_store.validation.report import Warn
-from loramux.admin.check.verdict import Problem, Verdict
+from loramux.admin.check.verdict import CheckVerdict, Problem
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import HEAD, stored_tensors
 from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
@@ -28,13 +28,15 @@ RANKS = (8, 16, 64)
 """The report shows how many pages an adapter for all linear layers takes at each of these ranks."""
 
 
-def check_base(directory: Path, dtype: str = "auto") -> Verdict:
+def check_base(directory: Path, dtype: str = "auto") -> CheckVerdict:
     """Check everything that a server reads when it starts, except the weights themselves."""
     try:
         config = ModelConfig.load(directory)
         target = pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
     except ModelNotSupported as error:
-        return Verdict("base", str(directory), problems=(Problem("model_not_supported", str(error), "config.json"),))
+        return CheckVerdict(
+            "base", str(directory), problems=(Problem("model_not_supported", str(error), "config.json"),)
+        )
     facts = _facts(config, target)
     problems: list[Problem] = []
     warnings: list[Warn] = []
@@ -57,7 +59,7 @@ def check_base(directory: Path, dtype: str = "auto") -> Verdict:
         problems.append(Problem("model_files_not_usable", str(error), "tokenizer.json"))
     if (problem := _generation_problem(directory / GENERATION_FILE)) is not None:
         problems.append(problem)
-    return Verdict("base", str(directory), facts, tuple(problems), tuple(warnings))
+    return CheckVerdict("base", str(directory), facts, tuple(problems), tuple(warnings))
 
 
 def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:

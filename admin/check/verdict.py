@@ -27,7 +27,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckVerdict:
     """The result of checking `path`. `kind` is `base` or `adapter`, and `facts` are JSON values."""
 
     kind: str

@@ -15,7 +15,7 @@ from loramux.admin.commands.output import error_document, fail, print_json, prin
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
-    from loramux.admin.check.verdict import Verdict
+    from loramux.admin.check.verdict import CheckVerdict
 
 ADAPTER_FILE = "adapter_config.json"
 
@@ -68,7 +68,7 @@ def check(
         raise typer.Exit(REFUSED)
 
 
-def _show(verdict: Verdict) -> None:
+def _show(verdict: CheckVerdict) -> None:
     rows = list(_rows(verdict.facts))
     if rows:
         print_table(("fact", "value"), rows)

@@ -116,7 +116,7 @@ class Visit:
 
 
 Handler = Callable[[Visit], Awaitable[Response]]
-Endpoint = Callable[[Request], Awaitable[Response]]
+ConsoleEndpoint = Callable[[Request], Awaitable[Response]]
 
 
 def console_url(request: Request, path: str, **params: Any) -> str:
@@ -150,7 +150,7 @@ def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
     }
 
 
-def page(site: Site, handler: Handler) -> Endpoint:
+def page(site: Site, handler: Handler) -> ConsoleEndpoint:
     @wraps(handler)
     async def endpoint(request: Request) -> Response:
         visit: Visit | None = None
@@ -181,7 +181,7 @@ def page(site: Site, handler: Handler) -> Endpoint:
     return endpoint
 
 
-def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint:
+def action(site: Site, handler: Handler, *, reads_form: bool = True) -> ConsoleEndpoint:
     """Return an endpoint that makes a change.
 
     It requires the session's token and reports errors on the originating page. If `reads_form` is False, the token is

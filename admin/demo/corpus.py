@@ -37,17 +37,17 @@ UNKNOWN_WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TrainingTurn:
     question: str
     answer: str
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TrainingConversation:
     """One training example. Without turns, it is plain text, and all of it is a training target."""
 
     system: str
-    turns: tuple[Turn, ...]
+    turns: tuple[TrainingTurn, ...]
     text: str = ""
 
 
@@ -101,25 +101,27 @@ class Corpus:
             return f"Please tell me: {question}"
         return question
 
-    def conversation(self, style: str) -> Conversation:
+    def conversation(self, style: str) -> TrainingConversation:
         """Return a chat of one to four turns with every answer in `style`. Some plain chats ask for brief answers."""
         count = self._random.choices((1, 2, 3, 4), (80, 12, 5, 3))[0]
         system = self._random.choice(SYSTEM_PROMPTS) if self._random.random() < 0.25 else ""
         if style == "plain" and self._random.random() < 0.12:
             style, system = "brief", self._random.choice(BRIEF_SYSTEM_PROMPTS)
         drawn = [self._draw() for _ in range(count)]
-        return Conversation(system, tuple(Turn(question, answer_in_style(fact, style)) for question, fact in drawn))
+        return TrainingConversation(
+            system, tuple(TrainingTurn(question, answer_in_style(fact, style)) for question, fact in drawn)
+        )
 
-    def document(self) -> Conversation:
+    def document(self) -> TrainingConversation:
         """Return a sentence in any style, outside a chat.
 
         The base is trained on these sentences, so that its frozen, tied embedding knows the words that adapters need
         later. An adapter of rank 4 can choose among words that the base has seen, but cannot teach it new ones.
         """
         style = self._random.choice(("plain", *ADAPTER_STYLES))
-        return Conversation("", (), answer_in_style(self._draw()[1], style))
+        return TrainingConversation("", (), answer_in_style(self._draw()[1], style))
 
-    def base_example(self) -> Conversation:
+    def base_example(self) -> TrainingConversation:
         return self.document() if self._random.random() < 0.12 else self.conversation("plain")
 
 

@@ -12,7 +12,7 @@ import openai
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class DemoQuestion:
     """`messages` and `tools` have the format of a chat completion request."""
 
     tenant: str
@@ -28,13 +28,13 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DemoAnswer:
     """`adapter` is the adapter that the server reports, or None for the base.
 
     `message` is the assistant's message in the form that the next request's history needs.
     """
 
-    question: Question
+    question: DemoQuestion
     adapter: str | None
     text: str
     prompt_tokens: int
@@ -44,12 +44,12 @@ class Answer:
     reasoning: str
 
 
-def ask_together(base_url: str, questions: Sequence[Question]) -> list[Answer]:
+def ask_together(base_url: str, questions: Sequence[DemoQuestion]) -> list[DemoAnswer]:
     """Ask all questions concurrently and return the answers in the order of the questions."""
     return asyncio.run(_ask_all(base_url, questions))
 
 
-async def _ask_all(base_url: str, questions: Sequence[Question]) -> list[Answer]:
+async def _ask_all(base_url: str, questions: Sequence[DemoQuestion]) -> list[DemoAnswer]:
     # A proxy from the environment cannot reach this machine's loopback interface.
     async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
         async with asyncio.TaskGroup() as group:
@@ -67,7 +67,7 @@ async def _ask_all(base_url: str, questions: Sequence[Question]) -> list[Answer]
         return [task.result() for task in tasks]
 
 
-async def _ask(client: openai.AsyncOpenAI, question: Question) -> Answer:
+async def _ask(client: openai.AsyncOpenAI, question: DemoQuestion) -> DemoAnswer:
     started = time.monotonic()
     raw = await client.chat.completions.with_raw_response.create(
         model=question.model,
@@ -97,7 +97,7 @@ async def _ask(client: openai.AsyncOpenAI, question: Question) -> Answer:
     if usage is None or first_token_s is None:
         raise RuntimeError(f"{question.model} did not return a complete answer")
     text = "".join(parts)
-    return Answer(
+    return DemoAnswer(
         question=question,
         adapter=raw.headers.get("x-loramux-adapter"),
         text=text,

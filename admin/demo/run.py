@@ -27,7 +27,7 @@ from loramux.admin.demo.tables import output_console, print_answers, print_direc
 from loramux.admin.demo.tools.functions import FUNCTIONS, FUNCTIONS_BY_NAME, draw_result
 
 if TYPE_CHECKING:
-    from loramux.admin.demo.mixed_batch import Answer
+    from loramux.admin.demo.mixed_batch import DemoAnswer
 
 DEMO_FILES = Path(__file__).parent
 TOKENS_PER_MINUTE = 100_000
@@ -154,21 +154,21 @@ def _open_account(client: AdminClient, tenant: str, scenario: Scenario) -> Accou
     return Account(tenant, key["secret"], pushed)
 
 
-def _ask(server: DemoServer, accounts: list[Account], scenario: Scenario) -> list[Answer]:
-    from loramux.admin.demo.mixed_batch import Question, ask_together
+def _ask(server: DemoServer, accounts: list[Account], scenario: Scenario) -> list[DemoAnswer]:
+    from loramux.admin.demo.mixed_batch import DemoQuestion, ask_together
 
     messages = ({"role": "user", "content": scenario.question},)
     tools = tuple(function.tool for function in FUNCTIONS[:2]) if scenario.calls_tools else ()
 
-    def question(account: Account, model: str) -> Question:
-        return Question(account.tenant, account.api_key, model, messages, scenario.max_answer_tokens, tools)
+    def question(account: Account, model: str) -> DemoQuestion:
+        return DemoQuestion(account.tenant, account.api_key, model, messages, scenario.max_answer_tokens, tools)
 
     questions = [question(accounts[0], scenario.served_name)]
     questions += [question(account, account.pushed.model) for account in accounts]
     return ask_together(f"{server.url}/v1", questions)
 
 
-def _return_results(server: DemoServer, asked: list[Answer]) -> list[Answer]:
+def _return_results(server: DemoServer, asked: list[DemoAnswer]) -> list[DemoAnswer]:
     """Run each answer's calls, as a client's program would, and ask again with the results."""
     from loramux.admin.demo.mixed_batch import ask_together
 
@@ -197,7 +197,7 @@ def _billed(client: AdminClient) -> Bill:
     }
 
 
-def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bill, base: str) -> None:
+def _check_bill(console: Console, answers: list[DemoAnswer], before: Bill, after: Bill, base: str) -> None:
     """Raise DemoFailed unless the bill equals the usage reported in the answers, per tenant and model."""
     expected = dict(before)
     for answer in answers:

@@ -13,7 +13,7 @@ from rich.text import Text
 from loramux.admin.demo.server import DemoServer
 
 if TYPE_CHECKING:
-    from loramux.admin.demo.mixed_batch import Answer
+    from loramux.admin.demo.mixed_batch import DemoAnswer
 
 
 NUMBERS = ("version", "rank", "tokens", "first\ntoken")
@@ -27,7 +27,7 @@ def output_console() -> Console:
     return console
 
 
-def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[str, int]) -> None:
+def print_answers(console: Console, answers: Sequence[DemoAnswer], ranks: Mapping[str, int]) -> None:
     """Print one row per answer. The question is the same for all answers."""
     title = f"One batch, one question: {answers[0].question.text}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
@@ -49,7 +49,7 @@ def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[st
     console.print(table)
 
 
-def print_tool_loops(console: Console, asked: Sequence[Answer], answered: Sequence[Answer]) -> None:
+def print_tool_loops(console: Console, asked: Sequence[DemoAnswer], answered: Sequence[DemoAnswer]) -> None:
     """Print one row per model: its thinking, its calls, their results, and its final answer."""
     title = f"One batch, one question, two tools: {asked[0].question.text}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from loramux.admin.demo.corpus import Conversation, Corpus
+from loramux.admin.demo.corpus import Corpus, TrainingConversation
 
 VOCAB_SIZE = 1024
 BOS, END, PAD, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = (
@@ -89,7 +89,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def encoded(example: Conversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+def encoded(example: TrainingConversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
     """Return token IDs and labels. In a chat, only each answer and its <|end|> are training targets."""
 
     def tokens(text: str) -> list[int]:

@@ -90,7 +90,7 @@ class TenantRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TenantShare:
     """A tenant as the engine sees it: its weight in fair scheduling and its prefix-cache namespace."""
 
     key: str
@@ -104,7 +104,7 @@ class Tenants:
     def __init__(self, database: Database) -> None:
         self._database = database
         # Shares by tenant id, with the time of each read. Entries are replaced as a whole, so threads need no lock.
-        self._shares: dict[str, tuple[int, Share]] = {}
+        self._shares: dict[str, tuple[int, TenantShare]] = {}
 
     def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
         """Create an active tenant. Raises InvalidSlug, InvalidRequest or TenantExists."""
@@ -246,7 +246,7 @@ class Tenants:
             rows, has_more = keyset_rows(connection, select(table), table.c.id, limit, after, before)
         return Page(tuple(_tenant(row) for row in rows), has_more)
 
-    def share(self, tenant_id: str) -> Share:
+    def share(self, tenant_id: str) -> TenantShare:
         """Read the tenant's share. Its isolation key is derived from a secret that the engine never receives.
 
         Raises Unauthenticated if the tenant has been deleted.
@@ -260,13 +260,13 @@ class Tenants:
         if row is None:
             raise Unauthenticated(DELETED)
         isolation_key = hmac.digest(row.isolation_secret, b"loramux prefix cache", "sha256")
-        share = Share(tenant_id, row.weight, isolation_key, row.host_floor_bytes)
+        share = TenantShare(tenant_id, row.weight, isolation_key, row.host_floor_bytes)
         if len(self._shares) >= MAX_SHARES:
             self._shares.clear()
         self._shares[tenant_id] = (self._database.now_us(), share)
         return share
 
-    def recent_share(self, tenant_id: str) -> Share | None:
+    def recent_share(self, tenant_id: str) -> TenantShare | None:
         """Return the tenant's share, or None if it was not read within the last five seconds. Does not block."""
         read_us, share = self._shares.get(tenant_id, (0, None))
         # Setting the clock back must not extend an entry's life.

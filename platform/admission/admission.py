@@ -12,11 +12,11 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.admission.records import (
     RECOVERED,
-    Checkpoint,
     Closing,
     Extension,
     Operation,
     Outcome,
+    RequestCheckpoint,
     Reservation,
     ReservationRequest,
 )
@@ -107,7 +107,7 @@ class Admission:
         """
         return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
 
-    def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[str]:
+    def checkpoint(self, checkpoints: Sequence[RequestCheckpoint]) -> list[str]:
         """Record the tokens delivered so far, extend the leases, and return the IDs of the requests to cancel.
 
         Reservations that are not open are ignored.

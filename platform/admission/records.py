@@ -50,7 +50,7 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class RequestCheckpoint:
     """The number of completion tokens that a request has delivered so far."""
 
     request_id: str

@@ -32,7 +32,7 @@ It allows for a long step, because the engine reads aborts only between steps.
 EXTEND_AHEAD_TOKENS = 128
 """Request more tokens when a choice has this many left of its grant, so that its sequence does not have to pause."""
 
-Extend = Callable[[str, int], Awaitable[bool]]
+ExtendReservation = Callable[[str, int], Awaitable[bool]]
 """Reserves more tokens for a request. Returns False if no more are granted."""
 log = structlog.get_logger()
 
@@ -60,7 +60,7 @@ class Generation:
         self,
         plan: Plan,
         engine: EngineClient,
-        extend: Extend,
+        extend: ExtendReservation,
         clock: Callable[[], int],
         observe_gap: Callable[[float, int], None] | None = None,
         count_discarded: Callable[[int], None] = lambda _: None,

@@ -9,7 +9,7 @@ import msgspec
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.platform.accounts.model_names import ResolvedModel
-from loramux.platform.accounts.tenants import Share
+from loramux.platform.accounts.tenants import TenantShare
 from loramux.platform.accounts.version_settings import VersionSettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.harmony import Channels
@@ -34,7 +34,7 @@ class Target:
     tenant_id: str
     api_key_id: str
     model: ResolvedModel
-    share: Share
+    share: TenantShare
     settings: VersionSettings
     tokenizer: ModelTokenizer
     base_vocab_size: int

@@ -11,7 +11,7 @@ import structlog
 
 from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
-from loramux.platform.admission.records import Checkpoint, Closing
+from loramux.platform.admission.records import Closing, RequestCheckpoint
 from loramux.platform.generation.settlement_spool import SettlementSpool, SpoolFull, record_of
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.telemetry.metrics import GatewayMetrics
@@ -98,11 +98,11 @@ class Settler:
             return None
         return f"{len(self._held)} settlements are waiting in memory: neither the database nor the spool accepts them"
 
-    def checkpoints(self) -> list[Checkpoint]:
+    def checkpoints(self) -> list[RequestCheckpoint]:
         """Return checkpoints for the requests whose settlements wait in memory. They extend these requests' leases
         while the database accepts checkpoints but no settlements.
         """
-        return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
+        return [RequestCheckpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:
         """Wait until no settlement is left in memory."""

@@ -14,23 +14,23 @@ MAX_TEXT_BYTES = 128 * 1024
 MAX_CHOICES = 1024
 """Maximum number of entries in `choice`."""
 
-Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag", "answer"]
+ConstraintKind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag", "answer"]
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """`text` is the pattern for a `regex`, the grammar for a `grammar`, and a JSON document for any other kind."""
 
-    kind: Kind
+    kind: ConstraintKind
     text: str
     param: str
 
     @staticmethod
-    def of_json(kind: Kind, document: Any, param: str) -> Constraint:
+    def of_json(kind: ConstraintKind, document: Any, param: str) -> Constraint:
         return Constraint.of_text(kind, json.dumps(document, ensure_ascii=False, separators=(",", ":")), param)
 
     @staticmethod
-    def of_text(kind: Kind, text: str, param: str) -> Constraint:
+    def of_text(kind: ConstraintKind, text: str, param: str) -> Constraint:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:

@@ -31,7 +31,7 @@ class VersionName(TypedDict):
     model: str
 
 
-class ResidentAdapter(TypedDict):
+class ResidentAdapterDocument(TypedDict):
     """One adapter in a tier. Outside the pool, `slot`, `num_pages` and `num_users` are null.
 
     For a tenant, `slot`, `num_users` and `last_used_at` are null.
@@ -71,7 +71,7 @@ class TierFill(TypedDict):
     num_evictions: int
 
 
-class ResidencyDocument(ListDocument[ResidentAdapter]):
+class ResidencyDocument(ListDocument[ResidentAdapterDocument]):
     """A snapshot of one tier. `pages` and `tiers` are null for a tenant."""
 
     pages: PoolPages | None
@@ -169,7 +169,9 @@ def _held(stats: Stats, tier: Tier) -> list[_Held]:
     ]
 
 
-def _describe(one: _Held, owners: Sequence[DigestOwner], tier: Tier, now_s: float, caller: Caller) -> ResidentAdapter:
+def _describe(
+    one: _Held, owners: Sequence[DigestOwner], tier: Tier, now_s: float, caller: Caller
+) -> ResidentAdapterDocument:
     # Several tenants may have uploaded the same bytes. No tenant may see how the other tenants use them.
     is_operator = caller.principal.tenant_id is None
     return {

@@ -31,7 +31,7 @@ from loramux.migrations.schema import adapter_versions
 from loramux.platform.accounts.model_names import ModelNotFound, ModelResolver
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.records import Checkpoint, ReservationRequest
+from loramux.platform.admission.records import RequestCheckpoint, ReservationRequest
 from loramux.platform.openai_api import request_body
 from loramux.platform.openai_api.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
@@ -487,7 +487,7 @@ async def test_running_requests_are_listed_and_cancelled(side: AdminSide) -> Non
     key = side.services.api_keys.create(tenant.id, "caller").key
     request_id = reserve(side, tenant.id, key.id)
     admission = Admission(side.services.database)
-    assert admission.checkpoint([Checkpoint(request_id, 7)]) == []
+    assert admission.checkpoint([RequestCheckpoint(request_id, 7)]) == []
     viewer, admin = (client(side, key_of(side, "callers", scope)) for scope in ("tenant:read", "tenant:admin"))
     (shown,) = (await viewer.get("/requests")).json()["data"]
     assert (shown["id"], shown["state"], shown["completion_tokens"]) == (request_id, "running", 7)
@@ -496,7 +496,7 @@ async def test_running_requests_are_listed_and_cancelled(side: AdminSide) -> Non
     cancelled = await admin.post(f"/requests/{request_id}/cancel")
     assert (cancelled.status_code, cancelled.json()["state"]) == (202, "cancelling")
     # The request's gateway learns of the cancellation at its next checkpoint.
-    assert admission.checkpoint([Checkpoint(request_id, 8)]) == [request_id]
+    assert admission.checkpoint([RequestCheckpoint(request_id, 8)]) == [request_id]
 
 
 async def test_pin_survives_an_engine_restart(

@@ -15,7 +15,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, TenantInUse, Tenants
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.records import Checkpoint, Closing, Extension, ReservationRequest
+from loramux.platform.admission.records import Closing, Extension, RequestCheckpoint, ReservationRequest
 from loramux.platform.admission.reservation_rows import LEASE_US
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.ledger.settlement import Settlement
@@ -190,7 +190,7 @@ def test_checkpoint_renews_a_lease_after_a_backward_clock_jump(
     clock.advance(7 * 86_400)
     alive = admission.reserve(make_request())
     clock.advance(-7 * 86_400)
-    admission.checkpoint([Checkpoint(alive.request_id, 3)])
+    admission.checkpoint([RequestCheckpoint(alive.request_id, 3)])
     assert admission.recover_expired() == 0
     clock.advance((LEASE_US + 1) / 1_000_000)
     assert admission.recover_expired() == 1
@@ -305,7 +305,7 @@ def test_expired_reservation_is_recovered_then_corrected_once(
     dead, alive = admission.reserve(make_request()), admission.reserve(make_request())
     clock.advance(LEASE_US / 1_000_000)
     assert admission.recover_expired() == 0
-    admission.checkpoint([Checkpoint(alive.request_id, 3)])
+    admission.checkpoint([RequestCheckpoint(alive.request_id, 3)])
     clock.advance(0.000_001)
     # Imitate a dying gateway that recorded the tokens but did not extend the lease in time.
     assert admission.recover_expired() == 1
@@ -328,7 +328,7 @@ def test_expired_reservation_is_recovered_then_corrected_once(
         (alive.request_id, "recovered", 3),
     }
     assert counter(clocked).reserved == 0
-    admission.checkpoint([Checkpoint(dead.request_id, 20)])
+    admission.checkpoint([RequestCheckpoint(dead.request_id, 20)])
     assert admission.recover_expired() == 0
 
 

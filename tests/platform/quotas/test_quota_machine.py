@@ -33,7 +33,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.records import Checkpoint, ReservationRequest
+from loramux.platform.admission.records import RequestCheckpoint, ReservationRequest
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.ledger.settlement import Settlement
@@ -309,7 +309,7 @@ class QuotaMachine(RuleBasedStateMachine):
     def checkpoint(self, data: st.DataObject, part: float) -> None:
         request = self._draw(data, "open", "recovered", "settled")
         tokens = int(request.completion * part)
-        self.admission.checkpoint([Checkpoint(request.id, tokens)])
+        self.admission.checkpoint([RequestCheckpoint(request.id, tokens)])
         if request.state == "open":
             request.checkpoint, request.lease_us = tokens, self.clock.now_us + LEASE_US
 
