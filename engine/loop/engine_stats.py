@@ -136,6 +136,6 @@ class EngineStats:
         return Waiting(
             adapter=queue.num_cold,
             pages=queue.num_ready if is_short else 0,
-            seat=0 if is_short else queue.num_ready,
+            slot=0 if is_short else queue.num_ready,
             grant=num_parked + sum(sequence.is_paused for sequence in self._scheduler.running),
         )

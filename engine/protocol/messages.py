@@ -13,7 +13,7 @@ import msgspec
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -304,7 +304,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences waiting for an adapter that is not in the pool yet."""
     pages: int = 0
     """Sequences waiting for pages, because the last step found too few in the pool."""
-    seat: int = 0
+    slot: int = 0
     """Sequences waiting for a free sequence slot, for rows in a step, or for their grammar to be compiled."""
     grant: int = 0
     """Sequences waiting for an Extend that raises their token limit."""

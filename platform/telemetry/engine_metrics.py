@@ -99,7 +99,7 @@ def _steps(stats: Stats) -> Iterator[Metric]:
         (
             ("adapter", waiting.adapter),
             ("pages", waiting.pages),
-            ("seat", waiting.seat),
+            ("slot", waiting.slot),
             ("grant", waiting.grant),
         ),
     )

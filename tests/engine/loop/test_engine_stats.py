@@ -33,7 +33,7 @@ def test_stats_report_what_sequences_wait_for(simulate: Simulate) -> None:
         simulation.add(f"s{i}", num_prompt=20, max_tokens=20)
     simulation.add("cold", num_prompt=4, max_tokens=2, digest="a")
     before = stats_of(simulation)
-    assert (before.waiting.seat, before.waiting.adapter, before.num_waiting) == (6, 1, 7)
+    assert (before.waiting.slot, before.waiting.adapter, before.num_waiting) == (6, 1, 7)
     simulation.engine.step()
     short = stats_of(simulation)
     assert short.num_running > 0
