@@ -22,14 +22,14 @@ from loramux.platform.admission.records import (
 from loramux.platform.admission.reservation_rows import ReservationRow, ReservationRows
 from loramux.platform.ledger.entries import LedgerEntries, adapters_of, priced_adapter
 from loramux.platform.ledger.price_list import PriceReader
-from loramux.platform.ledger.prices import Price, PriceBook, cost_of
-from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.ledger.prices import Price, PriceBook
 from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import CounterKey
 from loramux.platform.quotas.decisions import Decision, QuotaExceeded, RequestTooLarge, decide, extend
+from loramux.platform.quotas.demand import ONE_LOAD, PricedDemand, Spent
 from loramux.platform.quotas.metrics import Unit
 from loramux.platform.quotas.policy_cache import PolicyReader
-from loramux.platform.quotas.rules import Binding, Demand, Spent
+from loramux.platform.quotas.rules import Binding
 
 _Caller = tuple[str, str, str | None]
 """The IDs of the tenant, the key and the adapter. The adapter is None for the base."""
@@ -72,7 +72,7 @@ class AdmissionTransaction:
         """The bindings of each reservation's charges, by reservation ID. A binding is None if its limit has since been
         removed.
         """
-        self._book: PriceBook | None = None
+        self._book = PriceBook((), 0)
         self._adapters: Mapping[str, str] = {}
         self.num_overdrawn = 0
         """Number of late settlements of recovered requests that overdrew a hard limit."""
@@ -139,8 +139,6 @@ class AdmissionTransaction:
 
     def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
         """The price that the ledger will use for a request. None if there is no price or no budget in money."""
-        if self._book is None:
-            return None
         return self._book.price_of(tenant_id, priced_adapter(version_id, self._adapters), admitted_us)
 
     def _price_of(self, reservation: ReservationRow) -> Price | None:
@@ -158,15 +156,9 @@ class AdmissionTransaction:
 
     def _reserve(self, request: ReservationRequest) -> Reservation:
         price = self._price(request.tenant_id, request.adapter_version_id, self._now_us)
-        completion = request.reserved_tokens - request.prompt_tokens
-        demand = Demand(
-            tokens=request.reserved_tokens,
-            cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
-            loads=int(request.loads_adapter),
-            prompt_tokens=request.prompt_tokens,
-            prompt_nanos=cost_of(price, request.prompt_tokens, 0, 0),
-            num_sequences=request.num_sequences,
-        )
+        completion_tokens = request.reserved_tokens - request.prompt_tokens
+        loads = int(request.loads_adapter)
+        demand = PricedDemand.of_request(price, request.prompt_tokens, completion_tokens, request.num_sequences, loads)
         decision = self._admit(self._bindings[_caller(request)], demand)
         self._reservations.add(request, decision.charges, self._now_us)
         return Reservation(
@@ -175,10 +167,10 @@ class AdmissionTransaction:
 
     def _load(self, charge: LoadCharge) -> bool:
         bindings = [binding for binding in self._bindings[_caller(charge)] if binding.metric.unit is Unit.LOADS]
-        self._admit(bindings, Demand(tokens=0, loads=1))
+        self._admit(bindings, ONE_LOAD)
         return True
 
-    def _admit(self, bindings: Sequence[Binding], demand: Demand) -> Decision:
+    def _admit(self, bindings: Sequence[Binding], demand: PricedDemand) -> Decision:
         """Check a demand against the bindings and charge it. Raises QuotaExceeded or RequestTooLarge."""
         try:
             decision = decide(bindings, self._quotas.counters, demand, self._now_us)
@@ -207,8 +199,7 @@ class AdmissionTransaction:
         if reservation is None:
             return self._not_open(extension.request_id)
         held = list(zip(reservation.charges, self._held[reservation.id], strict=True))
-        cost_nanos = cost_of(self._price_of(reservation), 0, 0, extension.tokens)
-        demand = Demand(tokens=extension.tokens, cost_nanos=cost_nanos)
+        demand = PricedDemand.of_extension(self._price_of(reservation), extension.tokens)
         granted = extend(held, self._quotas.counters, demand, self._now_us)
         if granted is None:
             self._note_step_back([binding for _, binding in held if binding is not None])
@@ -232,7 +223,7 @@ class AdmissionTransaction:
             # The gateway was only slow and has since extended its lease.
             return False
         settlement = closing.settlement
-        spent = _spent(settlement, self._price_of(reservation))
+        spent = Spent.by(settlement, self._price_of(reservation))
         for charge, binding in zip(reservation.charges, self._held[reservation.id], strict=True):
             # A limit that has since been removed no longer applies.
             if binding is None or not binding.is_settled_by(spent):
@@ -252,7 +243,7 @@ class AdmissionTransaction:
         reservation = self._reservations.recovered[closing.request_id]
         charged, truth = self._reservations.charged[closing.request_id], closing.settlement
         price = self._price_of(reservation)
-        guess, spent = _spent(charged, price), _spent(truth, price)
+        guess, spent = Spent.by(charged, price), Spent.by(truth, price)
         is_overdrawn = False
         for charge, binding in zip(reservation.charges, self._held[reservation.id], strict=True):
             if binding is None or not binding.is_settled_by(spent):
@@ -276,18 +267,8 @@ class AdmissionTransaction:
 def _is_changed(binding: Binding, operation: Extension | Closing) -> bool:
     if isinstance(operation, Extension):
         return binding.is_extended
-    settlement = operation.settlement
-    return binding.is_settled_by(Spent(tokens=0, has_run=settlement.has_run, has_begun=settlement.has_begun))
+    return binding.is_settled_by(Spent.by(operation.settlement, None))
 
 
 def _caller(asking: ReservationRequest | LoadCharge) -> _Caller:
     return asking.tenant_id, asking.api_key_id, asking.adapter_id
-
-
-def _spent(settlement: Settlement, price: Price | None) -> Spent:
-    return Spent(
-        tokens=settlement.tokens,
-        cost_nanos=settlement.cost_nanos(price),
-        has_run=settlement.has_run,
-        has_begun=settlement.has_begun,
-    )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from loramux.platform.errors import InvalidRequest, RateLimited
 from loramux.platform.quotas.counters import Counter, CounterKey
+from loramux.platform.quotas.demand import PricedDemand
 from loramux.platform.quotas.metrics import METRICS, REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, Kind, Unit
 from loramux.platform.quotas.policies import SHADOW, SOFT, QuotaPolicy
-from loramux.platform.quotas.rules import Binding, Demand
+from loramux.platform.quotas.rules import Binding
 
 _HEADER_KINDS = {REQUESTS_PER_MINUTE: "requests", TOKENS_PER_MINUTE: "tokens"}
 POLICY_HEADER = "x-loramux-quota-policy"
@@ -33,7 +34,7 @@ class QuotaExceeded(RateLimited):
     """The request is refused for now, because a budget is spent or a limit is reached."""
 
     def __init__(
-        self, verdict: Verdict, limits: tuple[RateLimit, ...] = (), fitting_max_tokens: int | None = None
+        self, verdict: PolicyVerdict, limits: tuple[RateLimit, ...] = (), fitting_max_tokens: int | None = None
     ) -> None:
         """`fitting_max_tokens` is the largest max_tokens with which the request would be admitted now, if any."""
         binding, wait_us = verdict.binding, verdict.wait_us
@@ -57,7 +58,7 @@ class RequestTooLarge(InvalidRequest):
 
     code = "request_too_large"
 
-    def __init__(self, verdict: Verdict, fitting_max_tokens: int | None = None) -> None:
+    def __init__(self, verdict: PolicyVerdict, fitting_max_tokens: int | None = None) -> None:
         """`fitting_max_tokens` is the largest max_tokens that the policies ever admit, if there is one."""
         binding, cost = verdict.binding, verdict.cost
         policy, metric = binding.policy, binding.metric
@@ -93,7 +94,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PolicyVerdict:
     binding: Binding
     counter: Counter
     """The counter before the request."""
@@ -104,19 +105,21 @@ class Verdict:
 
 
 def verdicts(
-    bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
-) -> list[Verdict]:
+    bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: PricedDemand, now_us: int
+) -> list[PolicyVerdict]:
     """Return the verdict of each policy, regardless of the policy's mode."""
     found = []
     for binding in bindings:
-        cost = demand.of(binding.metric)
+        cost = demand.amounts[binding.metric.unit]
         counter = binding.current(counters.get(binding.key), now_us)
         wait_us = binding.wait_us(counter, cost, now_us)
-        found.append(Verdict(binding, counter, cost, wait_us > 0 and binding.never_admits(cost), wait_us))
+        found.append(PolicyVerdict(binding, counter, cost, wait_us > 0 and binding.never_admits(cost), wait_us))
     return found
 
 
-def refusal(judged: Sequence[Verdict], demand: Demand, now_us: int) -> QuotaExceeded | RequestTooLarge | None:
+def refusal(
+    judged: Sequence[PolicyVerdict], demand: PricedDemand, now_us: int
+) -> QuotaExceeded | RequestTooLarge | None:
     """Return the error if a hard policy refuses the request, otherwise None. A policy that can never admit the cost
     takes precedence, then the policy with the longest wait.
     """
@@ -131,7 +134,7 @@ def refusal(judged: Sequence[Verdict], demand: Demand, now_us: int) -> QuotaExce
     return QuotaExceeded(longest, limits, _fitting_max_tokens(judged, demand, is_unused=False))
 
 
-def _standing(verdict: Verdict) -> str:
+def _standing(verdict: PolicyVerdict) -> str:
     """Say how much of a limit is taken and how much the request would take. Another tenant's limit stays private."""
     binding, counter = verdict.binding, verdict.counter
     policy, metric = binding.policy, binding.metric
@@ -151,7 +154,7 @@ def _standing(verdict: Verdict) -> str:
     )
 
 
-def _fitting_max_tokens(judged: Sequence[Verdict], demand: Demand, *, is_unused: bool) -> int | None:
+def _fitting_max_tokens(judged: Sequence[PolicyVerdict], demand: PricedDemand, *, is_unused: bool) -> int | None:
     """Return the largest max_tokens with which all hard policies would admit the request, now or, with `is_unused`,
     with unused counters.
 
@@ -164,7 +167,7 @@ def _fitting_max_tokens(judged: Sequence[Verdict], demand: Demand, *, is_unused:
         if not binding.is_hard:
             continue
         amount = binding.capacity if is_unused else binding.remaining(verdict.counter)
-        fitting = demand.fitting_max_tokens(binding.metric, amount) if binding.is_extended else None
+        fitting = demand.fitting_max_tokens(binding.metric.unit, amount) if binding.is_extended else None
         if fitting is not None:
             (theirs if binding.is_anothers else own).append(fitting)
         elif verdict.wait_us and not is_unused:
@@ -175,7 +178,7 @@ def _fitting_max_tokens(judged: Sequence[Verdict], demand: Demand, *, is_unused:
 
 
 def decide(
-    bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
+    bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: PricedDemand, now_us: int
 ) -> Decision:
     """Admit a request if every hard policy allows it. Raises RequestTooLarge or QuotaExceeded."""
     judged = verdicts(bindings, counters, demand, now_us)
@@ -200,7 +203,7 @@ def decide(
 def extend(
     held: Sequence[tuple[Charge, Binding | None]],
     counters: Mapping[CounterKey, Counter],
-    demand: Demand,
+    demand: PricedDemand,
     now_us: int,
 ) -> tuple[dict[CounterKey, Counter], tuple[Charge, ...]] | None:
     """Extend a running request by `demand`. Return the changed counters and the charges, or None if refused.
@@ -215,7 +218,7 @@ def extend(
         if binding is None or counter is None or not binding.is_extended:
             charges.append(charge)
             continue
-        cost = demand.of(binding.metric)
+        cost = demand.amounts[binding.metric.unit]
         counter = binding.current(counter, now_us)
         is_exceeded = binding.wait_us(counter, cost, now_us) > 0
         if is_exceeded and binding.is_hard:

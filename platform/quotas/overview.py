@@ -9,15 +9,15 @@ from sqlalchemy import Connection
 
 from loramux.migrations.database import Database
 from loramux.platform.ledger.price_list import PriceReader
-from loramux.platform.ledger.prices import cost_of
 from loramux.platform.periods import Window
 from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import Counter, CounterKey
-from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, Verdict, refusal, verdicts
+from loramux.platform.quotas.decisions import PolicyVerdict, QuotaExceeded, RequestTooLarge, refusal, verdicts
+from loramux.platform.quotas.demand import PricedDemand
 from loramux.platform.quotas.metrics import Kind
 from loramux.platform.quotas.policies import PLATFORM, QuotaPolicy
 from loramux.platform.quotas.policy_cache import PolicyCache
-from loramux.platform.quotas.rules import Binding, Demand
+from loramux.platform.quotas.rules import Binding
 from loramux.platform.quotas.stock import stock_of
 
 
@@ -59,7 +59,7 @@ class Admissibility:
     """The result of an admission check: the refusal, if any, and each policy's verdict on the request."""
 
     refusal: QuotaExceeded | RequestTooLarge | None
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PolicyVerdict, ...]
 
 
 class QuotaOverview:
@@ -102,13 +102,7 @@ class QuotaOverview:
             if cache.has_costs:
                 prices = self._prices.book(connection, now_us)
                 price = prices.price_of(caller.tenant_id, caller.adapter_id, now_us)
-        demand = Demand(
-            tokens=prompt_tokens + completion_tokens,
-            cost_nanos=cost_of(price, prompt_tokens, 0, completion_tokens),
-            prompt_tokens=prompt_tokens,
-            prompt_nanos=cost_of(price, prompt_tokens, 0, 0),
-            num_sequences=1,
-        )
+        demand = PricedDemand.of_request(price, prompt_tokens, completion_tokens)
         judged = verdicts(bindings, counters, demand, now_us)
         return Admissibility(refusal=refusal(judged, demand, now_us), verdicts=tuple(judged))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from loramux.platform.periods import NO_WINDOW, Window
 from loramux.platform.quotas.counters import UNITS, Counter, CounterKey
+from loramux.platform.quotas.demand import Spent
 from loramux.platform.quotas.metrics import METRICS, Kind, Metric, Unit
 from loramux.platform.quotas.policies import ADAPTER, HARD, QuotaPolicy
 
@@ -14,64 +15,6 @@ RETRY_US = 1_000_000
 
 NEVER_US = 3_600_000_000
 """Suggested wait, in microseconds, if waiting alone does not help."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """The maximum amounts that a request can use."""
-
-    tokens: int
-    cost_nanos: int = 0
-    loads: int = 0
-    prompt_tokens: int = 0
-    """The part of `tokens` that does not depend on max_tokens."""
-    prompt_nanos: int = 0
-    """The part of `cost_nanos` that does not depend on max_tokens."""
-    num_sequences: int = 0
-    """Number of choices for which max_tokens are reserved. 0 for a demand without a request."""
-
-    def of(self, metric: Metric) -> int:
-        """Return the amount that the request would reserve on a counter."""
-        if metric.unit is Unit.LOADS:
-            return self.loads
-        if metric.unit is Unit.TOKENS:
-            return self.tokens
-        if metric.unit is Unit.NANOS:
-            return self.cost_nanos
-        return 1
-
-    def fitting_max_tokens(self, metric: Metric, amount: int) -> int | None:
-        """Return the largest max_tokens with which the request needs at most `amount` of tokens or money.
-
-        It is 0 or less if even the prompt needs more. Returns None if max_tokens makes no difference.
-        """
-        if not self.num_sequences:
-            return None
-        if metric.unit is Unit.TOKENS:
-            return (amount - self.prompt_tokens) // self.num_sequences
-        max_tokens = (self.tokens - self.prompt_tokens) // self.num_sequences
-        nanos, rest = self.cost_nanos - self.prompt_nanos, amount - self.prompt_nanos
-        if nanos == 0 <= rest:
-            return None
-        # The cost is rounded up once, so the cost of the answer is less than one nano more than the difference.
-        return max_tokens * rest // (nanos + 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
-    tokens: int
-    cost_nanos: int = 0
-    has_run: bool = True
-    has_begun: bool = True
-
-    def keeps(self, metric: Metric) -> bool:
-        """Return whether a rate keeps the amount charged at admission. A rate of loads keeps it if the request reached
-        the engine. Other rates keep it if the request ran.
-        """
-        return self.has_begun if metric.unit is Unit.LOADS else self.has_run
-
-    def of(self, metric: Metric) -> int:
-        return self.cost_nanos if metric.unit is Unit.NANOS else self.tokens
 
 
 @dataclass(frozen=True, slots=True)

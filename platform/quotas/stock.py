@@ -11,7 +11,7 @@ from loramux.adapter_store.registry.records import UNFINISHED
 from loramux.migrations import schema
 from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import Counter
-from loramux.platform.quotas.decisions import QuotaExceeded, Verdict
+from loramux.platform.quotas.decisions import PolicyVerdict, QuotaExceeded
 from loramux.platform.quotas.metrics import ADAPTERS
 from loramux.platform.quotas.policy_cache import PolicyCache
 
@@ -80,7 +80,7 @@ class AdapterLimits:
             if not wait_us:
                 continue
             if binding.is_hard:
-                raise QuotaExceeded(Verdict(binding, standing, amount, False, wait_us))
+                raise QuotaExceeded(PolicyVerdict(binding, standing, amount, False, wait_us))
             counter = rows.counters.get(binding.key) or Counter.fresh(0, 0)
             rows.change(binding.key, counter.changed(exceeded=1))
         rows.write()

@@ -34,7 +34,7 @@ from loramux.admin.rest.services import AdminServices
 from loramux.admin.rest.usage.quota_subjects import caller_of, subject_of
 from loramux.platform.errors import ApiError, InvalidRequest, NotFound, PermissionDenied
 from loramux.platform.openai_api.openapi import takes
-from loramux.platform.quotas.decisions import Verdict
+from loramux.platform.quotas.decisions import PolicyVerdict
 from loramux.platform.quotas.metrics import METRICS
 from loramux.platform.quotas.overview import EffectiveLimit
 from loramux.platform.quotas.policies import QuotaPolicy
@@ -298,7 +298,7 @@ def _describe_refusal(refusal: ApiError) -> RefusalDocument:
     return {"message": refusal.message, "type": refusal.type, "param": refusal.param, "code": refusal.code}
 
 
-def _describe_verdict(verdict: Verdict) -> VerdictDocument:
+def _describe_verdict(verdict: PolicyVerdict) -> VerdictDocument:
     policy = verdict.binding.policy
     return {
         "policy_id": policy.id,

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 from loramux.platform.periods import NO_WINDOW
 from loramux.platform.quotas.counters import Counter
-from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, Verdict
+from loramux.platform.quotas.decisions import PolicyVerdict, QuotaExceeded, RequestTooLarge
 from loramux.platform.quotas.policies import QuotaPolicy
 from loramux.platform.quotas.rules import Binding
 
 
-def _verdict(metric: str, limit: int, cost: int) -> Verdict:
+def _verdict(metric: str, limit: int, cost: int) -> PolicyVerdict:
     policy = QuotaPolicy("qta_1", "tenant", "ten_1", "ten_1", metric, "hard", limit, limit, 0, 0)
-    return Verdict(Binding.of(policy, "ten_1", NO_WINDOW), Counter(0, 0, 0, 0, 0), cost, never_admits=False, wait_us=1)
+    return PolicyVerdict(
+        Binding.of(policy, "ten_1", NO_WINDOW), Counter(0, 0, 0, 0, 0), cost, never_admits=False, wait_us=1
+    )
 
 
 def test_refusals_name_money_in_the_currency_and_bytes_in_their_unit() -> None:

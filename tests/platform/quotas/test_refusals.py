@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.platform.ledger.prices import Price, cost_of
+from loramux.platform.ledger.prices import Price
 from loramux.platform.periods import Window
 from loramux.platform.quotas.counters import UNITS, Counter, CounterKey
 from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, decide
+from loramux.platform.quotas.demand import PricedDemand
 from loramux.platform.quotas.metrics import METRICS, Kind
 from loramux.platform.quotas.policies import ADAPTER, QuotaPolicy
-from loramux.platform.quotas.rules import Binding, Demand
+from loramux.platform.quotas.rules import Binding
 
 NOW_US = 1_800_000_000_000_000
 DAY = Window(NOW_US - 1, NOW_US + 86_400_000_000)
@@ -30,18 +31,11 @@ def standing(metric: str, limit: int, used: int = 0, reserved: int = 0, *, is_an
     return binding, Counter(level, reserved, used, 0, NOW_US)
 
 
-def demand(prompt: int, max_tokens: int, num_sequences: int = 1, price: Price | None = None) -> Demand:
-    completion = num_sequences * max_tokens
-    return Demand(
-        tokens=prompt + completion,
-        cost_nanos=cost_of(price, prompt, 0, completion),
-        prompt_tokens=prompt,
-        prompt_nanos=cost_of(price, prompt, 0, 0),
-        num_sequences=num_sequences,
-    )
+def demand(prompt: int, max_tokens: int, num_sequences: int = 1, price: Price | None = None) -> PricedDemand:
+    return PricedDemand.of_request(price, prompt, num_sequences * max_tokens, num_sequences)
 
 
-def refusal(standings: Sequence[Standing], wanted: Demand) -> str:
+def refusal(standings: Sequence[Standing], wanted: PricedDemand) -> str:
     counters = {binding.key: counter for binding, counter in standings}
     try:
         decide([binding for binding, _ in standings], counters, wanted, NOW_US)
@@ -130,7 +124,9 @@ def priced(prompt: int, completion: int) -> Price:
         ),
     ],
 )
-def test_refusal_says_what_is_used_what_is_asked_and_what_fits(of: Standing, wanted: Demand, message: str) -> None:
+def test_refusal_says_what_is_used_what_is_asked_and_what_fits(
+    of: Standing, wanted: PricedDemand, message: str
+) -> None:
     assert refusal([of], wanted) == message
 
 
