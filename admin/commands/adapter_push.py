@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,47 +16,92 @@ from loramux.admin.commands.output import connected, error_document, fail, locat
 from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
 
+if TYPE_CHECKING:
+    from loramux.admin.client.client import Document
+    from loramux.admin.client.push import PushedVersion
+
 DEFAULT_ALIAS = "default"
+PARSER_OPTIONS = {"tool_call_parser": "--tool-parser", "reasoning_parser": "--reasoning-parser"}
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIRECTORY|FILE.gguf|s3://BUCKET/PREFIX|hf://OWNER/NAME@REVISION",
+        help="Output of PEFT's save_pretrained, a llama.cpp LoRA file, or a source that the server fetches.",
+    ),
+]
+Name = Annotated[str, typer.Option(help="The adapter's name within the tenant.", show_default=False)]
+BaseDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory with the base model's config.json, to convert a .gguf file for Llama or Mistral.",
+        file_okay=False,
+        exists=True,
+        show_default=False,
+    ),
+]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for validation.")]
+NoTemplate = Annotated[bool, typer.Option("--no-template", help="Leave out the directory's chat template.")]
+NoGenerationConfig = Annotated[
+    bool, typer.Option("--no-generation-config", help="Leave out the directory's generation_config.json.")
+]
+NoAddedTokens = Annotated[
+    bool,
+    typer.Option("--no-added-tokens", help="Leave out the tokens that the directory's tokenizer adds or renames."),
+]
+ToolParser = Annotated[
+    str | None,
+    typer.Option(help="Parser for the version's tool calls: auto, off or a parser's name.", show_default=False),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(help="Parser for the version's reasoning: auto, off or a parser's name.", show_default=False),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    source: str
+    tenant: str
+    name: str
+    model: Path | None
+    timeout_s: float
+    without: Sequence[str]
+    """Names of the files to leave out."""
+    parsers: Mapping[str, str]
+    """The parsers that take precedence over the directory's `parsers.json`, by setting."""
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.source
+
+    def check(self) -> None:
+        """Raise BadParameter before anything is read or sent."""
+        from loramux.adapter_store.formats.version_files.answer_parsers import problem_with_parser
+
+        if not self.is_remote and not Path(self.source).exists():
+            raise typer.BadParameter(f"there is no directory or file {self.source}", param_hint="DIRECTORY")
+        for setting, value in self.parsers.items():
+            problem = problem_with_parser(setting, value)
+            if problem is not None:
+                raise typer.BadParameter(problem, param_hint=PARSER_OPTIONS[setting])
+        if self.is_remote and self.without:
+            raise typer.BadParameter("the server reads all files of this source", param_hint="--no-template")
+        if self.is_remote and self.parsers:
+            raise typer.BadParameter("put a parsers.json into the source", param_hint="--tool-parser")
 
 
 def push(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIRECTORY|FILE.gguf|s3://BUCKET/PREFIX|hf://OWNER/NAME@REVISION",
-            help="Output of PEFT's save_pretrained, a llama.cpp LoRA file, or a source that the server fetches.",
-        ),
-    ],
+    source: Source,
     tenant: Tenant,
-    name: Annotated[str, typer.Option(help="The adapter's name within the tenant.", show_default=False)],
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory with the base model's config.json, to convert a .gguf file for Llama or Mistral.",
-            file_okay=False,
-            exists=True,
-            show_default=False,
-        ),
-    ] = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for validation.")] = 300.0,
-    no_template: Annotated[
-        bool, typer.Option("--no-template", help="Leave out the directory's chat template.")
-    ] = False,
-    no_generation_config: Annotated[
-        bool, typer.Option("--no-generation-config", help="Leave out the directory's generation_config.json.")
-    ] = False,
-    no_added_tokens: Annotated[
-        bool,
-        typer.Option("--no-added-tokens", help="Leave out the tokens that the directory's tokenizer adds or renames."),
-    ] = False,
-    tool_parser: Annotated[
-        str | None,
-        typer.Option(help="Parser for the version's tool calls: auto, off or a parser's name.", show_default=False),
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(help="Parser for the version's reasoning: auto, off or a parser's name.", show_default=False),
-    ] = None,
+    name: Name,
+    model: BaseDirectory = None,
+    timeout_s: Timeout = 300.0,
+    no_template: NoTemplate = False,
+    no_generation_config: NoGenerationConfig = False,
+    no_added_tokens: NoAddedTokens = False,
+    tool_parser: ToolParser = None,
+    reasoning_parser: ReasoningParser = None,
     as_json: AsJson = False,
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
@@ -66,54 +113,26 @@ def push(
     operator must allow.
     """
     from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
-    from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers, problem_with_parser
-    from loramux.admin.client.gguf_source import converted_gguf
-    from loramux.admin.client.named_adapter import find_named
-    from loramux.admin.client.push import (
-        GENERATION_NAME,
-        TEMPLATE_NAME,
-        VOCABULARY_NAME,
-        PushRefused,
-        num_bytes_of,
-        push_adapter,
-        register_source,
-    )
-    from loramux.admin.client.sharded_source import joined_directory
+    from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
+    from loramux.admin.client.push import GENERATION_NAME, TEMPLATE_NAME, VOCABULARY_NAME, PushRefused
 
     left_out = {
         TEMPLATE_NAME: no_template,
         GENERATION_NAME: no_generation_config,
         VOCABULARY_NAME: no_added_tokens,
     }
-    without = [file_name for file_name, is_left_out in left_out.items() if is_left_out]
-    is_remote = "://" in source
-    path = Path(source)
-    if not is_remote and not path.exists():
-        raise typer.BadParameter(f"there is no directory or file {source}", param_hint="DIRECTORY")
-    is_file = not is_remote and not path.is_dir()
-    parsers = AnswerParsers(tool_parser, reasoning_parser).document()
-    for setting, value in parsers.items():
-        problem = problem_with_parser(setting, value)
-        if problem is not None:
-            hint = {"tool_call_parser": "--tool-parser", "reasoning_parser": "--reasoning-parser"}[setting]
-            raise typer.BadParameter(problem, param_hint=hint)
-    if is_remote and without:
-        raise typer.BadParameter("the server reads all files of this source", param_hint="--no-template")
-    if is_remote and parsers:
-        raise typer.BadParameter("put a parsers.json into the source", param_hint="--tool-parser")
+    options = PushOptions(
+        source=source,
+        tenant=tenant,
+        name=name,
+        model=model,
+        timeout_s=timeout_s,
+        without=[file_name for file_name, is_left_out in left_out.items() if is_left_out],
+        parsers=AnswerParsers(tool_parser, reasoning_parser).document(),
+    )
+    options.check()
     try:
-        with ExitStack() as stack:
-            directory = path if is_remote or is_file else stack.enter_context(joined_directory(path))
-            num_bytes = None if is_remote or is_file else num_bytes_of(directory, without)
-            client = stack.enter_context(connected(as_json))
-            progress = stack.enter_context(transfer_progress(num_bytes, as_json))
-            if is_remote:
-                pushed = register_source(client, source, tenant, name, timeout_s)
-            else:
-                if is_file:
-                    directory = stack.enter_context(converted_gguf(path, model, progress))
-                pushed = push_adapter(client, directory, tenant, name, timeout_s, progress, without, parsers)
-            default = find_named(client, pushed.model).document["aliases"].get(DEFAULT_ALIAS, ())
+        pushed, default = push_source(options, as_json)
     except (PushRefused, ConversionRefused, AdapterRejected) as error:
         document = error_document(error.message, error.code, error.param)
         fail(f"rejected ({error.code}): {located(error.message, error.param)}", REFUSED, document if as_json else None)
@@ -123,13 +142,39 @@ def push(
         digests = {"digest": pushed.digest, "version_digest": pushed.version_digest}
         warnings = list(pushed.warnings)
         print_json({"model": pushed.model, "version": pushed.version, **digests, "warnings": warnings})
-    else:
-        print_warnings(pushed.warnings)
-        print(
-            f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.version_digest[:12]})"
-        )
-        if [target["version"] for target in default] != [pushed.version]:
-            still = (
-                f"its bare name still selects version {shown_targets(default)}" if default else "no alias selects it"
-            )
-            print(f"{still}: loramux adapters promote {pushed.model}@{pushed.version}")
+        return
+    print_warnings(pushed.warnings)
+    print(f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.version_digest[:12]})")
+    if [target["version"] for target in default] != [pushed.version]:
+        still = f"its bare name still selects version {shown_targets(default)}" if default else "no alias selects it"
+        print(f"{still}: loramux adapters promote {pushed.model}@{pushed.version}")
+
+
+def push_source(options: PushOptions, as_json: bool) -> tuple[PushedVersion, Sequence[Document]]:
+    """Push the source. Return the version, and the targets of the adapter's default alias.
+
+    Raises PushRefused, ConversionRefused, AdapterRejected or OSError.
+    """
+    from loramux.admin.client.gguf_source import converted_gguf
+    from loramux.admin.client.named_adapter import find_named
+    from loramux.admin.client.push import num_bytes_of, push_adapter, register_source
+    from loramux.admin.client.sharded_source import joined_directory
+
+    tenant, name, timeout_s = options.tenant, options.name, options.timeout_s
+    path = Path(options.source)
+    with ExitStack() as stack:
+        num_bytes = None
+        if not options.is_remote and path.is_dir():
+            # The progress bar shows the size of the joined tensors, so join them first.
+            path = stack.enter_context(joined_directory(path))
+            num_bytes = num_bytes_of(path, options.without)
+        client = stack.enter_context(connected(as_json))
+        progress = stack.enter_context(transfer_progress(num_bytes, as_json))
+        if options.is_remote:
+            pushed = register_source(client, options.source, tenant, name, timeout_s)
+        else:
+            if not path.is_dir():
+                path = stack.enter_context(converted_gguf(path, options.model, progress))
+            pushed = push_adapter(client, path, tenant, name, timeout_s, progress, options.without, options.parsers)
+        default: Sequence[Document] = find_named(client, pushed.model).document["aliases"].get(DEFAULT_ALIAS, ())
+    return pushed, default
