@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.adapter_merge import merge
-from loramux.admin.commands.adapter_placement import pin, preload, unpin
 from loramux.admin.commands.adapter_push import push
 from loramux.admin.commands.adapter_service import archive, disable, enable, promote, restore, rollback
 from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases
-from loramux.admin.commands.options import AnyTenant, AsJson
+from loramux.admin.commands.options import AnyTenant, AsJson, VersionedModel
 from loramux.admin.commands.output import (
     Columns,
     connected,
@@ -93,7 +92,32 @@ app.command()(disable)
 app.command()(enable)
 app.command()(archive)
 app.command()(restore)
-app.command()(pin)
-app.command()(unpin)
-app.command()(preload)
+
+
+@app.command()
+def pin(model: VersionedModel, as_json: AsJson = False) -> None:
+    """Load a version and keep it in the page pool until 'unpin', even across restarts."""
+    _place(model, "pin", as_json)
+
+
+@app.command()
+def unpin(model: VersionedModel, as_json: AsJson = False) -> None:
+    """Make a version evictable again. It stays loaded until its pages are needed."""
+    _place(model, "unpin", as_json)
+
+
+@app.command()
+def preload(model: VersionedModel, as_json: AsJson = False) -> None:
+    """Load a version before its first request arrives. The version can be evicted later."""
+    _place(model, "preload", as_json)
+
+
 app.command("purge")(purge_adapter)
+
+
+def _place(model: str, verb: str, as_json: bool) -> None:
+    with connected_to(model, as_json, needs_version=True) as (client, named):
+        placement = client.post(f"{named.version_path()}/{verb}", {})
+    pages = f" on {placement['num_pages']} pages" if placement["num_pages"] is not None else ""
+    pinned = ", pinned" if placement["pinned"] else ""
+    tell(placement, f"{model} is {placement['state']}{pages}{pinned}", as_json)

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.adapter_store.errors import StoreError
 from loramux.admin.console.app import create_console, to_console
@@ -29,7 +30,6 @@ from loramux.admin.rest.services import AdminServices
 from loramux.admin.rest.store_errors import api_error
 from loramux.admin.rest.usage import costs, prices, quotas, usage
 from loramux.admin.server.metrics_route import metrics_router
-from loramux.admin.server.root_path import UnderRootPath
 from loramux.platform.openai_api.error_responses import ErrorResponses, install_error_handling
 from loramux.platform.openai_api.health import HEALTH_PATHS, health_router
 from loramux.platform.openai_api.openapi_route import ListenerDocument
@@ -117,3 +117,21 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     if root_path:
         app.add_middleware(UnderRootPath, root_path=root_path)
     return app
+
+
+class UnderRootPath:
+    """Sets the app's public path prefix in each request, so that the app's links work through the proxy, whether or not
+    the proxy strips the prefix.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            root, path = self._root_path, scope["path"]
+            if not (path == root or path.startswith(f"{root}/")):
+                scope = {**scope, "path": root + path, "raw_path": root.encode() + (scope.get("raw_path") or b"")}
+            scope = {**scope, "root_path": root}
+        await self._app(scope, receive, send)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.responses import Response
 
-from loramux.platform.openai_api import chat, completions, models, server_version, tokenization
-from loramux.platform.openai_api.authentication import authenticated
+from loramux.platform.openai_api import chat, completions, models, tokenization
+from loramux.platform.openai_api.authentication import Caller, authenticated
 from loramux.platform.openai_api.cross_origin import CrossOrigin
 from loramux.platform.openai_api.direct_routes import DirectRoutes
-from loramux.platform.openai_api.error_responses import ErrorResponses, install_error_handling
+from loramux.platform.openai_api.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.openai_api.health import HEALTH_PATHS, health_router
 from loramux.platform.openai_api.openapi_route import ListenerDocument
+from loramux.platform.openai_api.openapi_schemas import ServerVersionDocument
 from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.openai_api.trace_middleware import TraceMiddleware
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
@@ -38,6 +40,15 @@ every response has an `x-request-id`.""",
 )
 
 
+version_router = APIRouter()
+
+
+@version_router.get("/version", tags=["server"], response_model=ServerVersionDocument)
+async def server_version(caller: Caller) -> Response:
+    """Report the version of the server's software."""
+    return json_response({"version": version("loramux")})
+
+
 def create_openai_app(services: GatewayServices) -> FastAPI:
     """Create the app. `services.maintenance.run()` must run alongside it."""
     # Only the health routes are public. FastAPI's documentation pages are off.
@@ -50,8 +61,8 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services = services
-    for part in (completions, chat, models, tokenization, server_version):
-        app.include_router(part.router)
+    for router in (completions.router, chat.router, models.router, tokenization.router, version_router):
+        app.include_router(router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
     errors = ErrorResponses()

@@ -182,7 +182,7 @@ class TokenizerInfoDocument(TypedDict):
     chat_template: NotRequired[str]
 
 
-class VersionDocument(TypedDict):
+class ServerVersionDocument(TypedDict):
     """The version of the server's software."""
 
     version: str

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import msgspec
 
 from loramux.engine.protocol.messages import ThinkingBudget
-from loramux.platform.accounts.end_users import end_user_label
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target, TextRules
 from loramux.platform.openai_api.endpoint import B, Endpoint, Prepared, Prompts, Received
 from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
+
+MAX_END_USER = 128
+"""Longest end user recorded as given, in characters."""
 
 TOKENS_AT_ONCE = 16
 """Maximum number of tokens per SequenceOutput if the response is not streamed and has no stop strings. Fewer outputs
@@ -95,7 +98,7 @@ def make_plan(
         text_rules=text_rules,
         tokens_at_once=1 if body.stream or text_rules.stops else TOKENS_AT_ONCE,
         base=services.model.served_name,
-        end_user=end_user_label(body.user),
+        end_user=_end_user_label(body.user),
         priority=body.priority or 0,
     )
 
@@ -153,3 +156,15 @@ def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, m
         return asked
     default = body.DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens
     return remaining if default is None else min(default, remaining)
+
+
+def _end_user_label(user: str | None) -> str | None:
+    """Return the request's `user` as the ledger names it: as given if it is short and printable, otherwise its SHA-256.
+
+    Long names stay distinct, and no request is refused because of its `user`. Without one, return None.
+    """
+    if not user:
+        return None
+    if len(user) <= MAX_END_USER and user.isprintable():
+        return user
+    return f"sha256:{hashlib.sha256(user.encode('utf-8', 'surrogatepass')).hexdigest()}"
