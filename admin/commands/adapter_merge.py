@@ -51,6 +51,7 @@ def merge(
     from loramux.admin.client.pull import PullRefused
     from loramux.admin.client.push import PushRefused
 
+    # Typer could check an enum itself, but the enum's module imports numpy, and `loramux --help` should not.
     if method not in set(MergeMethod):
         offered = ", ".join(MergeMethod)
         raise typer.BadParameter(f"{method!r} is not offered; choose {offered}", param_hint="--method")

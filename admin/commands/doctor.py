@@ -60,6 +60,7 @@ def doctor(
         settings = load_settings(HostSettings, overrides)
     except SettingsError as error:
         fail(str(error), WRONG_CALL, error_document(str(error), "wrong_settings") if as_json else None)
+    # Without settings and a data directory, the server is probably on another machine.
     is_host = bool(settings.model_fields_set) or settings.data_dir.exists()
     findings = []
     for finding in _findings(settings if is_host else None):

@@ -91,7 +91,6 @@ def tell(document: object, sentence: str, as_json: bool) -> None:
 
 
 def print_list(document: Document, columns: Columns, as_json: bool) -> None:
-    """Print a list as JSON or as a table."""
     if as_json:
         print_json(document)
         return

@@ -190,6 +190,7 @@ def check(
     body: dict[str, object] = {name: value for name, value in whom.items() if value is not None}
     body.update(prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
     if metric is not None and limit is not None:
+        # With both, --tenant names the caller, and the hypothetical limit is the key's.
         subject = {"key": key} if key is not None else {"tenant": tenant}
         body["quota"] = {**subject, "metric": metric, "limit": given_amount(limit, _unit(metric), "--limit")}
     with connected(as_json) as client:

@@ -51,6 +51,7 @@ def residency(
         else:
             documents = {replica: client.get("residency", tier=tier.value, tenant=tenant, replica=replica)}
     if as_json:
+        # Without --all, the output is the REST document itself.
         print_json(documents if every else documents[replica])
         return
     print_table(

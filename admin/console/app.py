@@ -100,6 +100,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             carries("/adapters/{adapter_id}/uploads/{upload_id}/files/{name}", versions.put_file, "PUT"),
             carries("/adapters/{adapter_id}/versions", versions.create, "POST"),
             shows("/adapters/{adapter_id}/versions/{number:int}", versions.show),
+            # The first route that matches answers, so `purge` comes before `{verb}`.
             shows("/adapters/{adapter_id}/versions/{number:int}/purge", purges.confirm_version),
             does("/adapters/{adapter_id}/versions/{number:int}/purge", purges.purge_version),
             shows("/adapters/{adapter_id}/versions/{number:int}/{verb}", versions.confirm_move),

@@ -60,6 +60,7 @@ class TransferSlots:
         Unless `is_patient`, raises `too_many_<what>` after WAIT_S: RateLimited if the tenant's own calls hold all its
         slots, Unavailable if all tenants' calls hold all slots. With `rests=False`, the call adds no cooldown.
         """
+        # A limiter gives each borrower one token, so every call borrows for itself.
         call = object()
         kind: type[ApiError] = RateLimited
         whose = "this tenant"
@@ -71,6 +72,7 @@ class TransferSlots:
 
         try:
             with anyio.fail_after(None if is_patient else WAIT_S):
+                # The tenant's slot comes first, so that calls over its limit never hold one of the server's slots.
                 await share.limiter.acquire_on_behalf_of(call)
                 kind, whose = Unavailable, "this server"
                 try:

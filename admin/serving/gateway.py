@@ -70,6 +70,7 @@ async def _serve(
         except JoinRefused as error:
             raise StartRefused(str(error)) from error
         stack.push_async_callback(engine.close)
+        # Everything else is imported only now, so that a wrong engine is refused at once.
         from loramux.admin.server.background import in_background
         from loramux.admin.server.connection_registry import ConnectionRegistry
         from loramux.admin.server.http_servers import HttpServer, serve_until_stopped

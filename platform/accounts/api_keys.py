@@ -112,6 +112,7 @@ class ApiKeys:
                 revoked_us=None,
                 previous_until_us=None,
             )
+            # Only the secret's hash is stored, so nobody can read the secret again.
             values = {
                 "id": key.id,
                 "tenant_id": tenant_id,
@@ -126,6 +127,7 @@ class ApiKeys:
             try:
                 connection.execute(insert(schema.api_keys).values(**values))
             except IntegrityError:
+                # The foreign key also catches a tenant that is being deleted.
                 raise NotFound(f"there is no tenant {tenant_id!r}", param="tenant_id") from None
             audit(connection, now_us, "api_key.create", key.id, tenant_id=tenant_id, after=shown_key(key))
         return CreatedKey(key=key, secret=secret)

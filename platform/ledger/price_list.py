@@ -71,6 +71,7 @@ class PriceList:
             now_us = self._lock(connection)
             _check_owner(connection, tenant_id, scope)
             effective_us = now_us + NOTICE_US if effective_us is None else effective_us
+            # A gateway may use its copy of the prices for NOTICE_US, and would miss a price that takes effect sooner.
             if not now_us + NOTICE_US <= effective_us <= now_us + MAX_AHEAD_US:
                 raise InvalidRequest(
                     f"a price must take effect between {NOTICE_US // 1_000_000} s and 10 years from now: "

@@ -20,7 +20,6 @@ class EndpointGaps:
         self.seconds = 0.0
 
     def observe(self, seconds: float, count: int) -> None:
-        """Count `count` gaps of `seconds` each."""
         self.counts[bisect_left(GAP_SECONDS, seconds)] += count
         self.seconds += seconds * count
 

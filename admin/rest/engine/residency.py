@@ -114,6 +114,7 @@ async def get_residency(
     tenant_id = await tenant_filter(services, caller, tenant)
     stats = await engine_stats(services, with_tiers=True, replica=replica)
     held = _held(stats, tier)
+    # For a tenant, the limit applies only after other tenants' adapters have been left out.
     if tenant_id is None:
         held = held[:limit]
     digests = [one["digest"] for one in held]

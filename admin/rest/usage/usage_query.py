@@ -108,6 +108,7 @@ async def report_response(
         sums = {"num_results": found.num_groups, "total": {name: total[name] for name in columns}}
         return spelled(found.rows, {**more, **sums})
 
+    # A report waits for a slot of its own. Meanwhile, the tenant's other calls can use this call's slot.
     caller.release_call_slot()
     body = await services.report(caller.principal, make)
     headers = {} if wanted.format == "json" else attachment(name, wanted.format)
