@@ -40,7 +40,9 @@ class Site:
         def now_s() -> float:
             return database.now_us() / 1e6
 
-        rights = SessionRights(services.api_keys, services.tenants, () if oidc is None else oidc.rules)
+        rights = SessionRights(
+            services.accounts.api_keys, services.accounts.tenants, () if oidc is None else oidc.rules
+        )
         sessions = ConsoleSessions(database, rights)
         provider = None if oidc is None else OidcProvider(oidc)
         confirmation = None

@@ -160,7 +160,7 @@ def page(site: Site, handler: Handler) -> ConsoleEndpoint:
                 return _to_login(request)
             visit = Visit(request, site, session, Form(()))
             async with (
-                nullcontext() if visit.is_platform else site.services.page_slots.held_slot(session.principal.holder)
+                nullcontext() if visit.is_platform else site.services.slots.pages.held_slot(session.principal.holder)
             ):
                 return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:

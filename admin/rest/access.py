@@ -79,7 +79,7 @@ def require(*scopes: str) -> Callable[[Request, AdminServices], AsyncIterator[Ca
         principal = await _authenticated(request, services)
         with ExitStack() as call_slot:
             if principal.tenant_id is not None:
-                call_slot.callback(await services.call_slots.acquire_slot(principal.tenant_id))
+                call_slot.callback(await services.slots.calls.acquire_slot(principal.tenant_id))
             if principal.scopes.isdisjoint(scopes):
                 raise PermissionDenied(f"this requires a key with the scope {' or '.join(scopes)}")
             # The audit log attributes this call's changes to the principal.
@@ -98,7 +98,7 @@ async def _authenticated(request: Request, services: AdminServices) -> Principal
     kind, _, presented = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not presented.strip():
         raise Unauthenticated("send an administrator's key: Authorization: Bearer KEY", code="missing_api_key")
-    principal = await services.call(services.api_keys.authenticate_bearer, presented.strip())
+    principal = await services.call(services.accounts.api_keys.authenticate_bearer, presented.strip())
     if principal is None:
         raise Unauthenticated("the key is unknown, expired or revoked")
     return principal
@@ -121,7 +121,7 @@ Reader = Annotated[Caller, READER]
 
 async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, param: str = "tenant") -> Tenant:
     """Find a tenant. Raises the same NotFound whether the tenant is hidden or missing."""
-    tenant = await services.call(services.tenants.get, id_or_slug)
+    tenant = await services.call(services.accounts.tenants.get, id_or_slug)
     if tenant is None or not caller.may_see(tenant.id):
         # Only a caller that sees every tenant gets a specific message, and only harmless text is repeated.
         is_named = caller.principal.tenant_id is None and SLUG.fullmatch(id_or_slug)

@@ -119,7 +119,7 @@ class BaseWeight(_Body):
     weight: int
 
 
-class BaseDivision(_Body):
+class TrafficWeights(_Body):
     """The weights by which requests are divided between bases. An empty list stops the division."""
 
     weights: list[BaseWeight] = Field(

@@ -16,6 +16,7 @@ from loramux.adapter_store.registry.records import Adapter, AdapterVersion
 from loramux.adapter_store.tiers.disk_tier import purge_files
 from loramux.admin.rest.bodies import PurgeRequest
 from loramux.admin.rest.services import AdminServices
+from loramux.engine.protocol.messages import Unload
 from loramux.platform.accounts.tenants import Tenant, TenantActive, TenantRows
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import InvalidRequest
@@ -66,7 +67,7 @@ async def purge_version(
     name, number = f"{_model(adapter)}@{version.number}", version.number
 
     async def look() -> Purge:
-        return await services.call(services.ingest.purge_rows.look, adapter.id, number)
+        return await services.call(services.adapters.ingest.purge_rows.look, adapter.id, number)
 
     found = await look()
     if body.dry_run:
@@ -76,16 +77,16 @@ async def purge_version(
         raise VersionInUse(f"the alias {found.aliases[0]!r} names version {number}: move it first")
     if version.state == "ready":
         # No request can begin on an archived version.
-        await services.call(services.version_states.archive, adapter.id, number)
+        await services.call(services.adapters.version_states.archive, adapter.id, number)
     await _wait_until_idle(look)
-    found = await services.call(services.ingest.purge_rows.purge_version, adapter.id, number)
+    found = await services.call(services.adapters.ingest.purge_rows.purge_version, adapter.id, number)
     return await _finish(services, name, (found,))
 
 
 async def purge_adapter(services: AdminServices, adapter: Adapter, body: PurgeRequest) -> PurgeDocument:
     """Purge an adapter with all its versions. Raises RequestsRunning or InvalidRequest."""
     name = _model(adapter)
-    found = await services.call(services.ingest.purge_rows.look, adapter.id)
+    found = await services.call(services.adapters.ingest.purge_rows.look, adapter.id)
     if body.dry_run:
         return _describe(name, (found,), num_adapters=1, blocked_by=_obstacle(found))
     _check_confirmed(body, name)
@@ -99,9 +100,9 @@ async def purge_tenant(services: AdminServices, tenant: Tenant, body: PurgeReque
     """
     is_active = tenant.state != "suspended"
     if body.dry_run:
-        rows = await services.call(services.tenants.look, tenant.id)
+        rows = await services.call(services.accounts.tenants.look, tenant.id)
         found = [
-            await services.call(services.ingest.purge_rows.look, adapter.id)
+            await services.call(services.adapters.ingest.purge_rows.look, adapter.id)
             for adapter in await _adapters_of(services, tenant.id)
         ]
         blocked_by = "the tenant is not suspended" if is_active else None
@@ -112,9 +113,9 @@ async def purge_tenant(services: AdminServices, tenant: Tenant, body: PurgeReque
     await _end_requests(services, tenant.id)
     adapters = await _adapters_of(services, tenant.id)
     purged = [await _purge_adapter(services, adapter.id) for adapter in adapters]
-    num_erased = await services.call(services.erasure.erase, tenant.id)
-    rows = await services.call(services.tenants.purge, tenant.id)
-    services.api_keys.forget_recent()
+    num_erased = await services.call(services.usage.erasure.erase, tenant.id)
+    rows = await services.call(services.accounts.tenants.purge, tenant.id)
+    services.accounts.api_keys.forget_recent()
     document = await _finish(services, tenant.slug, purged, rows, len(adapters))
     return {**document, "usage_events": num_erased}
 
@@ -124,12 +125,12 @@ async def forget_copies(services: AdminServices, digests: Collection[str]) -> bo
 
     Requests that still run on them finish first. Return False if the engine does not answer, or still uses a copy.
     """
-    if services.disk_tier is not None:
-        await services.call(purge_files, services.disk_tier, digests)
+    if services.engine.disk_tier is not None:
+        await services.call(purge_files, services.engine.disk_tier, digests)
     is_done = True
     for digest in digests:
         try:
-            state = await services.engine.unload(digest, UNLOAD_TIMEOUT_S, is_purge=True)
+            state = await services.engine.client.call(Unload(digest=digest, is_purge=True), UNLOAD_TIMEOUT_S)
         except (EngineUnavailable, TimeoutError):
             is_done = False
         else:
@@ -138,9 +139,9 @@ async def forget_copies(services: AdminServices, digests: Collection[str]) -> bo
 
 
 async def _purge_adapter(services: AdminServices, adapter_id: str) -> Purge:
-    await services.call(services.version_states.set_disabled, adapter_id, True)
-    await _wait_until_idle(lambda: services.call(services.ingest.purge_rows.look, adapter_id))
-    return await services.call(services.ingest.purge_rows.purge_adapter, adapter_id)
+    await services.call(services.adapters.version_states.set_disabled, adapter_id, True)
+    await _wait_until_idle(lambda: services.call(services.adapters.ingest.purge_rows.look, adapter_id))
+    return await services.call(services.adapters.ingest.purge_rows.purge_adapter, adapter_id)
 
 
 async def _wait_until_idle(look: Callable[[], Awaitable[Purge]]) -> None:
@@ -151,11 +152,11 @@ async def _end_requests(services: AdminServices, tenant_id: str) -> None:
     """Cancel the tenant's running requests, and wait until they have been settled. Raises RequestsRunning."""
 
     async def cancel() -> int:
-        page = await services.call(services.requests.list, tenant_id, PAGE)
+        page = await services.call(services.engine.requests.list, tenant_id, PAGE)
         for request in page.data:
             if request.cancel_requested_us is None:
-                await services.call(services.requests.cancel, request.id)
-            services.live.cancel(request.id)
+                await services.call(services.engine.requests.cancel, request.id)
+            services.engine.live.cancel(request.id)
         return len(page.data)
 
     await _wait_for(cancel, lambda num_running: num_running)
@@ -173,7 +174,7 @@ async def _adapters_of(services: AdminServices, tenant_id: str) -> list[Adapter]
     adapters: list[Adapter] = []
     after = None
     while True:
-        page = await services.call(services.registry.list_adapters, tenant_id, PAGE, after)
+        page = await services.call(services.adapters.registry.list_adapters, tenant_id, PAGE, after)
         adapters += page.data
         if not page.has_more:
             return adapters
@@ -190,11 +191,11 @@ async def _finish(
     """Delete this server's copies and the blobs. If that fails, a server does it later."""
     await forget_copies(services, {digest for one in purged for digest in one.digests})
     try:
-        await services.call(services.ingest.remove_abandoned)
+        await services.call(services.adapters.ingest.remove_abandoned)
     except StoreError as error:
         _log.warning("purged blobs are deleted later", error=str(error))
     document = _describe(name, purged, rows, num_adapters, is_dry_run=False)
-    return {**document, "files_pending": await services.call(services.ingest.purged_blobs.num_deleting)}
+    return {**document, "files_pending": await services.call(services.adapters.ingest.purged_blobs.num_deleting)}
 
 
 def _check_confirmed(body: PurgeRequest, name: str) -> None:

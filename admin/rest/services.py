@@ -76,36 +76,113 @@ MAX_DOWNLOADS_EACH = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdminServices:
-    """The services behind the admin routes. Routes call blocking services through `call`."""
-
-    database: Database
+class AccountServices:
     tenants: Tenants
     api_keys: ApiKeys
+    audit_log: AuditLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterServices:
     registry: AdapterRegistry
+    ingest: Ingest
+    export: VersionExport
     bases: Bases
     aliases: AdapterAliases
     grants: AdapterGrants
     version_states: VersionStates
-    ingest: Ingest
-    export: VersionExport
     jobs: IngestJobs
     pins: AdapterPins
-    idempotency_keys: IdempotencyKeys
-    requests: RequestsInFlight
+    vocabulary: BaseVocabulary
+
+    @classmethod
+    def over(
+        cls,
+        database: Database,
+        registry: AdapterRegistry,
+        ingest: Ingest,
+        export: VersionExport,
+        vocabulary: BaseVocabulary,
+    ) -> AdapterServices:
+        return cls(
+            registry=registry,
+            ingest=ingest,
+            export=export,
+            bases=Bases(database),
+            aliases=AdapterAliases(database),
+            grants=AdapterGrants(database),
+            version_states=VersionStates(database, registry),
+            jobs=IngestJobs(database),
+            pins=AdapterPins(database, registry),
+            vocabulary=vocabulary,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageServices:
     quotas: QuotaPolicies
     quota_overview: QuotaOverview
     prices: PriceList
-    audit_log: AuditLog
     ledger: Ledger
     erasure: UsageErasure
-    engine: EngineClient
-    fleet: Fleet | None
-    """The servers that share requests with this one. None if this server does not share requests."""
+
+    @classmethod
+    def over(cls, database: Database) -> UsageServices:
+        return cls(
+            quotas=QuotaPolicies(database),
+            quota_overview=QuotaOverview(database),
+            prices=PriceList(database),
+            ledger=Ledger(database),
+            erasure=UsageErasure(database),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineServices:
+    client: EngineClient
     loads: AdapterLoads
-    metrics: GatewayMetrics
+    requests: RequestsInFlight
     self_check: SelfCheck
-    vocabulary: BaseVocabulary
+    fleet: Fleet | None = None
+    """The servers that share requests with this one. None if this server does not share requests."""
+    disk_tier: Path | None = None
+    """The directory of the engine's disk tier, from which purged weights are deleted."""
+    live: LiveRequests = field(default_factory=NoLiveRequests)
+    """The requests running in this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdminSlots:
+    """Limits on concurrent calls of each kind."""
+
+    uploads: TransferSlots = field(default_factory=lambda: TransferSlots("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
+    """Uploads have separate slots and threads, so that slow clients do not delay other calls."""
+    downloads: TransferSlots = field(
+        default_factory=lambda: TransferSlots("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH)
+    )
+    calls: TransferSlots = field(default_factory=lambda: TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH, CALLS_REST))
+    pages: TransferSlots = field(default_factory=lambda: TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH, PAGES_REST))
+    """Slots for console pages. The calls within a page take their own slots."""
+    reports: TransferSlots = field(
+        default_factory=lambda: TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)
+    )
+    exports: TransferSlots = field(default_factory=lambda: TransferSlots("exports", MAX_EXPORTS, MAX_EXPORTS_EACH))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminServices:
+    """The services behind the admin routes, in one record per folder of routes.
+
+    Routes call blocking services through `call`.
+    """
+
+    database: Database
+    accounts: AccountServices
+    adapters: AdapterServices
+    usage: UsageServices
+    engine: EngineServices
+    idempotency_keys: IdempotencyKeys
+    metrics: GatewayMetrics
     metrics_token: str | None
     """The token that `/metrics` requires. If None, only this machine may scrape."""
     is_loopback: bool
@@ -113,34 +190,15 @@ class AdminServices:
     executor: Executor
     """A thread pool for the admin side only. Its calls never take threads from inference."""
     report_executor: Executor
+    slots: AdminSlots = field(default_factory=AdminSlots)
     oidc: OidcSettings | None = None
     """Single sign-on settings for the console. If None, people sign in only with keys."""
-    disk_tier: Path | None = None
-    """The directory of the engine's disk tier, from which purged weights are deleted."""
     gateway: ASGIApp | None = None
     """This process's OpenAI API, for the console's playground, or None if the process serves none."""
     api_url: str = "http://127.0.0.1:8000/v1"
     """The OpenAI API's base URL as shown in examples."""
-    live: LiveRequests = field(default_factory=NoLiveRequests)
-    """The requests running in this process."""
     trouble: Callable[[], str | None] = lambda: None
     """Returns the gateway's current database problem for `/health/ready`, or None."""
-    upload_slots: TransferSlots = field(default_factory=lambda: TransferSlots("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
-    """Uploads have separate slots and threads, so that slow clients do not delay other calls."""
-    download_slots: TransferSlots = field(
-        default_factory=lambda: TransferSlots("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH)
-    )
-    call_slots: TransferSlots = field(
-        default_factory=lambda: TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH, CALLS_REST)
-    )
-    page_slots: TransferSlots = field(
-        default_factory=lambda: TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH, PAGES_REST)
-    )
-    """Slots for console pages. The calls within a page take their own slots."""
-    report_slots: TransferSlots = field(
-        default_factory=lambda: TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)
-    )
-    export_slots: TransferSlots = field(default_factory=lambda: TransferSlots("exports", MAX_EXPORTS, MAX_EXPORTS_EACH))
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await call_on(self.executor, function, *args, **kwargs)
@@ -151,5 +209,5 @@ class AdminServices:
         Platform callers have no cooldown, because their reports cover all tenants and take longer.
         """
         rests = caller.tenant_id is not None
-        async with self.report_slots.held_slot(caller.holder, is_patient=is_patient, rests=rests):
+        async with self.slots.reports.held_slot(caller.holder, is_patient=is_patient, rests=rests):
             return await call_on(self.report_executor, function)

@@ -8,11 +8,12 @@ from itertools import islice
 from operator import itemgetter
 from typing import Protocol
 
+from prometheus_client import CollectorRegistry
 from uvicorn.server import ServerState
 
 from loramux.admin.server.client_addresses import TrustedProxies
 from loramux.admin.server.connection_limits import ConnectionLimits
-from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.package_metrics import ListenerMetrics, NewMetrics
 
 MAX_LOOKED_AT = 256
 """Maximum number of connections examined to find one to close, so that a flood does not cause full scans."""
@@ -51,14 +52,15 @@ class ConnectionRegistry(ServerState):
         self,
         limits: ConnectionLimits | None = None,
         proxies: TrustedProxies | None = None,
-        metrics: GatewayMetrics | None = None,
+        metrics: ListenerMetrics | None = None,
         listener: str = "openai",
     ) -> None:
         super().__init__()
         self.limits = limits or ConnectionLimits()
         self.proxies = proxies or TrustedProxies()
         self._listener = listener
-        self._refusals = (metrics or GatewayMetrics()).note_listener(listener, lambda: len(self.connections))
+        metrics = metrics or ListenerMetrics(NewMetrics(CollectorRegistry()))
+        self._refusals = metrics.note_listener(listener, lambda: len(self.connections))
         # Connections in the order in which searches examine them.
         self._members: OrderedDict[Connection, None] = OrderedDict()
         # The same connections, grouped by origin, without the connections of trusted proxies.

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response
 
-from loramux.engine.protocol.messages import Stats
+from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.openai_api.openapi import Responses, errors
@@ -57,6 +57,6 @@ def _is_direct(request: Request) -> bool:
 
 async def _stats(engine: EngineClient) -> Stats | None:
     try:
-        return await engine.stats(STATS_TIMEOUT_S)
+        return await engine.call(StatsRequest(), STATS_TIMEOUT_S)
     except (EngineUnavailable, TimeoutError):
         return None

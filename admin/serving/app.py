@@ -106,11 +106,15 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.add_middleware(IdempotentAnswers, services=services)
     app.add_exception_handler(Replayed, answer_again)
     # Prometheus scrapes do not count as admin calls.
-    app.add_middleware(HttpMetrics, count=counting_admin_calls(services.metrics), unmeasured=frozenset({"/metrics"}))
+    app.add_middleware(
+        HttpMetrics, count=counting_admin_calls(services.metrics.admin), unmeasured=frozenset({"/metrics"})
+    )
     install_error_handling(app, ErrorResponses({StoreError: api_error}))
     app.router.routes.extend(_rest_routes().routes)
-    app.include_router(metrics_router(services.metrics, services.engine, services.metrics_token, services.is_loopback))
-    app.include_router(health_router(services.database, services.engine, services.trouble, tells_why=True))
+    app.include_router(
+        metrics_router(services.metrics, services.engine.client, services.metrics_token, services.is_loopback)
+    )
+    app.include_router(health_router(services.database, services.engine.client, services.trouble, tells_why=True))
     app.add_route("/", to_console, include_in_schema=False)
     app.add_route("/console", to_console, include_in_schema=False)
     app.mount("/console", create_console(services, app))

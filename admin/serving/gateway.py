@@ -89,9 +89,9 @@ async def _serve(
             print("\n".join(lines), flush=True)
 
         proxies = TrustedProxies(settings.trusted_proxies)
-        openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
-        admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
-        await stack.enter_async_context(in_background(assembled.maintenance.run(), "maintenance"))
+        openai = ConnectionRegistry(limits.openai, proxies, assembled.services.metrics.listeners, "openai")
+        admin = ConnectionRegistry(limits.admin, proxies, assembled.services.metrics.listeners, "admin")
+        await stack.enter_async_context(in_background(assembled.services.run.maintenance.run(), "maintenance"))
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
             HttpServer(assembled.operations_app, admin_listener, admin, settings.keep_alive_s),
@@ -100,4 +100,4 @@ async def _serve(
             announce,
             engine.close,
         )
-        await assembled.running.drain(SETTLE_S)
+        await assembled.services.run.requests.drain(SETTLE_S)

@@ -1,49 +1,65 @@
-"""Assembles a gateway without administration: database, services, the OpenAI app, metrics and health."""
+"""Assembles a gateway: the services of every gateway, and the process of `loramux gateway`, without administration."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from fastapi import FastAPI
+from pydantic import SecretStr
 from sqlalchemy.exc import SQLAlchemyError
 
-from loramux.adapter_store.extensions import ExtensionRefused
+from loramux.adapter_store.errors import AdapterRejected, StoreError
+from loramux.adapter_store.formats.files.file_names import GENERATION_FILE
+from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
+from loramux.adapter_store.formats.version_files.generation_config import NO_DEFAULTS, parse_generation_config
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.metrics_route import metrics_router
 from loramux.admin.server.settings import Settings
-from loramux.admin.serving.assembly import NUM_THREADS, gateway_settings, open_tracing
 from loramux.engine.architectures.model_config import ModelConfig
+from loramux.engine.protocol.errors import ConfigNotUsable
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.key_authentication import open_key_authentication
-from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.engine_client import EngineClient
-from loramux.platform.generation.maintenance import Maintenance
-from loramux.platform.generation.running_requests import RunningRequests
+from loramux.platform.generation.cold_loads import HeldElsewhere, held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.openai_api.app import create_openai_app
 from loramux.platform.openai_api.error_responses import install_error_handling
 from loramux.platform.openai_api.health import health_router
-from loramux.platform.openai_api.services import GatewayServices, ModelInfo
+from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
+NUM_THREADS = 16
+"""Number of threads that run the SQL of inference requests. They mostly wait for the database."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayStores:
+    """The database, and the base's files as a gateway reads them."""
+
+    database: Database
+    api_keys: ApiKeys
+    registry: AdapterRegistry
+    tokenizer: ModelTokenizer
+    templates: TenantTemplates
+
 
 @dataclass(frozen=True, slots=True)
 class AssembledGateway:
+    services: GatewayServices
     gateway_app: FastAPI
     operations_app: FastAPI
-    running: RunningRequests
-    maintenance: Maintenance
-    metrics: GatewayMetrics
 
 
 @contextmanager
@@ -56,62 +72,132 @@ def assemble_gateway(
     with another schema version is refused, not upgraded.
     """
     with ExitStack() as stack:
-        try:
+        with refused_starts():
             database = Database(settings.resolved_database_url)
             stack.callback(database.close)
             database.check_schema()
             tokenizer = ModelTokenizer.load(settings.model)
             tokens = open_key_authentication(settings.key_authentication)
-        except (DatabaseError, ExtensionRefused, ModelFilesError) as error:
-            raise StartRefused(str(error)) from error
-        except SQLAlchemyError as error:
-            reason = str(getattr(error, "orig", None) or error).splitlines()[0]
-            raise StartRefused(f"the database cannot be used: {reason}") from error
         info = engine.info
         if info is None:
             raise StartRefused("the engine has just stopped: start the gateway again when its server is ready")
-        executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
-        metrics = GatewayMetrics()
-        templates = TenantTemplates(read_special_tokens(settings.model), tokenizer.chat_template)
-        gateway = GatewayServices.compose(
+        stores = GatewayStores(
             database=database,
-            tenants=Tenants(database),
             api_keys=ApiKeys(database, tokens=tokens),
             registry=AdapterRegistry(database, (settings.resolved_served_name,), base_id=info.base_sha256),
-            engine=engine,
             tokenizer=tokenizer,
-            templates=templates,
-            grammars=GrammarChecker(settings.model, model.vocab_size, model.eos_token_ids, metrics.note_grammar),
-            model=ModelInfo(
-                served_name=settings.resolved_served_name,
-                max_model_len=info.max_model_len,
-                vocab_size=model.vocab_size,
-                created_s=int((settings.model / "config.json").stat().st_mtime),
-                eos_token_ids=model.eos_token_ids,
-            ),
-            executor=executor,
-            metrics=metrics,
-            settings=gateway_settings(settings),
-            tracing=open_tracing(settings),
-            spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
+            templates=TenantTemplates(read_special_tokens(settings.model), tokenizer.chat_template),
         )
-        stack.callback(gateway.close)
-        gateway.grammars.preload()
-        yield AssembledGateway(
-            create_openai_app(gateway),
-            _operations_app(gateway, settings, is_loopback),
-            gateway.running,
-            gateway.maintenance,
-            gateway.metrics,
-        )
+        executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
+        served = served_model(settings, model, info.max_model_len)
+        gateway = open_gateway(stack, settings, directory, served, stores, engine, executor, GatewayMetrics())
+        yield AssembledGateway(gateway, create_openai_app(gateway), _operations_app(gateway, settings, is_loopback))
+
+
+@contextmanager
+def refused_starts() -> Iterator[None]:
+    """Raise StartRefused with the reason if a store or the base's files cannot be used."""
+    try:
+        yield
+    except (ConfigNotUsable, DatabaseError, StoreError, ModelFilesError) as error:
+        raise StartRefused(str(error)) from error
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+        raise StartRefused(f"the database cannot be used: {reason}") from error
+
+
+def open_gateway(
+    stack: ExitStack,
+    settings: Settings,
+    directory: DataDirectory,
+    model: ModelInfo,
+    stores: GatewayStores,
+    engine: EngineClient,
+    executor: Executor,
+    metrics: GatewayMetrics,
+    is_held_elsewhere: HeldElsewhere = held_nowhere_else,
+    draw: BaseDraw | None = None,
+) -> GatewayServices:
+    """Open the services behind the OpenAI routes. `stack` closes them. Raises StartRefused."""
+    gateway = GatewayServices.compose(
+        database=stores.database,
+        api_keys=stores.api_keys,
+        registry=stores.registry,
+        engine=engine,
+        tokenizer=stores.tokenizer,
+        templates=stores.templates,
+        grammars=GrammarChecker(settings.model, model.vocab_size, model.eos_token_ids, metrics.grammars.note_check),
+        model=model,
+        executor=executor,
+        metrics=metrics,
+        spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
+        settings=gateway_settings(settings),
+        tracing=open_tracing(settings),
+        is_held_elsewhere=is_held_elsewhere,
+        draw=draw,
+    )
+    stack.callback(gateway.close)
+    gateway.prompts.grammars.preload()
+    return gateway
+
+
+def served_model(settings: Settings, model: ModelConfig, max_model_len: int) -> ModelInfo:
+    return ModelInfo(
+        served_name=settings.resolved_served_name,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        created_s=int((settings.model / "config.json").stat().st_mtime),
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+def gateway_settings(settings: Settings) -> GatewaySettings:
+    """Return the gateway's settings, with the model's sampling defaults.
+
+    Raises StartRefused if the defaults cannot be used.
+    """
+    path = settings.model / GENERATION_FILE
+    base_defaults = NO_DEFAULTS
+    if settings.generation_config == "auto" and path.is_file():
+        try:
+            base_defaults = parse_generation_config(path.read_bytes()).defaults
+        except AdapterRejected as error:
+            raise StartRefused(f"{path} cannot be used: {error}; correct it, or set generation_config to off") from None
+    return GatewaySettings(
+        logs_answers=settings.log_answers,
+        base_defaults=base_defaults,
+        applies_adapter_defaults=settings.adapter_generation_config == "auto",
+        base_parsers=AnswerParsers(settings.tool_call_parser, settings.reasoning_parser),
+        cors_origins=settings.cors_origins,
+    )
+
+
+def open_tracing(settings: Settings) -> Tracing | None:
+    config = settings.trace_config
+    if config is None:
+        return None
+    try:
+        # Importing OpenTelemetry takes half a second, so it is imported only if tracing is on.
+        from loramux.platform.telemetry.otel_tracing import OtelTracing
+
+        return OtelTracing.open(config, settings.traces_share, settings.traces_of_clients)
+    except ImportError:
+        raise StartRefused(
+            "traces require OpenTelemetry: install loramux with the 'traces' extra, or set traces to off"
+        ) from None
+    except ConfigNotUsable as error:
+        raise StartRefused(str(error)) from error
+
+
+def revealed(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()
 
 
 def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: bool) -> FastAPI:
     """Return an app with `/metrics` and `/health`, as on a server's admin listener."""
     app = FastAPI(title="loramux gateway", openapi_url=None, docs_url=None, redoc_url=None)
     install_error_handling(app)
-    token = None if settings.metrics_token is None else settings.metrics_token.get_secret_value()
     is_open = is_loopback and not settings.trusted_proxies
-    app.include_router(metrics_router(gateway.metrics, gateway.engine, token, is_open))
+    app.include_router(metrics_router(gateway.metrics, gateway.engine, revealed(settings.metrics_token), is_open))
     app.include_router(health_router(gateway.database, gateway.engine, gateway.trouble, tells_why=True))
     return app

@@ -43,7 +43,7 @@ from loramux.platform.engine_link.local_engine import EngineStartError, LocalEng
 from loramux.platform.engine_link.output_lines import OutputLines
 
 if TYPE_CHECKING:
-    from loramux.admin.serving.assembly import Share
+    from loramux.admin.serving.assembly import OpenSharing
 
 SETTLE_S = 5.0
 """Time, in seconds, allowed for the last settlements after both listeners have closed."""
@@ -177,13 +177,14 @@ async def _serve(
                 raise StartRefused("the files in the model directory changed while the server started: start it again")
         except EngineStartError as error:
             raise StartRefused(str(error)) from error
+        gateway = assembled.gateway
         presence = None if assembled.sharing is None else assembled.sharing.open_presence()
         bootstrap_key = None
-        if not await asyncio.to_thread(assembled.api_keys.has_platform_admin):
-            created = await asyncio.to_thread(assembled.api_keys.create, None, "bootstrap")
+        if not await asyncio.to_thread(gateway.callers.api_keys.has_platform_admin):
+            created = await asyncio.to_thread(gateway.callers.api_keys.create, None, "bootstrap")
             bootstrap_key = created.secret
 
-        is_new = not (await asyncio.to_thread(assembled.tenants.list, 1)).data
+        is_new = not (await asyncio.to_thread(gateway.callers.tenants.list, 1)).data
 
         def announce() -> None:
             urls = url_of(gateway_listener), url_of(admin_listener)
@@ -193,13 +194,13 @@ async def _serve(
                 print(next_commands(urls[1], bootstrap_key), flush=True)
 
         proxies = TrustedProxies(settings.trusted_proxies)
-        openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
-        admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
+        openai = ConnectionRegistry(limits.openai, proxies, gateway.metrics.listeners, "openai")
+        admin = ConnectionRegistry(limits.admin, proxies, gateway.metrics.listeners, "admin")
         if presence is not None:
             stack.push_async_callback(presence.close)
             presence.start(signals.drain)
         upkeep = assembled.upkeep.run(assembled.own_server, signals.drain)
-        await stack.enter_async_context(in_background(assembled.maintenance.run(), "maintenance"))
+        await stack.enter_async_context(in_background(gateway.run.maintenance.run(), "maintenance"))
         await stack.enter_async_context(in_background(upkeep, "upkeep"))
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
@@ -209,7 +210,7 @@ async def _serve(
             announce,
             engine.close,
         )
-        await assembled.running.drain(SETTLE_S)
+        await gateway.run.requests.drain(SETTLE_S)
         if presence is not None:
             await presence.drained(signals.hurry, settings.drain_s)
 
@@ -224,7 +225,9 @@ def _bind_peers(settings: Settings, stack: ExitStack) -> socket.socket | None:
     return stack.enter_context(bind_peers(settings, settings.peer_address))
 
 
-def _share(settings: Settings, config: EngineConfig, engine: LocalEngine, peers: socket.socket | None) -> Share | None:
+def _share(
+    settings: Settings, config: EngineConfig, engine: LocalEngine, peers: socket.socket | None
+) -> OpenSharing | None:
     if settings.peer_address is None or peers is None:
         return None
     from loramux.admin.serving.sharing import Sharing

@@ -28,7 +28,7 @@ from loramux.platform.replicas.replica_table import ReplicaTable
 from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.routers import HOMES, new_router
-from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 from loramux.platform.threads import call_on
 
 
@@ -47,7 +47,7 @@ class Sharing:
         config: EngineConfig,
         local: LocalEngine,
         database: Database,
-        metrics: GatewayMetrics,
+        metrics: ReplicaMetrics,
         executor: Executor,
         draw: BaseDraw,
         router: str = HOMES,
@@ -67,7 +67,7 @@ class Sharing:
                 local,
                 self._id,
                 partial(new_router, router, clock=time.monotonic, random=SystemRandom()),
-                lambda outcome: metrics.forwarded.labels(outcome).inc(),
+                metrics.count_forwarded,
                 metrics.base_fallbacks.inc,
                 base_id=draw.own,
             )
@@ -95,10 +95,7 @@ class Sharing:
             num_free_pages=ready.num_pages,
             certificates="",
         )
-        metrics = self._metrics
-        listener = PeerListener(
-            self._listener, self._local, lambda reason: metrics.replica_refusals.labels(reason).inc()
-        )
+        listener = PeerListener(self._listener, self._local, self._metrics.count_refusal)
         listener.start()
         self._presence = Presence(
             own=row,
@@ -108,7 +105,7 @@ class Sharing:
             engine=self.engine,
             draw=self._draw,
             listener=listener,
-            metrics=metrics,
+            metrics=self._metrics,
             call=partial(call_on, self._executor),
         )
         return self._presence

@@ -16,6 +16,7 @@ from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.rest.purging import forget_copies
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.serving.expired_rows import ExpiredRows
+from loramux.engine.protocol.messages import Pin, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 
 LOOK_INTERVAL_S = 5.0
@@ -84,13 +85,13 @@ class Upkeep:
     async def _sweep(self) -> None:
         services = self._services
         await services.call(self._expired.sweep)
-        await services.call(services.api_keys.restart_grace_periods)
+        await services.call(services.accounts.api_keys.restart_grace_periods)
         await services.call(services.database.refresh_statistics)
 
     async def forget_purged(self) -> None:
         """Delete this server's copies of weights that have been purged, here or on another server."""
         services, now_s = self._services, time.monotonic()
-        purged = await services.call(services.ingest.purged_blobs.digests)
+        purged = await services.call(services.adapters.ingest.purged_blobs.digests)
         # Weights that a version has again are no longer listed. If they are purged again, they are new here.
         self._forgotten_s = {digest: at_s for digest, at_s in self._forgotten_s.items() if digest in purged}
         due = [digest for digest in sorted(purged) if now_s - self._forgotten_s.get(digest, -inf) >= FORGET_AGAIN_S]
@@ -101,14 +102,14 @@ class Upkeep:
     async def renew_pins(self) -> None:
         """Pin the adapters that should be pinned but are not, for example after an engine restart."""
         services = self._services
-        wanted = await services.call(services.pins.digests)
+        wanted = await services.call(services.adapters.pins.digests)
         if not wanted:
             return
         failed = set()
         try:
-            stats = await services.engine.stats(STATS_TIMEOUT_S)
+            stats = await services.engine.client.call(StatsRequest(), STATS_TIMEOUT_S)
             for digest in sorted(wanted - {one.digest for one in stats.adapters if one.is_pinned}):
-                state = await services.engine.pin(digest, True, PIN_TIMEOUT_S)
+                state = await services.engine.client.call(Pin(digest=digest), PIN_TIMEOUT_S)
                 if state.state == "failed":
                     failed.add(digest)
                     if digest not in self._unpinnable:

@@ -32,17 +32,20 @@ from benchmarks.machine import add_allow_busy, describe, require_idle
 from benchmarks.tables import open_console
 from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
-from loramux.adapter_store.ingest.jobs import IngestJobs
-from loramux.adapter_store.registry.aliases import AdapterAliases
-from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.adapter_store.registry.sharing import AdapterGrants
-from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.adapter_store.validation.validator import SubprocessValidator
 from loramux.admin.doctor.self_check import SelfCheck
-from loramux.admin.rest.services import NUM_ADMIN_THREADS, AdminServices
+from loramux.admin.rest.services import (
+    NUM_ADMIN_THREADS,
+    AccountServices,
+    AdapterServices,
+    AdminServices,
+    EngineServices,
+    UsageServices,
+)
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.serving.app import create_admin_app
 from loramux.engine.server.gc_freeze import freeze_gc
@@ -60,10 +63,6 @@ from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
-from loramux.platform.ledger.events import Ledger
-from loramux.platform.ledger.price_list import PriceList
-from loramux.platform.quotas.overview import QuotaOverview
-from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 TARGET_MS = 200.0
@@ -75,6 +74,8 @@ TARGET = PackTarget(
     geometry=PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
     dtype="float32",
 )
+VOCABULARY = BaseVocabulary(num_tokens=0, vocab_size=0, added_tokens={}, special_tokens={}, sha256="")
+"""No list reads the base's vocabulary."""
 
 
 @contextmanager
@@ -90,28 +91,25 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
         commit = GroupCommit(Admission(database))
         yield AdminServices(
             database=database,
-            tenants=Tenants(database),
-            api_keys=ApiKeys(database, ADMIN_KEY),
-            registry=registry,
-            aliases=AdapterAliases(database),
-            grants=AdapterGrants(database),
-            version_states=VersionStates(database, registry),
-            ingest=Ingest(registry, blobs, TARGET, root / "scratch", SubprocessValidator()),
-            export=VersionExport(database, blobs, root / "scratch"),
-            jobs=IngestJobs(database),
-            pins=AdapterPins(database, registry),
+            accounts=AccountServices(
+                tenants=Tenants(database), api_keys=ApiKeys(database, ADMIN_KEY), audit_log=AuditLog(database)
+            ),
+            adapters=AdapterServices.over(
+                database,
+                registry,
+                Ingest(registry, blobs, TARGET, root / "scratch", SubprocessValidator()),
+                VersionExport(database, blobs, root / "scratch"),
+                VOCABULARY,
+            ),
+            usage=UsageServices.over(database),
+            engine=EngineServices(
+                client=engine,
+                loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),
+                requests=RequestsInFlight(database),
+                self_check=SelfCheck(database=database, blobs=blobs, engine=engine, data_dir=root, served_name="base"),
+            ),
             idempotency_keys=IdempotencyKeys(database),
-            requests=RequestsInFlight(database),
-            quotas=QuotaPolicies(database),
-            quota_overview=QuotaOverview(database),
-            prices=PriceList(database),
-            audit_log=AuditLog(database),
-            ledger=Ledger(database),
-            engine=engine,
-            fleet=None,
-            loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),
             metrics=GatewayMetrics(),
-            self_check=SelfCheck(database=database, blobs=blobs, engine=engine, data_dir=root, served_name="base"),
             metrics_token=None,
             is_loopback=True,
             executor=executor,

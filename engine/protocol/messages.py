@@ -7,6 +7,7 @@ gateway's sequences, and finally with Finished. The engine sees adapter digests,
 from __future__ import annotations
 
 import math
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -15,6 +16,9 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
 PROTOCOL = 10
 """Protocol version, increased with each incompatible change to these messages."""
+
+
+AnswerT = TypeVar("AnswerT")
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,17 +137,25 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sequence_id: str
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EngineCall(msgspec.Struct, Generic[AnswerT], frozen=True, kw_only=True):
+    """A message that the engine answers with one record of the type `AnswerT`, which repeats `call_id`.
+
+    A gateway's connection sets the id.
+    """
+
+    call_id: str = ""
+
+
+class Load(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
     """Make an adapter resident. An AdapterState follows once the adapter is resident or has failed to load.
 
     While an Unload of the adapter is pending, the load waits and starts after the Unload.
     """
 
-    call_id: str
     digest: str
 
 
-class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Unload(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
     """Free an adapter's pages and cached prefixes once no sequence needs the adapter. The answer is an AdapterState.
 
     Until the answer, the adapter drains. Earlier sequences continue, but sequences that are still live after
@@ -152,13 +164,12 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     adapter's pin, and answers waiting loads and pins with `superseded`. `is_purge` also deletes the host tier's copy.
     """
 
-    call_id: str
     digest: str
     deadline_s: float | None = None
     is_purge: bool = False
 
 
-class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Pin(EngineCall["AdapterState"], frozen=True, kw_only=True, tag=True):
     """Load an adapter and keep it resident until a Pin with `is_pinned = False` or an Unload.
 
     A pin outlives the gateway that requested it. A pinned adapter that is evicted because it produced non-finite values
@@ -167,7 +178,6 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     that was already accepted.
     """
 
-    call_id: str
     digest: str
     is_pinned: bool = True
 
@@ -178,10 +188,9 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     count: int
 
 
-class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request Stats. The answer repeats `call_id`. `with_tiers` adds the contents of the host and disk tiers."""
+class StatsRequest(EngineCall["Stats"], frozen=True, kw_only=True, tag=True):
+    """Request Stats. `with_tiers` adds the contents of the host and disk tiers, which takes longer."""
 
-    call_id: str
     with_tiers: bool = False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from loramux.engine.protocol.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
+from loramux.engine.protocol.messages import Add, AnswerT, EngineCall, EngineReady, Finished, SequenceOutput
 from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
@@ -39,17 +39,8 @@ class ConnectedEngine:
         if self._connection is not None:
             self._connection.extend(sequence_id, max_tokens)
 
-    async def load(self, digest: str, timeout_s: float) -> AdapterState:
-        return await self._connected().load(digest, timeout_s)
-
-    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
-        return await self._connected().unload(digest, timeout_s, is_purge)
-
-    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        return await self._connected().pin(digest, is_pinned, timeout_s)
-
-    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
-        return await self._connected().stats(timeout_s, with_tiers)
+    async def call(self, message: EngineCall[AnswerT], timeout_s: float) -> AnswerT:
+        return await self._connected().call(message, timeout_s)
 
     def _connected(self) -> EngineSession:
         if self._connection is None:

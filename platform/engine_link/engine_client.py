@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from loramux.engine.protocol.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
+from loramux.engine.protocol.messages import Add, AnswerT, EngineCall, EngineReady, Finished, SequenceOutput
 from loramux.platform.base_draw import BaseOrder
 
 
@@ -50,19 +50,10 @@ class EngineClient(Protocol):
     def extend(self, sequence_id: str, max_tokens: int) -> None:
         """Raise a sequence's token limit. Ignored if the sequence has ended. Never blocks."""
 
-    async def load(self, digest: str, timeout_s: float) -> AdapterState: ...
+    async def call(self, message: EngineCall[AnswerT], timeout_s: float) -> AnswerT:
+        """Send a Load, Unload, Pin or StatsRequest, and return the engine's answer.
 
-    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
-        """Unload an adapter once no sequence uses it. `is_purge` also deletes the copy in host memory."""
-        ...
-
-    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        """Load an adapter and keep it resident, or allow its eviction again."""
-        ...
-
-    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
-        """Return the engine's statistics. `with_tiers` adds the adapters in the host and disk tiers, which takes
-        longer.
+        Raises EngineUnavailable, or TimeoutError if the answer does not arrive in time.
         """
         ...
 

@@ -7,29 +7,29 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import structlog
+from msgspec import structs
 
 from loramux.engine.protocol.messages import (
     Abort,
     AdapterState,
     Add,
+    AnswerT,
     Credit,
+    EngineCall,
     EngineReady,
     Extend,
     Finished,
     FromEngine,
     Heartbeat,
-    Load,
-    Pin,
     Rejected,
     Stats,
     StatsRequest,
     StepOutput,
     ToEngine,
-    Unload,
 )
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.sequence_stream import SequenceStream
@@ -40,14 +40,13 @@ CREDIT_BATCH = 16
 
 log = structlog.get_logger()
 
-Answer = TypeVar("Answer", AdapterState, Stats)
 NoteEnd = Callable[[Add, Finished], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenCall:
     kind: type[AdapterState | Stats]
-    answer: asyncio.Future[AdapterState | Stats]
+    answer: asyncio.Future[Any]
 
 
 class EngineSession(ABC):
@@ -106,23 +105,17 @@ class EngineSession(ABC):
             stream.max_tokens = max(stream.max_tokens, max_tokens)
             self._send(Extend(sequence_id=sequence_id, max_tokens=max_tokens))
 
-    async def load(self, digest: str, timeout_s: float) -> AdapterState:
+    async def call(self, message: EngineCall[AnswerT], timeout_s: float) -> AnswerT:
         call_id = str(next(self._call_ids))
-        return await self._call(AdapterState, Load(call_id=call_id, digest=digest), call_id, timeout_s)
-
-    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
-        call_id = str(next(self._call_ids))
-        unload = Unload(call_id=call_id, digest=digest, is_purge=is_purge)
-        return await self._call(AdapterState, unload, call_id, timeout_s)
-
-    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        call_id = str(next(self._call_ids))
-        pin = Pin(call_id=call_id, digest=digest, is_pinned=is_pinned)
-        return await self._call(AdapterState, pin, call_id, timeout_s)
-
-    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
-        call_id = str(next(self._call_ids))
-        return await self._call(Stats, StatsRequest(call_id=call_id, with_tiers=with_tiers), call_id, timeout_s)
+        kind: type[AdapterState | Stats] = Stats if isinstance(message, StatsRequest) else AdapterState
+        call = self._calls[call_id] = _OpenCall(kind, asyncio.get_running_loop().create_future())
+        self._send(structs.replace(message, call_id=call_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer: AnswerT = await call.answer
+        finally:
+            self._calls.pop(call_id, None)
+        return answer
 
     def _end_all(self, running: frozenset[str]) -> list[Add]:
         for sequence_id, stream in self._streams.items():
@@ -135,18 +128,7 @@ class EngineSession(ABC):
         self._calls.clear()
         return ended
 
-    async def _call(self, kind: type[Answer], message: ToEngine, call_id: str, timeout_s: float) -> Answer:
-        call = self._calls[call_id] = _OpenCall(kind, asyncio.get_running_loop().create_future())
-        self._send(message)
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await call.answer
-        finally:
-            self._calls.pop(call_id, None)
-        assert isinstance(answer, kind)
-        return answer
-
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: ToEngine | EngineCall[Any]) -> None:
         self._send_bytes(self._encoder.encode(message))
 
     def _dispatch(self, message: FromEngine) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import structs
 
@@ -15,14 +16,20 @@ from loramux.engine.protocol.messages import (
     Abort,
     AdapterState,
     Add,
+    AnswerT,
+    EngineCall,
     EngineReady,
     Extend,
     Finished,
+    Load,
+    Pin,
     PromptLogprob,
     ResidentAdapter,
     SequenceOutput,
     Stats,
+    StatsRequest,
     TokenLogprobs,
+    Unload,
 )
 from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineUnavailable
@@ -108,8 +115,7 @@ class ScriptedEngine:
         return len(self._running)
 
     def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
-        if not self._is_ready:
-            raise EngineUnavailable("the engine is not running")
+        self._check_ready()
         self.adds.append(add)
         sequence = self._running[add.sequence_id] = _Sequence(add, self.script(add))
         return self._stream(sequence)
@@ -134,31 +140,43 @@ class ScriptedEngine:
         if sequence_id in self._running:
             self._running[sequence_id].extend(max_tokens)
 
-    async def load(self, digest: str, timeout_s: float) -> AdapterState:
-        if not self._is_ready:
-            raise EngineUnavailable("the engine is not running")
+    async def call(self, message: EngineCall[AnswerT], timeout_s: float) -> AnswerT:
+        answer: AnswerT = self._answer(message)
+        return answer
+
+    def _answer(self, message: EngineCall[Any]) -> Any:
+        match message:
+            case Load(digest=digest):
+                return self._load(digest)
+            case Pin(digest=digest, is_pinned=True):
+                self.pinned.add(digest)
+                return self._load(digest)
+            case Pin(digest=digest):
+                self.pinned.discard(digest)
+                state = "resident" if digest in self.resident else "absent"
+                return AdapterState(call_id="pin", digest=digest, state=state)
+            case Unload(digest=digest, is_purge=is_purge):
+                if is_purge:
+                    self.purged.append(digest)
+                self.resident.pop(digest, None)
+                self.pinned.discard(digest)
+                return AdapterState(call_id="unload", digest=digest, state="absent")
+            case StatsRequest(with_tiers=with_tiers):
+                return self._stats(with_tiers)
+
+    def _load(self, digest: str) -> AdapterState:
+        self._check_ready()
         if digest in self.unloadable:
             return AdapterState(call_id="load", digest=digest, state="failed", code="adapter_unavailable")
         self.resident[digest] = 1
         return AdapterState(call_id="load", digest=digest, state="resident", num_pages=1)
 
-    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
-        if is_purge:
-            self.purged.append(digest)
-        self.resident.pop(digest, None)
-        self.pinned.discard(digest)
-        return AdapterState(call_id="unload", digest=digest, state="absent")
-
-    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        if is_pinned:
-            self.pinned.add(digest)
-            return await self.load(digest, timeout_s)
-        self.pinned.discard(digest)
-        return AdapterState(call_id="pin", digest=digest, state="resident" if digest in self.resident else "absent")
-
-    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
+    def _check_ready(self) -> None:
         if not self._is_ready:
             raise EngineUnavailable("the engine is not running")
+
+    def _stats(self, with_tiers: bool) -> Stats:
+        self._check_ready()
         num_used = sum(self.resident.values())
         return Stats(
             call_id="stats",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from loramux.engine.protocol.messages import AdapterState
+from loramux.engine.protocol.messages import AdapterState, Load, Pin
 from loramux.platform.admission.database_health import DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import LoadCharge
@@ -35,7 +35,7 @@ class AdapterLoads:
         if charge is not None:
             await self._admit(digest, charge)
         try:
-            answer = await self._engine.load(digest, timeout_s)
+            answer = await self._engine.call(Load(digest=digest), timeout_s)
         except TimeoutError:
             self._cold_loads.note_loading(digest)
             raise
@@ -44,7 +44,7 @@ class AdapterLoads:
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
         """Pin or unpin an adapter. Only operators pin adapters, so nobody is charged."""
-        answer = await self._engine.pin(digest, is_pinned, timeout_s)
+        answer = await self._engine.call(Pin(digest=digest, is_pinned=is_pinned), timeout_s)
         if is_pinned:
             self._note(answer)
         return answer

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from loramux.engine.protocol.messages import StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.metrics import COLD_LOADS_PER_MINUTE
@@ -134,7 +135,7 @@ class ColdLoads:
         self._was_asked = False
         self._last_asked_s = self._clock()
         try:
-            stats = await self._engine.stats(REPORT_WAIT_S)
+            stats = await self._engine.call(StatsRequest(), REPORT_WAIT_S)
         except (EngineUnavailable, TimeoutError):
             return
         self._resident = {adapter.digest for adapter in stats.adapters}

@@ -17,7 +17,7 @@ from loramux.platform.admission.reservation_rows import LEASE_US
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settler import Settler
-from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.package_metrics import GenerationMetrics
 
 TEND_INTERVAL_S = 1.0
 """Interval between retries of a failing database and of spooled settlements, in seconds."""
@@ -49,7 +49,7 @@ class Maintenance:
         settler: Settler,
         cold_loads: ColdLoads,
         health: DatabaseHealth,
-        metrics: GatewayMetrics,
+        metrics: GenerationMetrics,
         call: Call,
     ) -> None:
         self._running = running

@@ -20,7 +20,7 @@ from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan
 from loramux.platform.generation.settler import Settler
-from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.package_metrics import GenerationMetrics
 
 RESERVE_WAIT_S = 5.0
 """Timeout for a request's reservation, in seconds."""
@@ -58,7 +58,7 @@ class RunningRequests:
         self,
         commit: GroupCommit,
         engine: EngineClient,
-        metrics: GatewayMetrics,
+        metrics: GenerationMetrics,
         clock: Callable[[], int],
         health: DatabaseHealth,
         settler: Settler,

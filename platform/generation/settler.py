@@ -14,7 +14,7 @@ from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.admission.records import Closing, RequestCheckpoint
 from loramux.platform.generation.settlement_spool import SettlementSpool, SpoolFull, record_of
 from loramux.platform.ledger.settlement import Settlement
-from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.package_metrics import GenerationMetrics
 
 SETTLE_WAIT_S = 2.0
 """A settlement that takes longer than this in the database, in seconds, is also spooled."""
@@ -35,7 +35,11 @@ class Settler:
     """
 
     def __init__(
-        self, commit: GroupCommit, metrics: GatewayMetrics, health: DatabaseHealth, spool: SettlementSpool | None = None
+        self,
+        commit: GroupCommit,
+        metrics: GenerationMetrics,
+        health: DatabaseHealth,
+        spool: SettlementSpool | None = None,
     ) -> None:
         self._commit = commit
         self._metrics = metrics

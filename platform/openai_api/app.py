@@ -50,7 +50,7 @@ async def server_version(caller: Caller) -> Response:
 
 
 def create_openai_app(services: GatewayServices) -> FastAPI:
-    """Create the app. `services.maintenance.run()` must run alongside it."""
+    """Create the app. `services.run.maintenance.run()` must run alongside it."""
     # Only the health routes are public. FastAPI's documentation pages are off.
     app = FastAPI(
         title="loramux",
@@ -72,7 +72,7 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
     }
     # Middleware that is added later wraps middleware that was added earlier.
     app.add_middleware(DirectRoutes, handlers=handlers, errors=errors)
-    count = counting_endpoints(services.metrics, ENDPOINTS, services.settings.logs_answers)
+    count = counting_endpoints(services.metrics.api, ENDPOINTS, services.settings.logs_answers)
     app.add_middleware(HttpMetrics, count=count)
     if services.tracing is not None:
         app.add_middleware(TraceMiddleware, tracing=services.tracing, paths=frozenset(ENDPOINTS))

@@ -29,9 +29,9 @@ async def _authenticate(request: Request, services: Services) -> Principal:
     if kind.lower() != "bearer" or not presented.strip():
         raise Unauthenticated("send an API key: Authorization: Bearer sk-lmx-...", code="missing_api_key")
     # Most keys are cached and need no database lookup on another thread.
-    principal = services.api_keys.recent(presented.strip())
+    principal = services.callers.api_keys.recent(presented.strip())
     if principal is None:
-        principal = await services.call(services.api_keys.authenticate_bearer, presented.strip())
+        principal = await services.call(services.callers.api_keys.authenticate_bearer, presented.strip())
     if principal is None:
         # The message starts like OpenAI's, because litellm recognises a refused key only by these words.
         raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")

@@ -50,10 +50,10 @@ async def _prepare(services: GatewayServices, target: Target, received: Received
 
     if settings.template is None:
         return await services.compute_if_long(
-            received.num_bytes, lambda: encoded(services.chat_prompts.render(body, settings.parsers))
+            received.num_bytes, lambda: encoded(services.prompts.chat_prompts.render(body, settings.parsers))
         )
-    with traced("render"), services.metrics.template_seconds.time():
-        prompt = await services.chat_prompts.render_with(target.tenant_id, settings, body)
+    with traced("render"), services.metrics.api.template_seconds.time():
+        prompt = await services.prompts.chat_prompts.render_with(target.tenant_id, settings, body)
     return await services.compute_if_long(len(prompt.text), encoded, prompt)
 
 
@@ -91,7 +91,7 @@ async def _shape(
         include_usage=body.include_usage,
         tool_choice=body.choice_of_tools,
         new_parser=None if tool_format is None else find_parser(tool_format),
-        note_call=None if tool_format is None else services.metrics.tool_calls.labels(tool_format).inc,
+        note_call=None if tool_format is None else services.metrics.api.tool_calls.labels(tool_format).inc,
         prompt_token_ids=prepared.prompts[0] if body.return_token_ids else None,
         num_prompt_logprobs=body.num_alternatives("prompt_logprobs"),
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),

@@ -24,7 +24,7 @@ router = APIRouter()
 @router.get("/v1/models", tags=["models"], response_model=ModelList)
 async def list_models(caller: Caller, services: Services) -> Response:
     """List the models that the caller may name in a request: the base, and adapters as `tenant/adapter`."""
-    models = await services.call(services.resolver.list_models, caller)
+    models = await services.call(services.callers.resolver.list_models, caller)
     data = [_body(services, model, _listed_name(model)) for model in models]
     return json_response({"object": "list", "data": data})
 
@@ -33,7 +33,7 @@ async def list_models(caller: Caller, services: Services) -> Response:
 @router.get("/v1/models/{name:path}", tags=["models"], response_model=ModelDocument)
 async def retrieve_model(name: str, caller: Caller, services: Services) -> Response:
     """Retrieve one model by any name that a request can use. `root` is the version that the name resolves to."""
-    model = await services.call(services.resolver.resolve, caller, name)
+    model = await services.call(services.callers.resolver.resolve, caller, name)
     return json_response(_body(services, model, name))
 
 
@@ -44,7 +44,7 @@ async def delete_model(name: str, request: Request, caller: Caller, services: Se
     """
     # The audit log attributes the change to the key.
     act_as(Actor(caller.key_id, None if request.client is None else request.client.host, request_id_of(request)))
-    await services.call(services.archive.archive, caller, name)
+    await services.call(services.callers.archive.archive, caller, name)
     return json_response({"id": name, "object": "model", "deleted": True})
 
 

@@ -47,7 +47,7 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
     shape = await endpoint.shape(services, target, received, prepared)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
-    generation = services.running.start(plan, partial(run_and_settle, services))
+    generation = services.run.requests.start(plan, partial(run_and_settle, services))
     generation.abandon_when(_disconnected(request.receive))
     try:
         return await answer(services, generation, received.body, shape, headers, started_s)
@@ -81,19 +81,19 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
     weights are unchanged. Raises ModelNotFound, AdapterNotValidated, InvalidRequest, PermissionDenied, Unavailable or
     DatabaseTrouble.
     """
-    recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
+    recent = None if caller.tenant_id is None else services.callers.tenants.recent_share(caller.tenant_id)
 
     def find() -> Target:
-        model = services.resolver.resolve(caller, name, user)
+        model = services.callers.resolver.resolve(caller, name, user)
         assert caller.tenant_id is not None
-        share = recent or services.tenants.share(caller.tenant_id)
-        settings = services.version_settings.find(model)
-        tokenizer = services.version_tokenizers.find(settings.vocabulary)
+        share = recent or services.callers.tenants.share(caller.tenant_id)
+        settings = services.callers.version_settings.find(model)
+        tokenizer = services.prompts.version_tokenizers.find(settings.vocabulary)
         return Target(caller.tenant_id, caller.key_id, model, share, settings, tokenizer, services.model.vocab_size)
 
     with traced("resolve"):
         # If the share is cached, resolving the base needs no database and therefore no thread.
-        if recent is not None and name == services.resolver.served_name:
+        if recent is not None and name == services.callers.resolver.served_name:
             return find()
         return await services.call(find)
 
@@ -125,7 +125,7 @@ async def constrain(services: GatewayServices, target: Target, constraint: Const
     if constraint is None:
         return ""
     with traced("constrain"):
-        return await services.grammars.grammar(target.tenant_id, constraint)
+        return await services.prompts.grammars.grammar(target.tenant_id, constraint)
 
 
 async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest) -> dict[str, str]:
@@ -139,12 +139,12 @@ async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest
         raise engine_unavailable()
     try:
         with traced("reserve"):
-            reservation = await services.running.reserve(plan)
+            reservation = await services.run.requests.reserve(plan)
     except (QuotaExceeded, RequestTooLarge) as refusal:
-        services.metrics.count_refusal(refusal.policy)
+        services.metrics.quotas.count_refusal(refusal.policy)
         raise
     for policy in reservation.exceeded:
-        services.metrics.count_refusal(policy, policy.mode)
+        services.metrics.quotas.count_refusal(policy, policy.mode)
     headers = {**rate_limit_headers(reservation.limits), **exceeded_headers(reservation.exceeded)}
     return headers if model.adapter is None else {**headers, "x-loramux-adapter": model.name}
 
@@ -164,7 +164,7 @@ async def answer(
     deltas = generation.deltas()
     first = await anext(deltas, None)
     if first is not None:
-        services.metrics.first_token_seconds.labels(generation.plan.endpoint).observe(time.monotonic() - started_s)
+        services.metrics.api.first_token_seconds.labels(generation.plan.endpoint).observe(time.monotonic() - started_s)
     if body.stream and first is not None:
         return sse.EventStream(_events(first, deltas, generation, shape, body), headers)
     collected = [] if first is None else [first, *[delta async for delta in deltas]]
@@ -180,7 +180,7 @@ async def answer(
 async def settle(services: GatewayServices, plan: Plan, settlement: Settlement) -> None:
     """Charge the actual usage and release the rest of the reservation."""
     with traced("settle"):
-        await services.settler.settle(plan.request_id, settlement)
+        await services.run.settler.settle(plan.request_id, settlement)
 
 
 async def _events(

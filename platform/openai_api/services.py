@@ -87,33 +87,86 @@ class GatewaySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallerServices:
+    """Find a request's caller, and the model that it names."""
+
+    tenants: Tenants
+    api_keys: ApiKeys
+    resolver: ModelResolver
+    archive: ModelArchive
+    version_settings: VersionSettingsCache
+    cache_invalidation: CacheInvalidation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptServices:
+    """Turn a request's body into token ids and a grammar."""
+
+    tokenizer: ModelTokenizer
+    """The base's tokenizer. A request uses the tokenizer of its `Target`."""
+    version_tokenizers: VersionTokenizers
+    chat_prompts: ChatPrompts
+    grammars: GrammarChecker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunServices:
+    """Reserve, run and settle requests."""
+
+    requests: RunningRequests
+    maintenance: Maintenance
+    loads: AdapterLoads
+    settler: Settler
+    commit: GroupCommit
+    database_health: DatabaseHealth
+    spool: SettlementSpool | None
+
+    @staticmethod
+    def over(
+        database: Database,
+        engine: EngineClient,
+        metrics: GatewayMetrics,
+        executor: Executor,
+        spool: SettlementSpool | None,
+        is_held_elsewhere: HeldElsewhere,
+    ) -> RunServices:
+        admission = Admission(database, metrics.admission.overdrawn.inc)
+        health = DatabaseHealth()
+        commit = GroupCommit(admission, metrics.admission.note_commit, health, admission.num_writers)
+        generation = metrics.generation
+        settler = Settler(commit, generation, health, spool)
+        cold_loads = ColdLoads(engine, is_held_elsewhere=is_held_elsewhere)
+        requests = RunningRequests(commit, engine, generation, database.now_us, health, settler, cold_loads)
+        call = partial(call_on, executor)
+        metrics.admission.database_connections.set_function(lambda: database.num_connections)
+        metrics.admission.database_trouble.set_function(lambda: health.trouble is not None)
+        generation.held_settlements.set_function(lambda: settler.num_held)
+        if spool is not None:
+            generation.spooled_bytes.set_function(lambda: spool.num_bytes)
+        return RunServices(
+            requests=requests,
+            maintenance=Maintenance(requests, admission, settler, cold_loads, health, generation, call),
+            loads=AdapterLoads(engine, cold_loads, commit, health),
+            settler=settler,
+            commit=commit,
+            database_health=health,
+            spool=spool,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayServices:
-    """The services behind the OpenAI routes. `maintenance.run` must run as long as they are used.
+    """The services behind the OpenAI routes. `run.maintenance.run` must run as long as they are used.
 
     Blocking calls go through `call`. CPU-bound work goes through `compute`, on separate threads, so that SQL, health
     checks and settlements never wait behind it.
     """
 
     database: Database
-    tenants: Tenants
-    api_keys: ApiKeys
-    resolver: ModelResolver
-    archive: ModelArchive
-    version_settings: VersionSettingsCache
-    running: RunningRequests
-    maintenance: Maintenance
-    loads: AdapterLoads
-    settler: Settler
-    commit: GroupCommit
-    cache_invalidation: CacheInvalidation
-    database_health: DatabaseHealth
-    spool: SettlementSpool | None
+    callers: CallerServices
+    prompts: PromptServices
+    run: RunServices
     engine: EngineClient
-    tokenizer: ModelTokenizer
-    """The base's tokenizer. A request uses the tokenizer of its `Target`."""
-    version_tokenizers: VersionTokenizers
-    chat_prompts: ChatPrompts
-    grammars: GrammarChecker
     model: ModelInfo
     metrics: GatewayMetrics
     settings: GatewaySettings
@@ -125,7 +178,6 @@ class GatewayServices:
     def compose(
         *,
         database: Database,
-        tenants: Tenants,
         api_keys: ApiKeys,
         registry: AdapterRegistry,
         engine: EngineClient,
@@ -150,47 +202,34 @@ class GatewayServices:
         """
         settings = settings if settings is not None else GatewaySettings()
         metrics = metrics if metrics is not None else GatewayMetrics()
-        admission = Admission(database, metrics.overdrawn.inc)
-        health = DatabaseHealth()
-        commit = GroupCommit(admission, metrics.note_commit, health, admission.num_writers)
-        metrics.database_connections.set_function(lambda: database.num_connections)
-        settler = Settler(commit, metrics, health, spool)
-        cold_loads = ColdLoads(engine, is_held_elsewhere=is_held_elsewhere)
-        running = RunningRequests(commit, engine, metrics, database.now_us, health, settler, cold_loads)
-        metrics.held_settlements.set_function(lambda: settler.num_held)
-        if spool is not None:
-            metrics.spooled_bytes.set_function(lambda: spool.num_bytes)
-        metrics.database_trouble.set_function(lambda: health.trouble is not None)
+        run = RunServices.over(database, engine, metrics, executor, spool, is_held_elsewhere)
+        tenants = Tenants(database)
+        # Each process has only one cache of tenants and one of keys, so that a change clears what requests use.
+        forget = (api_keys.forget_recent, tenants.forget_recent)
         return GatewayServices(
             database=database,
-            tenants=tenants,
-            api_keys=api_keys,
-            resolver=ModelResolver(registry, model.served_name, draw),
-            archive=ModelArchive(registry, VersionStates(database, registry), model.served_name),
-            version_settings=VersionSettingsCache(
-                database,
-                settings.base_defaults,
-                settings.applies_adapter_defaults,
-                settings.base_parsers,
-                templates.is_copy,
+            callers=CallerServices(
+                tenants=tenants,
+                api_keys=api_keys,
+                resolver=ModelResolver(registry, model.served_name, draw),
+                archive=ModelArchive(registry, VersionStates(database, registry), model.served_name),
+                version_settings=VersionSettingsCache(
+                    database,
+                    settings.base_defaults,
+                    settings.applies_adapter_defaults,
+                    settings.base_parsers,
+                    templates.is_copy,
+                ),
+                cache_invalidation=CacheInvalidation(database, forget, run.database_health.note_heard),
             ),
-            running=running,
-            maintenance=Maintenance(
-                running, admission, settler, cold_loads, health, metrics, partial(call_on, executor)
+            prompts=PromptServices(
+                tokenizer=tokenizer,
+                version_tokenizers=VersionTokenizers(tokenizer),
+                chat_prompts=ChatPrompts(tokenizer.chat_template, templates),
+                grammars=grammars,
             ),
-            loads=AdapterLoads(engine, cold_loads, commit, health),
-            settler=settler,
-            commit=commit,
-            cache_invalidation=CacheInvalidation(
-                database, (api_keys.forget_recent, tenants.forget_recent), health.note_heard
-            ),
-            database_health=health,
-            spool=spool,
+            run=run,
             engine=engine,
-            tokenizer=tokenizer,
-            version_tokenizers=VersionTokenizers(tokenizer),
-            chat_prompts=ChatPrompts(tokenizer.chat_template, templates),
-            grammars=grammars,
             model=model,
             metrics=metrics,
             settings=settings,
@@ -203,18 +242,18 @@ class GatewayServices:
         """Stop all services. Pending commits get up to CLOSE_WAIT_S. Running computations finish, and queued ones are
         dropped.
         """
-        self.cache_invalidation.close()
-        self.commit.close(CLOSE_WAIT_S)
-        self.settler.close()
-        self.grammars.close()
-        self.chat_prompts.close()
+        self.callers.cache_invalidation.close()
+        self.run.commit.close(CLOSE_WAIT_S)
+        self.run.settler.close()
+        self.prompts.grammars.close()
+        self.prompts.chat_prompts.close()
         self.compute_executor.shutdown(cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking database call on a thread. Raises DatabaseTrouble if the database does not answer."""
-        self.database_health.check()
+        self.run.database_health.check()
         try:
             async with asyncio.timeout(CALL_WAIT_S):
                 return await call_on(self.executor, function, *args, **kwargs)
@@ -235,7 +274,7 @@ class GatewayServices:
 
     def trouble(self) -> str | None:
         """Why requests are refused although the engine is ready, for operators. None if there is no such reason."""
-        troubles = [one for one in (self.database_health.trouble, self.settler.trouble) if one is not None]
+        troubles = [one for one in (self.run.database_health.trouble, self.run.settler.trouble) if one is not None]
         return "; ".join(troubles) or None
 
     @property

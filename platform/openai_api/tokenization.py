@@ -69,7 +69,7 @@ async def tokenize(request: Request, caller: Caller, services: Services) -> Resp
     """Tokenize a prompt or a conversation as a completion would, without running it. No quota is charged."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await services.compute_if_long(len(sent), _parse, sent)
-    target = await resolve(services, caller, body.model or services.resolver.served_name)
+    target = await resolve(services, caller, body.model or services.callers.resolver.served_name)
     if isinstance(body, TokenizeChat):
         received: Received[ChatRequest] = Received(request_id_of(request), body, len(sent))
         [ids] = (await prepare(services, CHAT, target, received)).prompts
@@ -94,7 +94,7 @@ async def detokenize(request: Request, caller: Caller, services: Services) -> Re
     """Turn token ids into text, including special tokens. No quota is charged."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await services.compute_if_long(len(sent), parse_body, sent, DetokenizeRequest)
-    target = await resolve(services, caller, body.model or services.resolver.served_name)
+    target = await resolve(services, caller, body.model or services.callers.resolver.served_name)
     most, vocab_size = services.max_model_len, target.vocab_size
     if len(body.tokens) > most:
         raise InvalidRequest(
@@ -111,7 +111,7 @@ async def detokenize(request: Request, caller: Caller, services: Services) -> Re
 async def tokenizer_info(caller: Caller, services: Services) -> Response:
     """Describe the base's tokenizer: its configuration, special tokens and chat template."""
     require_inference(caller)
-    return json_response({**services.tokenizer.info, "model_max_length": services.max_model_len})
+    return json_response({**services.prompts.tokenizer.info, "model_max_length": services.max_model_len})
 
 
 def _parse(sent: bytes) -> TokenizePrompt | TokenizeChat:

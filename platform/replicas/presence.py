@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from loramux.engine.protocol.messages import Stats
+from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.replicas.certificates import Now, OwnCertificates, utc_now
@@ -26,7 +26,7 @@ from loramux.platform.replicas.replica_table import ReplicaTable, Summary, Table
 from loramux.platform.replicas.reports import ReplicaReport, UnknownReplica, report_of
 from loramux.platform.replicas.routed_engine import RoutedEngine
 from loramux.platform.routing.views import ReplicaView
-from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 
 BEAT_S = 1.0
 """Interval between beats, in seconds. Each beat publishes this server's row and reads the rows of other servers."""
@@ -63,7 +63,7 @@ class Presence:
         engine: RoutedEngine,
         draw: BaseDraw,
         listener: PeerListener,
-        metrics: GatewayMetrics,
+        metrics: ReplicaMetrics,
         call: Call,
         clock: Callable[[], float] = time.monotonic,
         now: Now = utc_now,
@@ -78,8 +78,8 @@ class Presence:
         self._metrics = metrics
         self._call = call
         self._clock = clock
-        self._book = ReplicaBook(own, draw, self._count_refusal, clock, now)
-        self._claims = ClaimChecks(self._count_refusal, clock)
+        self._book = ReplicaBook(own, draw, metrics.count_refusal, clock, now)
+        self._claims = ClaimChecks(metrics.count_refusal, clock)
         self._peers: dict[str, PeerEngine] = {}
         self._published_version = -1
         self._exchange: asyncio.Task[TableReading] | None = None
@@ -115,7 +115,7 @@ class Presence:
         engine = self._local if replica_id == self._own.row.id else self._peers.get(replica_id)
         if engine is None:
             raise UnknownReplica(replica_id)
-        return await engine.stats(timeout_s, with_tiers)
+        return await engine.call(StatsRequest(with_tiers=with_tiers), timeout_s)
 
     def drain(self) -> None:
         """Refuse further sequences from other servers, and announce this with the next beat.
@@ -159,7 +159,7 @@ class Presence:
             return
         name = ready[next(self._turns) % len(ready)]
         try:
-            stats = await self._peers[name].stats(STATS_WAIT_S)
+            stats = await self._peers[name].call(StatsRequest(), STATS_WAIT_S)
         except (EngineUnavailable, TimeoutError):
             return
         peer = self._book.peers.get(name)
@@ -206,7 +206,7 @@ class Presence:
 
     async def _stats(self) -> Stats | None:
         try:
-            return await self._local.stats(STATS_WAIT_S)
+            return await self._local.call(StatsRequest(), STATS_WAIT_S)
         except (EngineUnavailable, TimeoutError):
             return None
 
@@ -254,7 +254,9 @@ class Presence:
             if name in self._peers:
                 self._peers[name].peer = peer
             else:
-                engine = PeerEngine(peer, lambda: self._certificates.in_use, self._count_refusal, clock=self._clock)
+                engine = PeerEngine(
+                    peer, lambda: self._certificates.in_use, self._metrics.count_refusal, clock=self._clock
+                )
                 self._peers[name] = engine
                 engine.follow()
         for name in self._peers.keys() - self._book.peers.keys():
@@ -282,6 +284,3 @@ class Presence:
         }
         for state, count in counts.items():
             self._metrics.peers.labels(state).set(count)
-
-    def _count_refusal(self, reason: str) -> None:
-        self._metrics.replica_refusals.labels(reason).inc()

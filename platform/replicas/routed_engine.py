@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import structlog
 
-from loramux.engine.protocol.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
+from loramux.engine.protocol.messages import Add, AnswerT, EngineCall, EngineReady, Finished, Load, SequenceOutput
 from loramux.platform.base_draw import BaseOrder
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.replicas.base_replicas import BaseReplicas
@@ -35,7 +35,7 @@ Stream = AsyncIterator[SequenceOutput | Finished]
 
 
 class RoutedEngine:
-    """Runs sequences on the replicas that a router chooses. `load`, `unload`, `pin` and `stats` use the local engine.
+    """Runs sequences on the replicas that a router chooses. `call` uses the local engine.
 
     A sequence runs on this server's base, `base_id`, unless it comes with an order of bases. Then it runs on the first
     base with a replica that can run it. Each base has its own router, which `new_router` creates.
@@ -131,17 +131,8 @@ class RoutedEngine:
             route.max_tokens = max(route.max_tokens, max_tokens)
             route.engine.extend(sequence_id, max_tokens)
 
-    async def load(self, digest: str, timeout_s: float) -> AdapterState:
-        return await self._local.load(digest, timeout_s)
-
-    async def unload(self, digest: str, timeout_s: float, is_purge: bool = False) -> AdapterState:
-        return await self._local.unload(digest, timeout_s, is_purge)
-
-    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        return await self._local.pin(digest, is_pinned, timeout_s)
-
-    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
-        return await self._local.stats(timeout_s, with_tiers)
+    async def call(self, message: EngineCall[AnswerT], timeout_s: float) -> AnswerT:
+        return await self._local.call(message, timeout_s)
 
     async def close(self) -> None:
         await self._local.close()
@@ -173,7 +164,7 @@ class RoutedEngine:
         async def load() -> None:
             # If requests still need the adapter, the router asks for it again.
             with contextlib.suppress(EngineUnavailable, TimeoutError):
-                await engine.load(prefetch.digest, PREFETCH_WAIT_S)
+                await engine.call(Load(digest=prefetch.digest), PREFETCH_WAIT_S)
 
         task = asyncio.create_task(load(), name="prefetch")
         self._prefetching.add(task)

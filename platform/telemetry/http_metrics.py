@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.package_metrics import AdminMetrics, ApiMetrics
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 
@@ -73,7 +73,7 @@ class HttpMetrics:
             )
 
 
-def counting_endpoints(metrics: GatewayMetrics, endpoints: Mapping[str, str], logs_answers: bool) -> Count:
+def counting_endpoints(metrics: ApiMetrics, endpoints: Mapping[str, str], logs_answers: bool) -> Count:
     """Count the OpenAI listener's responses and errors by endpoint. With `logs_answers`, also log each response."""
 
     def count(call: AnsweredCall) -> None:
@@ -91,13 +91,13 @@ def counting_endpoints(metrics: GatewayMetrics, endpoints: Mapping[str, str], lo
     return count
 
 
-def counting_admin_calls(metrics: GatewayMetrics) -> Count:
+def counting_admin_calls(metrics: AdminMetrics) -> Count:
     """Count the admin listener's responses by method and status."""
 
     def count(call: AnsweredCall) -> None:
         # A client can send any string as the method.
         method = call.method if call.method in METHODS else "other"
-        metrics.admin_requests.labels(method, str(call.status)).inc()
-        metrics.admin_request_seconds.observe(call.seconds)
+        metrics.requests.labels(method, str(call.status)).inc()
+        metrics.request_seconds.observe(call.seconds)
 
     return count

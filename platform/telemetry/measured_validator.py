@@ -7,13 +7,13 @@ import time
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.validation.validator import Accepted, ValidationJob, Validator
-from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.package_metrics import IngestMetrics
 
 
 class MeasuredValidator:
     """Delegates to another validator. The outcomes are `accepted`, `rejected`, and `failed` if there is no verdict."""
 
-    def __init__(self, validator: Validator, metrics: GatewayMetrics) -> None:
+    def __init__(self, validator: Validator, metrics: IngestMetrics) -> None:
         self._validator = validator
         self._metrics = metrics
 

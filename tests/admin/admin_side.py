@@ -11,15 +11,9 @@ from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
-from loramux.adapter_store.ingest.jobs import IngestJobs
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
-from loramux.adapter_store.registry.aliases import AdapterAliases
-from loramux.adapter_store.registry.bases import Bases
-from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.adapter_store.registry.sharing import AdapterGrants
-from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.adapter_store.validation.validator import SubprocessValidator
 from loramux.admin.doctor.self_check import SelfCheck
 from loramux.admin.rest.services import (
@@ -27,7 +21,12 @@ from loramux.admin.rest.services import (
     MAX_CALLS_EACH,
     MAX_REPORTS_EACH,
     NUM_REPORT_THREADS,
+    AccountServices,
+    AdapterServices,
     AdminServices,
+    AdminSlots,
+    EngineServices,
+    UsageServices,
 )
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.server.transfer_slots import TransferSlots
@@ -43,11 +42,6 @@ from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
-from loramux.platform.ledger.erasure import UsageErasure
-from loramux.platform.ledger.events import Ledger
-from loramux.platform.ledger.price_list import PriceList
-from loramux.platform.quotas.overview import QuotaOverview
-from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.quotas.stock import AdapterLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.adapter_store.base_tokenizer import base_vocabulary
@@ -100,41 +94,33 @@ def open_admin_side(
     with ThreadPoolExecutor(4) as executor, ThreadPoolExecutor(2) as report_executor:
         services = AdminServices(
             database=database,
-            tenants=Tenants(database),
-            api_keys=ApiKeys(database, ADMIN_KEY),
-            registry=registry,
-            bases=Bases(database),
-            aliases=AdapterAliases(database),
-            grants=AdapterGrants(database),
-            version_states=VersionStates(database, registry),
-            ingest=ingest,
-            export=VersionExport(database, blobs, directory / "scratch"),
-            jobs=IngestJobs(database),
-            pins=AdapterPins(database, registry),
-            idempotency_keys=IdempotencyKeys(database),
-            requests=RequestsInFlight(database),
-            quotas=QuotaPolicies(database),
-            quota_overview=QuotaOverview(database),
-            prices=PriceList(database),
-            audit_log=AuditLog(database),
-            ledger=Ledger(database),
-            erasure=UsageErasure(database),
-            engine=engine,
-            fleet=None,
-            loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),
-            metrics=GatewayMetrics(),
-            self_check=SelfCheck(
-                database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
+            accounts=AccountServices(
+                tenants=Tenants(database), api_keys=ApiKeys(database, ADMIN_KEY), audit_log=AuditLog(database)
             ),
-            vocabulary=vocabulary,
+            adapters=AdapterServices.over(
+                database, registry, ingest, VersionExport(database, blobs, directory / "scratch"), vocabulary
+            ),
+            usage=UsageServices.over(database),
+            engine=EngineServices(
+                client=engine,
+                loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),
+                requests=RequestsInFlight(database),
+                self_check=SelfCheck(
+                    database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
+                ),
+            ),
+            idempotency_keys=IdempotencyKeys(database),
+            metrics=GatewayMetrics(),
             metrics_token=None,
             is_loopback=True,
             executor=executor,
             report_executor=report_executor,
             # Leave no rest period between calls, because it would outlast a test's event loop.
-            call_slots=TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH),
-            page_slots=TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH),
-            report_slots=TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),
+            slots=AdminSlots(
+                calls=TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH),
+                pages=TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH),
+                reports=TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),
+            ),
         )
         worker.start()
         yield AdminSide(services, blobs, engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loramux.engine.protocol.messages import Stats
+from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.replicas.reports import ReplicaFigures, ReplicaReport, ReplicaState, UnknownReplica
 
@@ -33,7 +33,7 @@ class ScriptedFleet:
             raise EngineUnavailable("the engine is not running")
         if replica_id not in self._engines:
             raise UnknownReplica(replica_id)
-        return await self._engines[replica_id].stats(timeout_s, with_tiers)
+        return await self._engines[replica_id].call(StatsRequest(with_tiers=with_tiers), timeout_s)
 
 
 def _report(replica_id: str, state: ReplicaState, num_running: int) -> ReplicaReport:

@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
-from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.openai_api.services import GatewayServices, ModelInfo
@@ -27,7 +26,6 @@ def open_services(database: Database, demo_base: Path) -> Iterator[GatewayServic
     with ThreadPoolExecutor(4) as executor:
         services = GatewayServices.compose(
             database=database,
-            tenants=Tenants(database),
             api_keys=ApiKeys(database),
             registry=AdapterRegistry(database),
             engine=ScriptedEngine(max_model_len=CONTEXT),

@@ -52,7 +52,7 @@ class Gateway:
     def key_of(self, tenant: str, *scopes: str) -> str:
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
-        return self.services.api_keys.create(owner.id, "test", scopes or None).secret
+        return self.services.callers.api_keys.create(owner.id, "test", scopes or None).secret
 
     def limit(self, metric: str, limit: int) -> None:
         QuotaPolicies(self.database).set(self.tenant.id, metric, limit)
@@ -92,10 +92,9 @@ async def open_gateway(
     With `draw`, versions must be valid for one of its bases.
     """
     engine = ScriptedEngine(max_model_len=max_model_len) if routed is None else routed[1]
-    tenants, api_keys = Tenants(database), ApiKeys(database, "the operator's key of 32 characters")
+    api_keys = ApiKeys(database, "the operator's key of 32 characters")
     services = GatewayServices.compose(
         database=database,
-        tenants=tenants,
         api_keys=api_keys,
         registry=AdapterRegistry(database, base_id=None if draw is None else draw.own),
         engine=engine if routed is None else routed[0],
@@ -112,6 +111,7 @@ async def open_gateway(
         is_held_elsewhere=held_nowhere_else if routed is None else routed[0].holds_elsewhere,
         draw=draw,
     )
+    tenants = services.callers.tenants
     tenant = tenants.get("acme") or tenants.create("acme")
     key = api_keys.create(tenant.id, "test").secret
     app = create_openai_app(services)
@@ -131,7 +131,7 @@ async def open_gateway(
             key=key,
             tenant=tenant,
         )
-        assert await services.running.drain(5)
+        assert await services.run.requests.drain(5)
         assert engine.num_running == 0
         services.close()
 

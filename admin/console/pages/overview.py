@@ -121,9 +121,9 @@ async def _engine(rest: RestCalls, is_platform: bool) -> Document | None:
 
 async def _health(services: AdminServices) -> dict[str, Any]:
     return {
-        "engine": services.engine.is_ready,
-        "trouble": services.engine.trouble,
-        "spooled_bytes": _value(services.metrics.spooled_bytes),
+        "engine": services.engine.client.is_ready,
+        "trouble": services.engine.client.trouble,
+        "spooled_bytes": _value(services.metrics.generation.spooled_bytes),
     }
 
 
@@ -133,7 +133,7 @@ def _value(gauge: Gauge) -> int:
 
 def _refusals(services: AdminServices) -> list[tuple[str, str, int]]:
     """Requests that exceeded a quota since this server started, by metric and mode. Only `hard` quotas refuse them."""
-    samples = [sample for metric in services.metrics.refusals.collect() for sample in metric.samples]
+    samples = [sample for metric in services.metrics.quotas.refusals.collect() for sample in metric.samples]
     counted = [
         (sample.labels.get("metric", "other"), sample.labels.get("mode", "hard"), int(sample.value))
         for sample in samples

@@ -64,7 +64,7 @@ class Login:
                 return refusal
             principal = None
             if 0 < len(key) <= MAX_KEY:
-                principal = await self._site.services.call(self._site.services.api_keys.authenticate, key)
+                principal = await self._site.services.call(self._site.services.accounts.api_keys.authenticate, key)
             if principal is None:
                 return self._form(request, "This key is unknown, expired or revoked.", 401)
             if not may_enter(principal):

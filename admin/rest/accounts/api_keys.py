@@ -67,7 +67,7 @@ async def create_key(request: Request, response: Response, services: Services, c
         raise PermissionDenied("only a platform administrator may create a platform key", param="tenant")
     tenant = None if body.tenant is None else await find_tenant(services, caller, body.tenant)
     created = await services.call(
-        services.api_keys.create,
+        services.accounts.api_keys.create,
         tenant.id if tenant else None,
         body.name,
         body.scopes,
@@ -87,7 +87,7 @@ async def list_keys(
     A key that is restricted to adapters sees only its own entry.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.api_keys.list, tenant_id, *paging, caller.key_ids)
+    page = await services.call(services.accounts.api_keys.list, tenant_id, *paging, caller.key_ids)
     names = await _names(services, caller, page.data)
     return list_document(page, lambda key: describe_key(key, names))
 
@@ -121,7 +121,7 @@ async def change_key(
     def check(current: ApiKey) -> None:
         if_match.check(describe_key(current, names))
 
-    changed = _found(await services.call(services.api_keys.update, key.id, changes, check))
+    changed = _found(await services.call(services.accounts.api_keys.update, key.id, changes, check))
     return tagged(response, describe_key(changed, await _names(services, caller, [changed])))
 
 
@@ -135,7 +135,7 @@ async def rotate_key(
     """
     key = await _find(services, caller, key_id)
     body = await read_optional_json(request, Rotation)
-    rotated = await services.call(services.api_keys.rotate, key.id, body.grace_s * 1_000_000)
+    rotated = await services.call(services.accounts.api_keys.rotate, key.id, body.grace_s * 1_000_000)
     if rotated is None:
         raise _unknown()
     return _with_secret(response, rotated, await _names(services, caller, [rotated.key]))
@@ -147,12 +147,12 @@ async def revoke_key(key_id: str, services: Services, caller: Writer) -> KeyDocu
     revoked.
     """
     key = await _find(services, caller, key_id)
-    revoked = _found(await services.call(services.api_keys.revoke, key.id))
+    revoked = _found(await services.call(services.accounts.api_keys.revoke, key.id))
     return describe_key(revoked, await _names(services, caller, [revoked]))
 
 
 async def _find(services: AdminServices, caller: Caller, key_id: str) -> ApiKey:
-    key = _found(await services.call(services.api_keys.get, check_identifier(key_id, "api_key")))
+    key = _found(await services.call(services.accounts.api_keys.get, check_identifier(key_id, "api_key")))
     if not caller.may_see_key(key.tenant_id, key.id):
         raise _unknown()
     return key

@@ -70,7 +70,7 @@ async def list_audit_log(
         start_us=micros(start),
         end_us=micros(end),
     )
-    page = await services.call(services.audit_log.list, caller.principal, wanted, *paging)
+    page = await services.call(services.accounts.audit_log.list, caller.principal, wanted, *paging)
     ids = [one for entry in page.data for one in (entry.actor, entry.tenant_id, _target(entry.target)[0])]
     names = await known_names(services, caller, ids)
     return list_document(page, lambda entry: _describe(entry, names))

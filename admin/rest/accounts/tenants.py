@@ -47,7 +47,9 @@ async def create_tenant(
     body = await read_json(request, NewTenant)
     return tagged(
         response,
-        describe_tenant(await services.call(services.tenants.create, body.slug, body.display_name, body.timezone)),
+        describe_tenant(
+            await services.call(services.accounts.tenants.create, body.slug, body.display_name, body.timezone)
+        ),
     )
 
 
@@ -58,7 +60,7 @@ async def list_tenants(services: Services, caller: Reader, paging: Paging) -> Li
     own = caller.principal.tenant_id
     if own is not None:
         return list_document(Page((await find_tenant(services, caller, own),), False), describe_tenant)
-    return list_document(await services.call(services.tenants.list, *paging), describe_tenant)
+    return list_document(await services.call(services.accounts.tenants.list, *paging), describe_tenant)
 
 
 @router.get("/{id_or_slug}")
@@ -83,11 +85,13 @@ async def change_tenant(
     if caller.principal.tenant_id is not None and own != TenantPatch():
         raise PermissionDenied("only a platform administrator may change more than a tenant's display name")
     changes = TenantChanges(**body.model_dump())
-    changed = await services.call(services.tenants.update, tenant.id, changes, if_match.check_by(describe_tenant))
+    changed = await services.call(
+        services.accounts.tenants.update, tenant.id, changes, if_match.check_by(describe_tenant)
+    )
     if changed is None:
         raise NotFound("there is no such tenant", param="tenant", code="tenant_not_found")
     if body.state is not None:
-        services.api_keys.forget_recent()
+        services.accounts.api_keys.forget_recent()
     return tagged(response, describe_tenant(changed))
 
 
@@ -98,7 +102,7 @@ async def delete_tenant(id_or_slug: str, services: Services, caller: PlatformAdm
     A tenant with adapters, unrevoked keys, prices or usage can only be suspended.
     """
     tenant = await find_tenant(services, caller, id_or_slug)
-    await services.call(services.tenants.delete, tenant.id)
+    await services.call(services.accounts.tenants.delete, tenant.id)
     return Response(status_code=204)
 
 

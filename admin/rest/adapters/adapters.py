@@ -66,7 +66,7 @@ async def create_adapter(request: Request, services: Services, caller: Developer
         raise PermissionDenied("this key is restricted to certain adapters and cannot create others")
     body = await read_json(request, NewAdapter)
     tenant = await find_tenant(services, caller, body.tenant)
-    return describe_adapter(await services.call(services.registry.create_adapter, tenant.id, body.name), {})
+    return describe_adapter(await services.call(services.adapters.registry.create_adapter, tenant.id, body.name), {})
 
 
 @router.get("")
@@ -82,14 +82,14 @@ async def list_adapters(
     tenant_id = await tenant_filter(services, caller, tenant)
     if name is None:
         only = caller.principal.adapter_ids
-        page = await services.call(services.registry.list_adapters, tenant_id, *paging, only)
+        page = await services.call(services.adapters.registry.list_adapters, tenant_id, *paging, only)
     elif tenant_id is None:
         raise InvalidRequest("names are looked up within one tenant: specify tenant as well", param="tenant")
     else:
-        found = await services.call(services.registry.find_adapter, tenant_id, name)
+        found = await services.call(services.adapters.registry.find_adapter, tenant_id, name)
         is_seen = found is not None and caller.may_see_adapter(found.tenant_id, found.id)
         page = Page((found,) if found is not None and is_seen else (), False)
-    aliases = await services.call(services.aliases.of, [adapter.id for adapter in page.data])
+    aliases = await services.call(services.adapters.aliases.of, [adapter.id for adapter in page.data])
     return list_document(page, lambda adapter: describe_adapter(adapter, aliases[adapter.id]))
 
 
@@ -104,8 +104,10 @@ async def get_adapter(adapter_id: str, services: Services, caller: Reader) -> Ad
 async def disable_adapter(adapter_id: str, services: Services, caller: Writer) -> DisabledAdapter:
     """Take an adapter out of service. Running requests finish. Nothing is deleted. `enable` undoes the call."""
     adapter = await find_adapter(services, caller, adapter_id)
-    disabled = await services.call(services.version_states.set_disabled, adapter.id, True)
-    is_drained = await drain(services, await services.call(services.version_states.unserved_digests, adapter.id))
+    disabled = await services.call(services.adapters.version_states.set_disabled, adapter.id, True)
+    is_drained = await drain(
+        services, await services.call(services.adapters.version_states.unserved_digests, adapter.id)
+    )
     return {**await _described(services, disabled), "drained": is_drained}
 
 
@@ -113,14 +115,16 @@ async def disable_adapter(adapter_id: str, services: Services, caller: Writer) -
 async def enable_adapter(adapter_id: str, services: Services, caller: Writer) -> AdapterDocument:
     """Put an adapter back into service with its former versions and aliases."""
     adapter = await find_adapter(services, caller, adapter_id)
-    return await _described(services, await services.call(services.version_states.set_disabled, adapter.id, False))
+    return await _described(
+        services, await services.call(services.adapters.version_states.set_disabled, adapter.id, False)
+    )
 
 
 @router.delete("/{adapter_id}", status_code=204, responses=errors(409))
 async def delete_adapter(adapter_id: str, services: Services, caller: Writer) -> Response:
     """Delete an adapter that never had a version. `disable` takes any other adapter out of service."""
     adapter = await find_adapter(services, caller, adapter_id)
-    await services.call(services.registry.delete_adapter, adapter.id)
+    await services.call(services.adapters.registry.delete_adapter, adapter.id)
     return Response(status_code=204)
 
 
@@ -138,14 +142,14 @@ async def purge_adapter(adapter_id: str, request: Request, services: Services, c
 
 async def find_adapter(services: AdminServices, caller: Caller, adapter_id: str) -> Adapter:
     """Find an adapter. Raises the same NotFound whether the adapter is hidden or missing."""
-    adapter = await services.call(services.registry.get_adapter, adapter_id)
+    adapter = await services.call(services.adapters.registry.get_adapter, adapter_id)
     if adapter is None or not caller.may_see_adapter(adapter.tenant_id, adapter.id):
         raise NotFound("there is no such adapter", code="adapter_not_found")
     return adapter
 
 
 async def _described(services: AdminServices, adapter: Adapter) -> AdapterDocument:
-    return describe_adapter(adapter, (await services.call(services.aliases.of, [adapter.id]))[adapter.id])
+    return describe_adapter(adapter, (await services.call(services.adapters.aliases.of, [adapter.id]))[adapter.id])
 
 
 def describe_targets(targets: Sequence[AliasTarget]) -> list[TargetDocument]:

@@ -55,7 +55,7 @@ class AliasChangeDocument(TypedDict):
 async def list_aliases(adapter_id: str, services: Services, caller: Reader) -> ListDocument[AliasDocument]:
     """List an adapter's aliases, with the versions and weights of each."""
     adapter = await find_adapter(services, caller, adapter_id)
-    aliases = (await services.call(services.aliases.of, [adapter.id]))[adapter.id]
+    aliases = (await services.call(services.adapters.aliases.of, [adapter.id]))[adapter.id]
     return whole_list([_describe(adapter.id, alias) for alias in aliases.values()])
 
 
@@ -65,7 +65,7 @@ async def get_alias(
 ) -> AliasDocument:
     """Get one alias. Its ETag is its revision."""
     adapter = await find_adapter(services, caller, adapter_id)
-    return _answer(response, adapter.id, await services.call(services.aliases.get, adapter.id, name))
+    return _answer(response, adapter.id, await services.call(services.adapters.aliases.get, adapter.id, name))
 
 
 @router.put("/{name}", openapi_extra=takes(AliasTargets), responses=errors(409, 412, 429))
@@ -92,7 +92,9 @@ async def set_alias(
     revision = _revision(if_match)
     if body.warm:
         await warm(services, caller, adapter.id, weights)
-    alias = await services.call(services.aliases.set, adapter.id, name, weights, caller.principal.key_id, revision)
+    alias = await services.call(
+        services.adapters.aliases.set, adapter.id, name, weights, caller.principal.key_id, revision
+    )
     return _answer(response, adapter.id, alias)
 
 
@@ -116,10 +118,10 @@ async def roll_back(
     body = await read_optional_json(request, Rollback)
     expected = _revision(if_match)
     if body.warm:
-        targets = await services.call(services.aliases.targets_at, adapter.id, name, body.revision)
+        targets = await services.call(services.adapters.aliases.targets_at, adapter.id, name, body.revision)
         await warm(services, caller, adapter.id, [target.number for target in targets])
     actor = caller.principal.key_id
-    alias = await services.call(services.aliases.rollback, adapter.id, name, actor, body.revision, expected)
+    alias = await services.call(services.adapters.aliases.rollback, adapter.id, name, actor, body.revision, expected)
     return _answer(response, adapter.id, alias)
 
 
@@ -130,7 +132,7 @@ async def list_history(
 ) -> ListDocument[AliasChangeDocument]:
     """List the alias's history, newest first: the versions it pointed at, and the key that moved it."""
     adapter = await find_adapter(services, caller, adapter_id)
-    page = await services.call(services.aliases.history, adapter.id, name, *paging)
+    page = await services.call(services.adapters.aliases.history, adapter.id, name, *paging)
     names = await known_names(services, caller, [change.actor for change in page.data])
     return list_document(page, lambda change: _describe_change(change, names))
 
@@ -141,7 +143,7 @@ async def delete_alias(
 ) -> Response:
     """Delete an alias other than `default`. With If-Match, the call is refused if the alias has moved."""
     adapter = await find_adapter(services, caller, adapter_id)
-    await services.call(services.aliases.remove, adapter.id, name, _revision(if_match))
+    await services.call(services.adapters.aliases.remove, adapter.id, name, _revision(if_match))
     return Response(status_code=204)
 
 

@@ -29,7 +29,7 @@ class GrantDocument(TypedDict):
 async def list_grants(adapter_id: str, services: Services, caller: Reader) -> ListDocument[GrantDocument]:
     """List the tenants that have a grant for the adapter."""
     adapter = await find_adapter(services, caller, adapter_id)
-    grants = await services.call(services.grants.list, adapter.id)
+    grants = await services.call(services.adapters.grants.list, adapter.id)
     return whole_list([_describe(grant) for grant in grants])
 
 
@@ -41,14 +41,14 @@ async def add_grant(adapter_id: str, tenant: str, services: Services, caller: Pl
     """
     adapter = await find_adapter(services, caller, adapter_id)
     granted = await find_tenant(services, caller, tenant)
-    return _describe(await services.call(services.grants.add, adapter, granted.id))
+    return _describe(await services.call(services.adapters.grants.add, adapter, granted.id))
 
 
 @router.delete("/{tenant}", status_code=204)
 async def remove_grant(adapter_id: str, tenant: str, services: Services, caller: Writer) -> Response:
     """Revoke a grant. The tenant's next request gets the same 404 as requests from tenants without a grant."""
     adapter = await find_adapter(services, caller, adapter_id)
-    await services.call(services.grants.remove, adapter.id, tenant)
+    await services.call(services.adapters.grants.remove, adapter.id, tenant)
     return Response(status_code=204)
 
 

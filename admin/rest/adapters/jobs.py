@@ -46,14 +46,14 @@ async def list_jobs(
     """List validation jobs, newest first."""
     tenant_id = await tenant_filter(services, caller, tenant)
     states = UNFINISHED if state is None else (state,)
-    page = await services.call(services.jobs.list, tenant_id, states, *paging, caller.adapter_ids)
+    page = await services.call(services.adapters.jobs.list, tenant_id, states, *paging, caller.adapter_ids)
     return list_document(page, describe_job)
 
 
 @router.get("/{job_id}")
 async def get_job(job_id: str, services: Services, caller: Reader) -> JobDocument:
     """Get one job, whatever its state."""
-    job = await services.call(services.jobs.get, job_id)
+    job = await services.call(services.adapters.jobs.get, job_id)
     if job is None or not caller.may_see_adapter(job.tenant_id, job.adapter_id):
         raise NotFound("there is no such job", code="job_not_found")
     return describe_job(job)

@@ -42,11 +42,11 @@ async def list_models(
     if named is None:
         raise InvalidRequest("tenant is required", param="tenant", code="missing_required_parameter")
     owner = await find_tenant(services, caller, named)
-    found = await services.call(services.registry.list_callable, owner.id, MAX_LISTED + 1)
-    has_default = {ref.adapter_id for ref in await services.call(services.registry.list_models, owner.id)}
+    found = await services.call(services.adapters.registry.list_callable, owner.id, MAX_LISTED + 1)
+    has_default = {ref.adapter_id for ref in await services.call(services.adapters.registry.list_models, owner.id)}
     data: list[ModelNameDocument] = []
     if caller.adapter_ids is None:
-        data.append(_describe(services.self_check.served_name))
+        data.append(_describe(services.engine.self_check.served_name))
     seen: set[str] = set()
     for ref in found[:MAX_LISTED]:
         if not caller.principal.may_name(ref.adapter_id):

@@ -45,10 +45,10 @@ async def pin_version(adapter_id: str, number: Number, services: Services, calle
     """
     version = await _find_ready(services, caller, adapter_id, number)
     assert version.digest is not None
-    answer = await _told(services.loads.pin(version.digest, True, WARM_TIMEOUT_S))
+    answer = await _told(services.engine.loads.pin(version.digest, True, WARM_TIMEOUT_S))
     if answer is not None and answer.state == "failed":
         raise _failure(answer)
-    version = await services.call(services.pins.set_pinned, version.adapter_id, number, True)
+    version = await services.call(services.adapters.pins.set_pinned, version.adapter_id, number, True)
     return _describe(version, answer)
 
 
@@ -58,15 +58,15 @@ async def unpin_version(
 ) -> PlacementDocument:
     """Make a version evictable again. It stays loaded until its pages are needed. A repeated call changes nothing."""
     version = await _find(services, caller, adapter_id, number)
-    version = await services.call(services.pins.set_pinned, version.adapter_id, number, False)
+    version = await services.call(services.adapters.pins.set_pinned, version.adapter_id, number, False)
     if version.digest is None:
         raise Conflict(f"version {number} is {version.state}", code="version_not_ready", param="version")
     answer = None
     # Another version with the same weights may have its own pin.
-    if version.digest not in await services.call(services.pins.digests):
+    if version.digest not in await services.call(services.adapters.pins.digests):
         # An engine that is not running has no pins.
         with suppress(Unavailable):
-            answer = await _told(services.loads.pin(version.digest, False, WARM_TIMEOUT_S))
+            answer = await _told(services.engine.loads.pin(version.digest, False, WARM_TIMEOUT_S))
     return _describe(version, answer)
 
 
@@ -78,7 +78,7 @@ async def preload_version(adapter_id: str, number: Number, services: Services, c
     version = await _find_ready(services, caller, adapter_id, number)
     assert version.digest is not None
     charge = load_charge(caller, version.adapter_id)
-    answer = await _told(services.loads.load(version.digest, charge, WARM_TIMEOUT_S))
+    answer = await _told(services.engine.loads.load(version.digest, charge, WARM_TIMEOUT_S))
     if answer is not None and answer.state == "failed":
         raise _failure(answer)
     return _describe(version, answer)
@@ -102,7 +102,7 @@ def _failure(answer: AdapterState) -> Conflict | Unavailable:
 
 async def _find(services: AdminServices, caller: Caller, adapter_id: str, number: int) -> AdapterVersion:
     adapter = await find_adapter(services, caller, adapter_id)
-    version = await services.call(services.registry.get_version, adapter.id, number)
+    version = await services.call(services.adapters.registry.get_version, adapter.id, number)
     if version is None:
         raise NotFound(f"the adapter has no version {number}", code="version_not_found")
     return version

@@ -82,8 +82,8 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewUpload)
     files = tuple(UploadFile(file.name, file.size, file.sha256) for file in body.files)
-    upload = await services.call(services.ingest.create_upload, adapter.id, files)
-    presigned = await services.call(services.ingest.presign, upload)
+    upload = await services.call(services.adapters.ingest.create_upload, adapter.id, files)
+    presigned = await services.call(services.adapters.ingest.presign, upload)
     if presigned:
         # Anyone who has a presigned URL can use it until it expires, so do not store it for longer.
         keep_answer_until(request, upload.expires_us)
@@ -102,10 +102,12 @@ async def put_file(
     content_encoding(request)
     chunks = _chunks(request.stream())
     caller.release_call_slot()
-    async with services.upload_slots.held_slot(adapter.tenant_id):
+    async with services.slots.uploads.held_slot(adapter.tenant_id):
         # Slots, not threads, limit concurrent uploads, because only a wait for a slot can time out.
         thread = anyio.CapacityLimiter(1)
-        await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread)
+        await anyio.to_thread.run_sync(
+            services.adapters.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread
+        )
     return Response(status_code=204)
 
 
@@ -116,7 +118,7 @@ async def list_uploads(
 ) -> ListDocument[UploadDocument]:
     """List an adapter's open uploads."""
     adapter = await find_adapter(services, caller, adapter_id)
-    page = await services.call(services.ingest.list_open_uploads, adapter.id, *paging)
+    page = await services.call(services.adapters.ingest.list_open_uploads, adapter.id, *paging)
     return list_document(page, lambda upload: _describe_upload(upload, {}))
 
 
@@ -126,7 +128,7 @@ async def cancel_upload(adapter_id: str, upload_id: str, services: Services, cal
     cancelled.
     """
     adapter = await find_adapter(services, caller, adapter_id)
-    await services.call(services.ingest.cancel_upload, adapter.id, upload_id)
+    await services.call(services.adapters.ingest.cancel_upload, adapter.id, upload_id)
     return Response(status_code=204)
 
 
@@ -134,7 +136,7 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
     """Find an upload of the adapter. Raises the same NotFound whether the upload is missing or belongs to another
     adapter.
     """
-    upload = await services.call(services.ingest.get_upload, upload_id)
+    upload = await services.call(services.adapters.ingest.get_upload, upload_id)
     if upload is None or upload.adapter_id != adapter.id:
         raise NotFound("the adapter has no such upload", code="upload_not_found")
     return upload

@@ -56,12 +56,12 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
     adapter = await find_adapter(services, caller, adapter_id)
     version = await _find_version(services, adapter, number)
     caller.release_call_slot()
-    release_slot = await services.download_slots.acquire_slot(adapter.tenant_id)
+    release_slot = await services.slots.downloads.acquire_slot(adapter.tenant_id)
     try:
         # Read on a separate thread, so that a slow object store does not delay other calls. The slots limit the number
         # of such threads.
         thread = anyio.CapacityLimiter(1)
-        file = await anyio.to_thread.run_sync(services.export.open, version, name, limiter=thread)
+        file = await anyio.to_thread.run_sync(services.adapters.export.open, version, name, limiter=thread)
     except BaseException:
         release_slot()
         raise
@@ -74,7 +74,7 @@ async def get_report(adapter_id: str, number: Number, services: Services, caller
     finished.
     """
     version = await _find_version(services, await find_adapter(services, caller, adapter_id), number)
-    files = await services.call(services.export.files, version)
+    files = await services.call(services.adapters.export.files, version)
     return {
         "object": "validation_report",
         "adapter_id": version.adapter_id,
@@ -115,7 +115,7 @@ class ExportResponse(StreamingResponse):
 
 
 async def _find_version(services: AdminServices, adapter: Adapter, number: int) -> AdapterVersion:
-    version = await services.call(services.registry.get_version, adapter.id, number)
+    version = await services.call(services.adapters.registry.get_version, adapter.id, number)
     if version is None:
         raise NotFound(f"the adapter has no version {number}", code="version_not_found")
     return version

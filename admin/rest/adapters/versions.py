@@ -84,10 +84,12 @@ async def create_version(adapter_id: str, request: Request, services: Services, 
     if body.source is not None:
         if not caller.principal.is_platform_admin:
             raise PermissionDenied("only a platform administrator may specify a source", param="source")
-        return describe_version(await services.call(services.ingest.create_version_from, adapter.id, body.source))
+        return describe_version(
+            await services.call(services.adapters.ingest.create_version_from, adapter.id, body.source)
+        )
     assert body.upload_id is not None
     upload = await find_upload(services, adapter, body.upload_id)
-    return describe_version(await services.call(services.ingest.create_version, adapter.id, upload.id))
+    return describe_version(await services.call(services.adapters.ingest.create_version, adapter.id, upload.id))
 
 
 @router.get("")
@@ -97,7 +99,7 @@ async def list_versions(
 ) -> ListDocument[VersionDocument]:
     """List an adapter's versions."""
     adapter = await find_adapter(services, caller, adapter_id)
-    page = await services.call(services.registry.list_versions, adapter.id, *paging)
+    page = await services.call(services.adapters.registry.list_versions, adapter.id, *paging)
     return list_document(page, describe_version)
 
 
@@ -105,7 +107,7 @@ async def list_versions(
 async def get_version(adapter_id: str, number: Number, services: Services, caller: Reader) -> VersionDocument:
     """Get one version with its state and validation report."""
     adapter = await find_adapter(services, caller, adapter_id)
-    version = await services.call(services.registry.get_version, adapter.id, number)
+    version = await services.call(services.adapters.registry.get_version, adapter.id, number)
     if version is None:
         raise NotFound(f"the adapter has no version {number}", code="version_not_found")
     return describe_version(version)
@@ -117,7 +119,7 @@ async def archive_version(adapter_id: str, number: Number, services: Services, c
     `restore` undoes the call.
     """
     adapter = await find_adapter(services, caller, adapter_id)
-    return await _withdraw(services, await services.call(services.version_states.archive, adapter.id, number))
+    return await _withdraw(services, await services.call(services.adapters.version_states.archive, adapter.id, number))
 
 
 @router.post("/{number}/quarantine")
@@ -126,7 +128,9 @@ async def quarantine_version(
 ) -> WithdrawnVersion:
     """Take a version out of service immediately, even if aliases point at it. The aliases keep their other versions."""
     adapter = await find_adapter(services, caller, adapter_id)
-    return await _withdraw(services, await services.call(services.version_states.quarantine, adapter.id, number))
+    return await _withdraw(
+        services, await services.call(services.adapters.version_states.quarantine, adapter.id, number)
+    )
 
 
 @router.post("/{number}/restore")
@@ -136,7 +140,7 @@ async def restore_version(adapter_id: str, number: Number, services: Services, c
     states: tuple[VersionState, ...] = ("archived",)
     if caller.principal.is_platform_admin:
         states = ("archived", "quarantined")
-    return describe_version(await services.call(services.version_states.restore, adapter.id, number, states))
+    return describe_version(await services.call(services.adapters.version_states.restore, adapter.id, number, states))
 
 
 @router.post("/{number}/purge", openapi_extra=takes(PurgeRequest), responses=errors(409))
@@ -149,14 +153,16 @@ async def purge_version(
     keeps who purged it.
     """
     adapter = await find_adapter(services, caller, adapter_id)
-    version = await services.call(services.registry.get_version, adapter.id, number)
+    version = await services.call(services.adapters.registry.get_version, adapter.id, number)
     if version is None:
         raise NotFound("there is no such version", code="version_not_found")
     return await purging.purge_version(services, adapter, version, await read_json(request, PurgeRequest))
 
 
 async def _withdraw(services: AdminServices, version: AdapterVersion) -> WithdrawnVersion:
-    unserved = await services.call(services.version_states.unserved_digests, version.adapter_id, version.number)
+    unserved = await services.call(
+        services.adapters.version_states.unserved_digests, version.adapter_id, version.number
+    )
     return {**describe_version(version), "drained": await drain(services, unserved)}
 
 

@@ -9,6 +9,7 @@ import structlog
 from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.admin.rest.access import Caller
 from loramux.admin.rest.services import AdminServices
+from loramux.engine.protocol.messages import Unload
 from loramux.platform.accounts.model_names import AdapterNotValidated
 from loramux.platform.admission.records import LoadCharge
 from loramux.platform.engine_link.engine_client import EngineUnavailable
@@ -34,7 +35,7 @@ def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
 
 async def check_validated(services: AdminServices, version: AdapterVersion) -> None:
     """Raise AdapterNotValidated if the version is not valid for the base that this server serves."""
-    verdict = await services.call(services.registry.base_verdict, version.id)
+    verdict = await services.call(services.adapters.registry.base_verdict, version.id)
     if verdict != "ready":
         raise AdapterNotValidated(f"version {version.number}", verdict, "version")
 
@@ -48,12 +49,12 @@ async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers
     """
     charge = load_charge(caller, adapter_id)
     for number in numbers:
-        version = await services.call(services.registry.get_version, adapter_id, number)
+        version = await services.call(services.adapters.registry.get_version, adapter_id, number)
         if version is None or version.state != "ready" or version.digest is None:
             continue
         await check_validated(services, version)
         try:
-            state = await services.loads.load(version.digest, charge, WARM_TIMEOUT_S)
+            state = await services.engine.loads.load(version.digest, charge, WARM_TIMEOUT_S)
         except TimeoutError:
             raise Unavailable(
                 f"version {number} could not be loaded within {WARM_TIMEOUT_S:g} s; nothing was changed",
@@ -71,7 +72,7 @@ async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
     is_drained = True
     for digest in digests:
         try:
-            state = await services.engine.unload(digest, DRAIN_TIMEOUT_S)
+            state = await services.engine.client.call(Unload(digest=digest), DRAIN_TIMEOUT_S)
         except TimeoutError:
             is_drained = False
         except EngineUnavailable:

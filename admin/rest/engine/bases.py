@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from loramux.adapter_store.registry.base_servers import BaseServer, ServerState
 from loramux.adapter_store.registry.bases import Base, RejectedVersion
 from loramux.admin.rest.access import PlatformAdmin, PlatformReader, Services
-from loramux.admin.rest.bodies import BaseDivision, read_json
+from loramux.admin.rest.bodies import TrafficWeights, read_json
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, whole_list
 from loramux.platform.openai_api.openapi import errors, takes
 
@@ -81,11 +81,11 @@ async def list_bases(services: Services, caller: PlatformReader) -> ListDocument
     A server validates ready versions for its base in the background, and refuses requests for versions that have not
     passed validation.
     """
-    bases = await services.call(services.bases.list)
-    return whole_list([_describe(base, services.registry.base_id) for base in bases])
+    bases = await services.call(services.adapters.bases.list)
+    return whole_list([_describe(base, services.adapters.registry.base_id) for base in bases])
 
 
-@router.put("/weights", openapi_extra=takes(BaseDivision), responses=errors(404, 409))
+@router.put("/weights", openapi_extra=takes(TrafficWeights), responses=errors(404, 409))
 async def set_weights(request: Request, services: Services, caller: PlatformAdmin) -> ListDocument[BaseDocument]:
     """Divide requests between bases by weight, for example between an old and a new version of a model.
 
@@ -94,15 +94,15 @@ async def set_weights(request: Request, services: Services, caller: PlatformAdmi
     list runs the request. The call replaces all weights. An empty list removes them, and each server then runs requests
     only on its own base. Bases with different tokenizers, chat templates or served names are refused.
     """
-    body = await read_json(request, BaseDivision)
-    await services.call(services.bases.set_weights, body.by_base())
+    body = await read_json(request, TrafficWeights)
+    await services.call(services.adapters.bases.set_weights, body.by_base())
     return await list_bases(services, caller)
 
 
 @router.get("/{base_id}")
 async def get_base(base_id: BaseId, services: Services, caller: PlatformReader) -> BaseDocument:
     """Get one base."""
-    return _describe(await services.call(services.bases.get, base_id), services.registry.base_id)
+    return _describe(await services.call(services.adapters.bases.get, base_id), services.adapters.registry.base_id)
 
 
 @router.get("/{base_id}/rejected")
@@ -111,8 +111,8 @@ async def list_rejected(
     base_id: BaseId, services: Services, caller: PlatformReader, paging: Paging
 ) -> ListDocument[RejectedVersionDocument]:
     """List the ready versions that failed validation for a base, newest first. They may be valid for other bases."""
-    await services.call(services.bases.get, base_id)
-    page = await services.call(services.bases.rejected, base_id, *paging)
+    await services.call(services.adapters.bases.get, base_id)
+    page = await services.call(services.adapters.bases.rejected, base_id, *paging)
     return list_document(page, _describe_rejected)
 
 
@@ -122,9 +122,9 @@ async def revalidate_base(base_id: BaseId, services: Services, caller: PlatformA
 
     They are pending until a server of the base has validated them. Results for other bases do not change.
     """
-    num_revalidated = await services.call(services.bases.revalidate, base_id)
-    base = await services.call(services.bases.get, base_id)
-    return {**_describe(base, services.registry.base_id), "num_revalidated": num_revalidated}
+    num_revalidated = await services.call(services.adapters.bases.revalidate, base_id)
+    base = await services.call(services.adapters.bases.get, base_id)
+    return {**_describe(base, services.adapters.registry.base_id), "num_revalidated": num_revalidated}
 
 
 @router.delete("/{base_id}", status_code=204, responses=errors(409))
@@ -133,7 +133,7 @@ async def forget_base(base_id: BaseId, services: Services, caller: PlatformAdmin
 
     This is refused while a server serves the base. A later server of the base validates all versions again.
     """
-    await services.call(services.bases.forget, base_id)
+    await services.call(services.adapters.bases.forget, base_id)
     return Response(status_code=204)
 
 

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from loramux.admin.rest.access import PlatformReader, Services
 from loramux.admin.rest.services import AdminServices
-from loramux.engine.protocol.messages import Stats
+from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import NotFound, Unavailable
 from loramux.platform.replicas.reports import UnknownReplica
@@ -56,7 +56,7 @@ class EngineDocument(TypedDict):
 async def get_engine(services: Services, caller: PlatformReader) -> EngineDocument:
     """Get the engine's limits and counters. An engine restart resets the counters."""
     stats = await engine_stats(services)
-    info = services.engine.info
+    info = services.engine.client.info
     if info is None:
         raise _silent()
     return {
@@ -97,10 +97,10 @@ async def engine_stats(services: AdminServices, with_tiers: bool = False, replic
     """
     try:
         if replica is None:
-            return await services.engine.stats(STATS_TIMEOUT_S, with_tiers)
-        if services.fleet is None:
+            return await services.engine.client.call(StatsRequest(with_tiers=with_tiers), STATS_TIMEOUT_S)
+        if services.engine.fleet is None:
             raise UnknownReplica(replica)
-        return await services.fleet.stats_of(replica, STATS_TIMEOUT_S, with_tiers)
+        return await services.engine.fleet.stats_of(replica, STATS_TIMEOUT_S, with_tiers)
     except UnknownReplica:
         raise NotFound("no such server shares requests with this one", param="replica") from None
     except (EngineUnavailable, TimeoutError):

@@ -45,7 +45,7 @@ async def list_replicas(services: Services, caller: PlatformReader) -> ListDocum
     A server is `unreachable` if it publishes its state but no connection to it is open, and `refused` if its base,
     version or certificate does not match. Servers that have stopped publishing are not listed.
     """
-    reports = () if services.fleet is None else services.fleet.reports()
+    reports = () if services.engine.fleet is None else services.engine.fleet.reports()
     return whole_list([_describe(report) for report in reports])
 
 

@@ -49,8 +49,8 @@ async def list_requests(
 ) -> ListDocument[RequestDocument]:
     """List the requests in flight, newest first."""
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.requests.list, tenant_id, *paging, caller.adapter_ids)
-    live, now_us = services.live.progress(), services.database.now_us()
+    page = await services.call(services.engine.requests.list, tenant_id, *paging, caller.adapter_ids)
+    live, now_us = services.engine.live.progress(), services.database.now_us()
     return list_document(page, lambda found: _describe(found, live.get(found.id), now_us))
 
 
@@ -58,7 +58,7 @@ async def list_requests(
 async def get_request(request_id: str, services: Services, caller: Reader) -> RequestDocument:
     """Get one request in flight. Finished requests are in the usage events."""
     found = await _find(services, caller, request_id)
-    return _describe(found, services.live.progress().get(found.id), services.database.now_us())
+    return _describe(found, services.engine.live.progress().get(found.id), services.database.now_us())
 
 
 @router.post("/{request_id}/cancel", status_code=202)
@@ -69,14 +69,14 @@ async def cancel_request(request_id: str, services: Services, caller: Writer) ->
     seconds. Repeating the call changes nothing.
     """
     found = await _find(services, caller, request_id)
-    cancelled = await services.call(services.requests.cancel, found.id)
-    live = services.live.progress().get(found.id)
-    services.live.cancel(found.id)
+    cancelled = await services.call(services.engine.requests.cancel, found.id)
+    live = services.engine.live.progress().get(found.id)
+    services.engine.live.cancel(found.id)
     return {**_describe(cancelled or found, live, services.database.now_us()), "state": "cancelling"}
 
 
 async def _find(services: AdminServices, caller: Caller, request_id: str) -> RequestInFlight:
-    found = await services.call(services.requests.get, check_identifier(request_id, "request"))
+    found = await services.call(services.engine.requests.get, check_identifier(request_id, "request"))
     if found is None or not caller.may_see_adapter(found.tenant_id, found.adapter_id):
         raise NotFound("there is no such request", code="request_not_found")
     return found

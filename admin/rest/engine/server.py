@@ -33,13 +33,13 @@ class ServerDocument(TypedDict):
 @router.get("")
 async def get_server(services: Services, caller: PlatformReader) -> ServerDocument:
     """Get the server's versions, base model and clock (Unix time in milliseconds)."""
-    info = services.engine.info
+    info = services.engine.client.info
     return {
         "object": "server",
         "version": version("loramux"),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "base_model": services.self_check.served_name,
+        "base_model": services.engine.self_check.served_name,
         "device": info.device if info else None,
         "dtype": info.dtype if info else None,
         "quantization": info.quantization if info else None,
@@ -68,11 +68,11 @@ async def get_vocabulary(services: Services, caller: Reader) -> VocabularyDocume
     """Get the base's vocabulary, with which a push compares the adapter's tokenizer. The IDs of an adapter's added
     tokens start at `num_tokens`.
     """
-    return {"object": "vocabulary", **services.vocabulary.document()}
+    return {"object": "vocabulary", **services.adapters.vocabulary.document()}
 
 
 @router.get("/findings")
 async def list_findings(services: Services, caller: PlatformReader) -> ListDocument[dict[str, Any]]:
     """Check the engine, the database, the object store, the disk and the sandbox. `mend` says how to fix a problem."""
-    findings = await services.call(services.self_check.findings)
+    findings = await services.call(services.engine.self_check.findings)
     return whole_list([finding.document() for finding in findings])

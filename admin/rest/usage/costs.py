@@ -22,7 +22,7 @@ async def get_costs(services: Services, caller: Reader, wanted: Report) -> Respo
     `amount_nanos` is exact, in billionths of the currency. `amount` is the same value as a decimal string. The
     currency is null if there are no prices.
     """
-    currency = await services.call(services.prices.currency)
+    currency = await services.call(services.usage.prices.currency)
 
     def describe(row: UsageRow) -> Document:
         return {

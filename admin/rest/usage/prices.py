@@ -67,7 +67,7 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
     body = await read_json(request, NewPrice)
     tenant = None if body.tenant is None else await find_tenant(services, caller, body.tenant)
     price = await services.call(
-        services.prices.add,
+        services.usage.prices.add,
         tenant_id=None if tenant is None else tenant.id,
         scope=body.scope,
         prompt_nanos=body.prompt,
@@ -86,7 +86,7 @@ async def list_prices(
 ) -> ListDocument[PriceDocument]:
     """List prices, newest first. For a tenant, only its own prices and the list prices are included."""
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.prices.list, tenant_id, *paging, caller.adapter_ids)
+    page = await services.call(services.usage.prices.list, tenant_id, *paging, caller.adapter_ids)
     names = await _names(services, caller, page.data)
     return list_document(page, lambda price: _describe(price, names))
 
@@ -94,7 +94,7 @@ async def list_prices(
 @router.get("/{price_id}")
 async def get_price(price_id: str, services: Services, caller: Reader) -> PriceDocument:
     """Get one price."""
-    price = await services.call(services.prices.get, check_identifier(price_id, "price"))
+    price = await services.call(services.usage.prices.get, check_identifier(price_id, "price"))
     if price is None or not _may_see(caller, price):
         raise NotFound("there is no such price", code="price_not_found")
     return _describe(price, await _names(services, caller, [price]))
@@ -103,7 +103,7 @@ async def get_price(price_id: str, services: Services, caller: Reader) -> PriceD
 @router.delete("/{price_id}", responses=errors(409))
 async def withdraw_price(price_id: str, services: Services, caller: PlatformAdmin) -> DeletedDocument:
     """Withdraw a price that has not yet taken effect."""
-    await services.call(services.prices.withdraw, check_identifier(price_id, "price"))
+    await services.call(services.usage.prices.withdraw, check_identifier(price_id, "price"))
     return {"id": price_id, "object": "price", "deleted": True}
 
 

@@ -57,7 +57,11 @@ async def caller_of(services: AdminServices, caller: Caller, body: QuotaSubject)
 
 
 async def _key(services: AdminServices, caller: Caller, tenant_id: str | None, key_id: str) -> tuple[str, str]:
-    key = await services.call(services.api_keys.get, key_id) if key_id.isascii() and key_id.isprintable() else None
+    key = (
+        await services.call(services.accounts.api_keys.get, key_id)
+        if key_id.isascii() and key_id.isprintable()
+        else None
+    )
     if key is None or key.tenant_id is None or not caller.may_see_key(key.tenant_id, key.id):
         raise NotFound("there is no such key", param="key", code="key_not_found")
     if tenant_id not in (None, key.tenant_id):
@@ -69,11 +73,11 @@ async def _adapter(
     services: AdminServices, caller: Caller, tenant_id: str | None, name: str, is_owners: bool = True
 ) -> tuple[str, str]:
     """Return the IDs of the adapter and its owner. With `is_owners=False`, the given tenant can also be a grantee."""
-    adapter = await services.call(services.registry.get_adapter, name)
+    adapter = await services.call(services.adapters.registry.get_adapter, name)
     # If the caller cannot see the adapter, fall back to a lookup by name, as for an unknown identifier.
     is_seen = adapter is not None and caller.may_see(adapter.tenant_id)
     if not is_seen and tenant_id is not None:
-        adapter = await services.call(services.registry.find_adapter, tenant_id, name)
+        adapter = await services.call(services.adapters.registry.find_adapter, tenant_id, name)
     if adapter is None or not caller.may_see_adapter(adapter.tenant_id, adapter.id):
         raise NotFound("there is no such adapter", param="adapter", code="adapter_not_found")
     if is_owners and tenant_id not in (None, adapter.tenant_id):

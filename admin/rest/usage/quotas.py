@@ -147,7 +147,7 @@ async def put_quota(
     if body.limit is None:
         raise InvalidRequest("limit is required", param="limit", code="missing_required_parameter")
     _refuse_others(body)
-    policy = await services.call(services.quotas.set, owner.id, metric, body.limit, body.burst, body.mode)
+    policy = await services.call(services.usage.quotas.set, owner.id, metric, body.limit, body.burst, body.mode)
     return describe_quota(policy, await _names(services, caller, [policy]))
 
 
@@ -160,7 +160,7 @@ async def list_quotas(
     restricted to adapters sees only its own limits and its adapters' limits.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.quotas.list, tenant_id, *paging, caller.subject_ids)
+    page = await services.call(services.usage.quotas.list, tenant_id, *paging, caller.subject_ids)
     names = await _names(services, caller, page.data)
     return list_document(page, lambda policy: describe_quota(policy, names))
 
@@ -175,7 +175,7 @@ async def effective_quotas(
     """
     asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
     who = await caller_of(services, caller, asked)
-    limits = await services.call(services.quota_overview.effective, who)
+    limits = await services.call(services.usage.quota_overview.effective, who)
     names = await _names(services, caller, [limit.policy for limit in limits])
     return {
         **whole_list([describe_limit(limit, names) for limit in limits if _may_see(caller, limit.policy)]),
@@ -202,10 +202,10 @@ async def check_quotas(request: Request, services: Services, caller: Reader) -> 
     if (wanted := body.quota) is not None:
         subject_id = await subject_of(services, caller, wanted)
         trial = await services.call(
-            services.quotas.propose, subject_id, wanted.metric, wanted.limit, wanted.burst, wanted.mode
+            services.usage.quotas.propose, subject_id, wanted.metric, wanted.limit, wanted.burst, wanted.mode
         )
     answer = await services.call(
-        services.quota_overview.check,
+        services.usage.quota_overview.check,
         who,
         prompt_tokens=body.prompt_tokens,
         completion_tokens=body.n * body.max_tokens,
@@ -247,14 +247,14 @@ async def change_quota(
     def check(current: QuotaPolicy) -> None:
         if_match.check(describe_quota(current, names))
 
-    changed = await services.call(services.quotas.change, policy.id, body.limit, body.burst, body.mode, check)
+    changed = await services.call(services.usage.quotas.change, policy.id, body.limit, body.burst, body.mode, check)
     return tagged(response, describe_quota(changed, names))
 
 
 @router.delete("/{quota_id}")
 async def delete_quota(quota_id: str, services: Services, caller: PlatformAdmin) -> DeletedDocument:
     """Delete a limit."""
-    if not await services.call(services.quotas.delete, check_identifier(quota_id, "quota")):
+    if not await services.call(services.usage.quotas.delete, check_identifier(quota_id, "quota")):
         raise NotFound("there is no such quota", code="quota_not_found")
     return {"id": quota_id, "object": "quota", "deleted": True}
 
@@ -317,7 +317,7 @@ def _describe_verdict(verdict: PolicyVerdict) -> VerdictDocument:
 
 async def _set(services: AdminServices, caller: Caller, body: QuotaLimit) -> QuotaDocument:
     subject_id = await subject_of(services, caller, body)
-    policy = await services.call(services.quotas.set, subject_id, body.metric, body.limit, body.burst, body.mode)
+    policy = await services.call(services.usage.quotas.set, subject_id, body.metric, body.limit, body.burst, body.mode)
     return describe_quota(policy, await _names(services, caller, [policy]))
 
 
@@ -327,7 +327,7 @@ async def _names(services: AdminServices, caller: Caller, policies: Iterable[Quo
 
 
 async def _find(services: AdminServices, caller: Caller, quota_id: str) -> QuotaPolicy:
-    policy = await services.call(services.quotas.get, check_identifier(quota_id, "quota"))
+    policy = await services.call(services.usage.quotas.get, check_identifier(quota_id, "quota"))
     if policy is None or not caller.may_see(policy.tenant_id) or not _may_see(caller, policy):
         raise NotFound("there is no such quota", code="quota_not_found")
     return policy

@@ -64,7 +64,7 @@ async def list_events(
     tenant_id = await tenant_filter(services, caller, tenant)
 
     def read() -> Page[UsageEvent]:
-        return services.ledger.events(tenant_id, *paging, micros(start), micros(end), caller.adapter_ids)
+        return services.usage.ledger.events(tenant_id, *paging, micros(start), micros(end), caller.adapter_ids)
 
     caller.release_call_slot()
     page = await services.report(caller.principal, read)
@@ -95,7 +95,7 @@ async def export_events(
         """Read the next part of the export. Return its last event, or None if it is empty, and its text."""
 
         def spelled() -> tuple[UsageEvent | None, str]:
-            events = services.ledger.export(tenant_id, start_us, end_us, after, caller.adapter_ids)
+            events = services.usage.ledger.export(tenant_id, start_us, end_us, after, caller.adapter_ids)
             return (events[-1] if events else None), "".join(_lines(events, format))
 
         # An export that has started must not fail because the caller has other reports in progress.
@@ -108,7 +108,7 @@ async def export_events(
             last, part = await read(last)
 
     caller.release_call_slot()
-    release_slot = await services.export_slots.acquire_slot(caller.principal.holder)
+    release_slot = await services.slots.exports.acquire_slot(caller.principal.holder)
     try:
         # Read the first part now, so that a database failure gives an error instead of a truncated export.
         first = await read(None, is_first=True)

@@ -115,7 +115,8 @@ async def report_response(
     media_type = MEDIA_TYPES[wanted.format]
     if len(body) <= SENT_AT_ONCE_BYTES:
         return Response(body, 200, headers, media_type)
-    release_slot = await services.export_slots.acquire_slot(caller.principal.holder)
+    # A slow client keeps a large body in memory, so the response holds a slot until it has been read.
+    release_slot = await services.slots.exports.acquire_slot(caller.principal.holder)
     return HeldResponse(_in_parts(body), release_slot, headers, media_type)
 
 

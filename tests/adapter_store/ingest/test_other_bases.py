@@ -301,7 +301,9 @@ def test_worker_notes_the_verdicts_of_other_servers(two: TwoBases, make_adapter:
         verdicts = ("ready", "rejected", "pending")
         return [metrics.registry.get_sample_value("loramux_base_versions", {"verdict": name}) for name in verdicts]
 
-    worker = IngestWorker(two.new_server(), poll_s=0.02, progress_s=0.02, note_progress=metrics.note_base_versions)
+    worker = IngestWorker(
+        two.new_server(), poll_s=0.02, progress_s=0.02, note_progress=metrics.ingest.note_base_versions
+    )
     worker.start()
     wait_until(lambda: shown() == [0, 0, 1], timeout_s=30)
     other_server.reject(version.id, "base_mismatch", "too wide")

@@ -116,7 +116,7 @@ def test_preloaded_version_appears_in_residency_and_jobs(
     assert "validated" in loramux("bases", "list").stdout
     unknown = loramux("bases", "rejected", "cafe")
     assert (unknown.exit_code, "no base has" in unknown.stderr) == (1, True)
-    admin_side.services.bases.register("a" * 64, "llama")
+    admin_side.services.adapters.bases.register("a" * 64, "llama")
     assert "aaaaaaaaaaaaaaaa: 0 versions wait" in loramux("bases", "revalidate", "aaaa").stdout
     own = OwnServer(admin_side.services.database, "a" * 64, "llama", "this-host:8000")
     own.report(is_draining=False)
@@ -125,7 +125,7 @@ def test_preloaded_version_appears_in_residency_and_jobs(
     assert (refused.exit_code, json.loads(refused.stdout)["error"]["code"]) == (1, "base_in_use")
     own.leave()
     for base in "ab":
-        admin_side.services.bases.register(base * 64, "llama", "f" * 64)
+        admin_side.services.adapters.bases.register(base * 64, "llama", "f" * 64)
     divided = "requests are divided: aaaaaaaaaaaaaaaa 75 %, bbbbbbbbbbbbbbbb 25 %\n"
     set_weights = loramux("bases", "weight", "aaa=75", "b=25")
     assert (set_weights.stdout, set_weights.stderr.count("has no effect yet")) == (divided, 2)
@@ -265,7 +265,7 @@ def test_usage_table_has_a_column_for_each_group(loramux: Run, admin_side: Any) 
 
 def test_a_list_shows_every_page(loramux: Run, admin_side: Any) -> None:
     for number in range(120):
-        admin_side.services.tenants.create(f"tenant-{number}")
+        admin_side.services.accounts.tenants.create(f"tenant-{number}")
     assert len(printed_json(loramux("tenants", "list", "--json"))["data"]) == 120
 
 

@@ -21,9 +21,9 @@ def test_lists_name_tenants_adapters_and_versions(
     tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
     loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
     key = printed_json(loramux("keys", "create", "--tenant", "acme", "--name", "ci", "--adapter", "support", "--json"))
-    adapter = admin_side.services.registry.find_adapter(tenant["id"], "support")
+    adapter = admin_side.services.adapters.registry.find_adapter(tenant["id"], "support")
     assert adapter is not None
-    version = admin_side.services.registry.get_version(adapter.id, 1)
+    version = admin_side.services.adapters.registry.get_version(adapter.id, 1)
     assert version is not None
     for whom in (("--tenant", "acme"), ("--key", key["id"]), ("--adapter", adapter.id)):
         assert loramux("quotas", "set", *whom, "--metric", "tokens_per_day", "--limit", "1000").exit_code == 0
@@ -68,13 +68,13 @@ def test_lists_name_tenants_adapters_and_versions(
 
 def test_names_are_limited_to_what_a_tenant_may_know(admin_side: AdminSide) -> None:
     services = admin_side.services
-    acme, other = services.tenants.create("acme"), services.tenants.create("other")
+    acme, other = services.accounts.tenants.create("acme"), services.accounts.tenants.create("other")
     own, secret, granted = (
-        services.registry.create_adapter(tenant.id, name)
+        services.adapters.registry.create_adapter(tenant.id, name)
         for tenant, name in ((acme, "own"), (other, "secret"), (other, "granted"))
     )
-    services.grants.add(granted, acme.id)
-    key = services.api_keys.create(other.id, "theirs").key
+    services.adapters.grants.add(granted, acme.id)
+    key = services.accounts.api_keys.create(other.id, "theirs").key
     ids = [acme.id, other.id, own.id, secret.id, granted.id, key.id, "operator", None, "ada_unknown"]
     everything = names_of(services.database, ids)
     assert everything[secret.id] == "other/secret"

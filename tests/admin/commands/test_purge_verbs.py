@@ -49,5 +49,5 @@ def test_tenant_is_suspended_and_then_purged(loramux: Callable[..., Any], admin_
     loramux("tenants", "suspend", "acme")
     assert "versions" in loramux("tenants", "purge", "acme", "--dry-run").stdout
     assert "purged acme: " in loramux("tenants", "purge", "acme", "--yes").stdout
-    assert admin_side.services.tenants.get("acme") is None
+    assert admin_side.services.accounts.tenants.get("acme") is None
     assert loramux("tenants", "create", "acme").exit_code == 0

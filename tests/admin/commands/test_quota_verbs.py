@@ -82,7 +82,7 @@ def test_money_is_in_the_currency_on_the_command_line_and_in_nanos_over_rest(
     day = loramux("quotas", "set", "--tenant", "acme", "--metric", "cost_per_day", "--limit", "3")
     assert "cost_per_day would be 3.00 and could never be reached, because cost_per_month is 2.50" in day.stderr
     now_us = admin_side.services.database.now_us()
-    admin_side.services.prices.add(
+    admin_side.services.usage.prices.add(
         tenant_id=tenant["id"],
         scope="all",
         prompt_nanos=10**12,

@@ -59,7 +59,7 @@ async def test_empty_page_says_what_to_do(operator: Browser, path: str) -> None:
 
 
 async def test_overview_counts_requests_refused_with_either_status(operator: Browser, console_side: AdminSide) -> None:
-    console_side.services.metrics.refusals.labels("tokens_per_minute", "hard").inc(3)
+    console_side.services.metrics.quotas.refusals.labels("tokens_per_minute", "hard").inc(3)
     page = (await operator.get("/")).text
     figure = r'Refused by quotas</span><span class="value">3</span><span class="sub">with 429 or 400, since'
     assert re.search(figure, page)
@@ -291,10 +291,10 @@ async def test_adapter_is_uploaded_promoted_and_rolled_back(
 
 async def test_destructive_actions_ask_for_confirmation(operator: Browser, console_side: AdminSide) -> None:
     services = console_side.services
-    tenant = services.tenants.create("asked")
-    key = services.api_keys.create(tenant.id, "caller")
-    services.quotas.set(tenant.id, "cost_per_day", 1_250_000_000)
-    empty = services.registry.create_adapter(tenant.id, "empty")
+    tenant = services.accounts.tenants.create("asked")
+    key = services.accounts.api_keys.create(tenant.id, "caller")
+    services.usage.quotas.set(tenant.id, "cost_per_day", 1_250_000_000)
+    empty = services.adapters.registry.create_adapter(tenant.id, "empty")
     running = begin_request(console_side, tenant.id, key.key.id, "the-base", 5)
     assert "0 tokens so far" in (await operator.get(f"/requests/{running}/cancel")).text
     assert "is being cancelled" in await operator.confirm(f"/requests/{running}/cancel")
@@ -310,15 +310,15 @@ async def test_destructive_actions_ask_for_confirmation(operator: Browser, conso
     assert "1 request" in (await operator.get("/tenants/asked/state")).text
     said = await operator.confirm("/tenants/asked/state")
     assert '<a href="/console/tenants/asked/state">Undo' in said
-    assert services.api_keys.authenticate(key.secret) is None
+    assert services.accounts.api_keys.authenticate(key.secret) is None
     assert "Changed asked" in await operator.confirm("/tenants/asked/state")
     secret = first_match(
         r"(sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]{43})", await operator.confirm(f"/keys/{key.key.id}/rotate", grace_s="0")
     )
-    assert services.api_keys.authenticate(key.secret) is None
-    assert services.api_keys.authenticate(secret) is not None
+    assert services.accounts.api_keys.authenticate(key.secret) is None
+    assert services.accounts.api_keys.authenticate(secret) is not None
     assert "asked/empty is deleted" in await operator.confirm(f"/adapters/{empty.id}/delete")
-    services.tenants.create("mistaken")
+    services.accounts.tenants.create("mistaken")
     assert "Delete…" in (await operator.get("/tenants/mistaken")).text
     assert "mistaken is deleted" in await operator.confirm("/tenants/mistaken/delete")
     assert "has already ended" in await _followed(operator, f"/requests/req_{'0' * 32}/cancel")
@@ -332,9 +332,9 @@ async def test_markup_in_names_is_escaped_on_every_page(
     console_app: ASGIApp, console_side: AdminSide, make_adapter: Callable[..., Path], operator: Browser
 ) -> None:
     services = console_side.services
-    tenant = services.tenants.create("marked", "Marked <b>")
-    key = services.api_keys.create(tenant.id, "key of <b>")
-    services.quotas.set(tenant.id, "tokens_per_minute", 1000)
+    tenant = services.accounts.tenants.create("marked", "Marked <b>")
+    key = services.accounts.api_keys.create(tenant.id, "key of <b>")
+    services.usage.quotas.set(tenant.id, "tokens_per_minute", 1000)
     settle_request(console_side, tenant.id, key.key.id, "the-base", 5, 5)
     running = begin_request(console_side, tenant.id, key.key.id, "the-base", 5)
     adapter = f"/adapters/{await _voice(operator, make_adapter)}"
@@ -417,19 +417,19 @@ async def test_viewer_sees_no_forms_and_tenant_sees_only_its_own_objects(
     console_app: ASGIApp, console_side: AdminSide
 ) -> None:
     services = console_side.services
-    tenant, other = services.tenants.create("own"), services.tenants.create("foreign")
-    services.registry.create_adapter(tenant.id, "mine")
-    services.registry.create_adapter(other.id, "theirs")
+    tenant, other = services.accounts.tenants.create("own"), services.accounts.tenants.create("foreign")
+    services.adapters.registry.create_adapter(tenant.id, "mine")
+    services.adapters.registry.create_adapter(other.id, "theirs")
     async with client_of(console_app) as client:
         viewer = Browser(client)
-        await viewer.sign_in(services.api_keys.create(None, "viewer", ["platform:read"]).secret)
+        await viewer.sign_in(services.accounts.api_keys.create(None, "viewer", ["platform:read"]).secret)
         for path in ("/adapters", "/keys", "/tenants", "/quotas", "/tenants/own"):
             page = (await viewer.get(path)).text
             assert set(re.findall(r'<form method="post" action="([^"]+)"', page)) <= {"/console/logout"}, path
         assert "this requires a key" in await viewer.post("/tenants", slug="sneaked", referer="/tenants")
     async with client_of(console_app) as client:
         admin = Browser(client)
-        await admin.sign_in(services.api_keys.create(tenant.id, "admin", ["tenant:admin"]).secret)
+        await admin.sign_in(services.accounts.api_keys.create(tenant.id, "admin", ["tenant:admin"]).secret)
         page = (await admin.get("/adapters")).text
         assert "own/mine" in page
         assert "theirs" not in page
@@ -476,7 +476,7 @@ async def test_live_part_reports_database_outage_and_ends_with_its_session(
     def down(*_: Any, **__: Any) -> Any:
         raise OperationalError("select", {}, Exception("down"))
 
-    key = console_side.services.api_keys.create(None, "watches")
+    key = console_side.services.accounts.api_keys.create(None, "watches")
     client = client_of(console_app)
     await Browser(client).sign_in(key.secret)
     monkeypatch.setattr("loramux.admin.console.pages.overview.EVERY_S", 0.01)
@@ -488,7 +488,7 @@ async def test_live_part_reports_database_outage_and_ends_with_its_session(
             broken.setattr(type(console_side.services.database), "read", down)
             await stream.until("The database cannot be reached")
         await stream.until("Engine ready")
-        console_side.services.api_keys.revoke(key.key.id)
+        console_side.services.accounts.api_keys.revoke(key.key.id)
         await stream.until("event: signed-out")
     await client.aclose()
 
@@ -496,7 +496,9 @@ async def test_live_part_reports_database_outage_and_ends_with_its_session(
 async def test_residency_shows_every_server_and_the_chosen_ones_pool(console_side: AdminSide) -> None:
     peer = ScriptedEngine()
     peer.resident["cd" * 32] = 1
-    services = replace(console_side.services, fleet=ScriptedFleet(console_side.engine, peer))
+    services = console_side.services
+    fleet = ScriptedFleet(console_side.engine, peer)
+    services = replace(services, engine=replace(services.engine, fleet=fleet))
     async with client_of(create_admin_app(services)) as client:
         operator = Browser(client)
         await operator.sign_in(ADMIN_KEY)
@@ -530,7 +532,7 @@ async def test_bases_show_their_servers_and_rejected_versions(console_side: Admi
 
 async def test_weights_divide_requests_between_bases(console_side: AdminSide, operator: Browser) -> None:
     for base in "56":
-        console_side.services.bases.register(base * 64, "divided", "f" * 64)
+        console_side.services.adapters.bases.register(base * 64, "divided", "f" * 64)
     assert "/console/bases/weights" in (await operator.get("/bases")).text
     five, six = "5" * 64, "6" * 64
     chosen = f"base={five}&base={six}&weight_{five}=90&weight_{six}=10"
@@ -543,16 +545,16 @@ async def test_weights_divide_requests_between_bases(console_side: AdminSide, op
     assert "Remove weights" in (await operator.get(f"/bases/weights?{none}")).text
     assert "the base of the server" in await operator.confirm(f"/bases/weights?{none}")
     for base in "56":
-        console_side.services.bases.forget(base * 64)
+        console_side.services.adapters.bases.forget(base * 64)
 
 
 def _rejecting_base(side: AdminSide, base_id: str, slug: str) -> str:
     """Return a base with a server, and a rejected version of a new tenant."""
     services = side.services
-    tenant = services.tenants.create(slug)
+    tenant = services.accounts.tenants.create(slug)
     adapter_id = add_ready_adapter(services.database, tenant.id, "old", [base_id])
     OwnServer(services.database, base_id, "llama", "gpu-1:8000").report(is_draining=False)
-    version = services.registry.list_versions(adapter_id, 1).data[0]
+    version = services.adapters.registry.list_versions(adapter_id, 1).data[0]
     verdict = {"state": "rejected", "code": "base_mismatch", "message": "too wide", "checked_us": 1}
     with services.database.write() as connection:
         connection.execute(delete(version_bases).where(version_bases.c.version_id == version.id))
@@ -575,8 +577,8 @@ class EchoGateway:
 async def test_playground_suggests_models_and_sends_the_turns_before_a_question(console_side: AdminSide) -> None:
     gateway = EchoGateway()
     services = replace(console_side.services, gateway=gateway)
-    tenant = services.tenants.create("player")
-    adapter = services.registry.create_adapter(tenant.id, "voice")
+    tenant = services.accounts.tenants.create("player")
+    adapter = services.adapters.registry.create_adapter(tenant.id, "voice")
     add_ready_versions(services.database, adapter.id, 2)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
     asked = {"tenant": "player", "model": "player/voice@2", "message": "And now?", "system": "Be brief."}
@@ -600,8 +602,8 @@ async def test_playground_suggests_models_and_sends_the_turns_before_a_question(
 
 async def test_purge_pages_show_what_goes_and_purge(operator: Browser, console_side: AdminSide) -> None:
     services = console_side.services
-    tenant = services.tenants.create("leaver")
-    adapter = services.registry.create_adapter(tenant.id, "voice")
+    tenant = services.accounts.tenants.create("leaver")
+    adapter = services.adapters.registry.create_adapter(tenant.id, "voice")
     add_ready_versions(services.database, adapter.id, 3)
     named, free = f"/adapters/{adapter.id}/versions/1/purge", f"/adapters/{adapter.id}/versions/3/purge"
     assert f"/adapters/{adapter.id}/purge" in (await operator.get(f"/adapters/{adapter.id}")).text
@@ -609,12 +611,12 @@ async def test_purge_pages_show_what_goes_and_purge(operator: Browser, console_s
     said = await operator.confirm(named)
     assert 'class="notice error"' in said
     assert "leaver/voice@3 is purged" in await operator.confirm(free)
-    assert services.registry.get_version(adapter.id, 3) is None
+    assert services.adapters.registry.get_version(adapter.id, 3) is None
     assert "leaver/voice is purged" in await operator.confirm(f"/adapters/{adapter.id}/purge")
-    assert services.registry.get_adapter(adapter.id) is None
+    assert services.adapters.registry.get_adapter(adapter.id) is None
     assert "Purge…" not in (await operator.get("/tenants/leaver")).text
     assert "Nobody yet: the tenant is not suspended" in (await operator.get("/tenants/leaver/purge")).text
     await operator.confirm("/tenants/leaver/state")
     assert "/tenants/leaver/purge" in (await operator.get("/tenants/leaver")).text
     assert "leaver is purged" in await operator.confirm("/tenants/leaver/purge")
-    assert services.tenants.get("leaver") is None
+    assert services.accounts.tenants.get("leaver") is None

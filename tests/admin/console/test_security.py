@@ -60,8 +60,8 @@ async def test_wrong_key_opens_no_session(browser: httpx.AsyncClient) -> None:
 
 
 async def test_inference_key_is_refused(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
-    tenant = console_side.services.tenants.create("infers")
-    key = console_side.services.api_keys.create(tenant.id, "infers")
+    tenant = console_side.services.accounts.tenants.create("infers")
+    key = console_side.services.accounts.api_keys.create(tenant.id, "infers")
     assert (await sign_in(browser, key.secret)).status_code == 403
 
 
@@ -270,7 +270,7 @@ async def test_wrong_keys_are_counted_across_servers(balancer: Balancer, console
 async def test_changed_rights_apply_immediately_on_every_server(
     balancer: Balancer, balanced: httpx.AsyncClient, console_side: AdminSide
 ) -> None:
-    keys = console_side.services.api_keys
+    keys = console_side.services.accounts.api_keys
     key = keys.create(None, "lowered")
     await sign_in(balanced, key.secret)
     balancer.at = 1
@@ -283,7 +283,7 @@ async def test_changed_rights_apply_immediately_on_every_server(
 
 
 async def test_session_ends_when_its_secret_expires(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
-    keys = console_side.services.api_keys
+    keys = console_side.services.accounts.api_keys
     key = keys.create(None, "rotated")
     await sign_in(browser, key.secret)
     keys.rotate(key.key.id, 60_000_000)
@@ -295,7 +295,7 @@ async def test_session_ends_when_its_secret_expires(browser: httpx.AsyncClient, 
 async def test_rotating_the_sessions_own_key_shows_the_new_secret(
     browser: httpx.AsyncClient, console_side: AdminSide
 ) -> None:
-    key = console_side.services.api_keys.create(None, "own")
+    key = console_side.services.accounts.api_keys.create(None, "own")
     await sign_in(browser, key.secret)
     form = {"csrf": await csrf_of(browser), "grace_s": "0"}
     await browser.post(f"/console/keys/{key.key.id}/rotate", data=form)
@@ -308,23 +308,25 @@ async def test_new_operator_key_ends_sessions_of_the_old_one(
     browser: httpx.AsyncClient, console_side: AdminSide, console_app: ASGIApp
 ) -> None:
     await sign_in(browser)
-    services = replace(console_side.services, api_keys=ApiKeys(console_side.services.database, "another key " * 4))
+    services = console_side.services
+    keys = ApiKeys(services.database, "another key " * 4)
+    services = replace(services, accounts=replace(services.accounts, api_keys=keys))
     async with client_of(another_server(services, console_app)) as after_restart:
         after_restart.cookies = browser.cookies
         assert not await is_signed_in(after_restart)
 
 
 async def test_revoking_a_key_ends_its_sessions(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
-    key = console_side.services.api_keys.create(None, "second")
+    key = console_side.services.accounts.api_keys.create(None, "second")
     await sign_in(browser, key.secret)
     assert await is_signed_in(browser)
-    console_side.services.api_keys.revoke(key.key.id)
+    console_side.services.accounts.api_keys.revoke(key.key.id)
     assert not await is_signed_in(browser)
 
 
 async def test_suspending_a_tenant_ends_its_sessions(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
-    tenant = console_side.services.tenants.create("acme")
-    key = console_side.services.api_keys.create(tenant.id, "admin", ["tenant:admin"])
+    tenant = console_side.services.accounts.tenants.create("acme")
+    key = console_side.services.accounts.api_keys.create(tenant.id, "admin", ["tenant:admin"])
     await sign_in(browser, key.secret)
     assert await is_signed_in(browser)
     csrf = await csrf_of(browser)

@@ -36,7 +36,7 @@ def found(result: Any) -> dict[str, dict[str, Any]]:
 def test_healthy_server_passes_every_check(
     loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admin_side.services.self_check.data_dir.chmod(0o700)
+    admin_side.services.engine.self_check.data_dir.chmod(0o700)
     admin_side.engine.quantization = "int4"
     result = loramux("doctor", "--json")
     assert result.exit_code == 0, result.stdout
@@ -66,8 +66,8 @@ def test_failed_parts_are_distinguished_from_an_unreachable_server(
 ) -> None:
     admin_side.engine.die()
     # Replace the store's directory with a file, because root would bypass restricted permissions.
-    shutil.rmtree(admin_side.services.self_check.data_dir / "blobs", ignore_errors=True)
-    (admin_side.services.self_check.data_dir / "blobs").write_text("no directory")
+    shutil.rmtree(admin_side.services.engine.self_check.data_dir / "blobs", ignore_errors=True)
+    (admin_side.services.engine.self_check.data_dir / "blobs").write_text("no directory")
     with admin_side.services.database.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
     result = loramux("doctor", "--json")
@@ -82,8 +82,8 @@ def test_failed_parts_are_distinguished_from_an_unreachable_server(
 
 
 def test_unsuitable_key_is_reported(loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    tenant = admin_side.services.tenants.create("acme")
-    a_tenants = admin_side.services.api_keys.create(tenant.id, "reader", ["tenant:read"]).secret
+    tenant = admin_side.services.accounts.tenants.create("acme")
+    a_tenants = admin_side.services.accounts.api_keys.create(tenant.id, "reader", ["tenant:read"]).secret
     assert a_tenants is not None
     for key, said in (("wrong", "another"), (a_tenants, "platform:read")):
         monkeypatch.setenv("LORAMUX_ADMIN_KEY", key)

@@ -25,18 +25,18 @@ class ApiStock:
     def __init__(self, side: AdminSide) -> None:
         self._services = side.services
         self._side = side
-        self.tenant: Tenant = self._services.tenants.create("acme")
-        self.adapter: Adapter = self._services.registry.create_adapter(self.tenant.id, "support")
-        self._stranger = self._services.tenants.create("globex")
-        self.caller = self._services.api_keys.create(self.tenant.id, "caller").secret
+        self.tenant: Tenant = self._services.accounts.tenants.create("acme")
+        self.adapter: Adapter = self._services.adapters.registry.create_adapter(self.tenant.id, "support")
+        self._stranger = self._services.accounts.tenants.create("globex")
+        self.caller = self._services.accounts.api_keys.create(self.tenant.id, "caller").secret
         files = good_files()
         self._contents = {CONFIG_FILE: files.config_bytes, TENSORS_FILE: files.tensor_bytes}
         self._open_id = ""
-        self.version = self._services.ingest.create_version(self.adapter.id, self._upload(is_sent=True))
+        self.version = self._services.adapters.ingest.create_version(self.adapter.id, self._upload(is_sent=True))
 
     def admin_keys(self) -> list[str]:
         """Return the operator's key, a viewer's key, one key per tenant role, and a key of the second tenant."""
-        keys = self._services.api_keys
+        keys = self._services.accounts.api_keys
         made = [keys.create(None, "viewer", ["platform:read"])]
         made += [keys.create(self.tenant.id, role, [role]) for role in ROLES]
         made.append(keys.create(self._stranger.id, "stranger", ["tenant:admin"]))
@@ -45,9 +45,9 @@ class ApiStock:
     def names(self, path: str) -> Mapping[str, Any]:
         """Return names of existing objects, by parameter, for the operation with this path."""
         services = self._services
-        key = services.api_keys.create(self.tenant.id, "known").key
-        quota = services.quotas.set(self.tenant.id, "tokens_per_day", 1_000_000)
-        price = services.prices.add(
+        key = services.accounts.api_keys.create(self.tenant.id, "known").key
+        quota = services.usage.quotas.set(self.tenant.id, "tokens_per_day", 1_000_000)
+        price = services.usage.prices.add(
             tenant_id=self.tenant.id,
             scope="all",
             prompt_nanos=1,
@@ -55,7 +55,7 @@ class ApiStock:
             completion_nanos=2,
             effective_us=services.database.now_us() + 86_400_000_000,
         )
-        services.bases.register(BASE_ID, "the-base")
+        services.adapters.bases.register(BASE_ID, "the-base")
         return {
             "base_id": BASE_ID,
             "tenant": "acme",
@@ -78,7 +78,7 @@ class ApiStock:
 
     def _open_upload(self) -> str:
         """Return an open upload's identifier. Uploads are limited, so the same one is reused until a call closes it."""
-        found = self._services.ingest.get_upload(self._open_id)
+        found = self._services.adapters.ingest.get_upload(self._open_id)
         if found is None or found.state != "open":
             self._open_id = self._upload(is_sent=False)
         return self._open_id
@@ -88,8 +88,8 @@ class ApiStock:
             UploadFile(name, len(content), hashlib.sha256(content).hexdigest())
             for name, content in self._contents.items()
         )
-        upload = self._services.ingest.create_upload(self.adapter.id, declared)
+        upload = self._services.adapters.ingest.create_upload(self.adapter.id, declared)
         if is_sent:
             for name, content in self._contents.items():
-                self._services.ingest.put_file(upload.id, name, [content])
+                self._services.adapters.ingest.put_file(upload.id, name, [content])
         return upload.id

@@ -59,9 +59,9 @@ def client(side: AdminSide, key: str) -> httpx.AsyncClient:
 
 
 def key_of(side: AdminSide, slug: str, *scopes: str, adapters: list[str] | None = None) -> str:
-    tenants = side.services.tenants
+    tenants = side.services.accounts.tenants
     tenant = tenants.get(slug) or tenants.create(slug)
-    return side.services.api_keys.create(tenant.id, "test", scopes, adapters=adapters).secret
+    return side.services.accounts.api_keys.create(tenant.id, "test", scopes, adapters=adapters).secret
 
 
 async def test_repeated_call_with_one_key_runs_once(http: httpx.AsyncClient) -> None:
@@ -80,12 +80,12 @@ async def test_idempotency_key_is_bound_to_one_call_and_caller(http: httpx.Async
     for path, body in (("/tenants", {"slug": "another"}), ("/adapters", {"slug": "one-call"})):
         other = await http.post(path, json=body, headers=headers)
         assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
-    second = client(side, side.services.api_keys.create(None, "second").secret)
+    second = client(side, side.services.accounts.api_keys.create(None, "second").secret)
     assert (await second.post("/tenants", json={"slug": "another"}, headers=headers)).status_code == 201
 
 
 async def test_repeated_call_does_not_return_the_secret_again(http: httpx.AsyncClient, side: AdminSide) -> None:
-    side.services.tenants.create("secretive")
+    side.services.accounts.tenants.create("secretive")
     headers = {"idempotency-key": "a-key"}
     first, second = [
         (await http.post("/api_keys", json={"tenant": "secretive"}, headers=headers)).json() for _ in range(2)
@@ -196,7 +196,7 @@ async def test_one_of_several_concurrent_changes_succeeds(http: httpx.AsyncClien
 
 
 async def test_one_of_several_concurrent_limits_is_stored(http: httpx.AsyncClient, side: AdminSide) -> None:
-    quota = side.services.quotas.set(side.services.tenants.create("raced").id, "tokens_per_minute", 5)
+    quota = side.services.usage.quotas.set(side.services.accounts.tenants.create("raced").id, "tokens_per_minute", 5)
     path = f"/quotas/{quota.id}"
     etag = (await http.get(path)).headers["etag"]
     changes = (http.patch(path, json={"limit": limit}, headers={"if-match": etag}) for limit in range(10, 15))
@@ -254,9 +254,9 @@ HOSTILE = ["../../etc/passwd", "а-cyrillic", "a\u202eb", "a\x00b", "a\nb", "%2e
 
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda name: repr(name)[:20])
 async def test_hostile_names_are_refused_and_not_repeated(http: httpx.AsyncClient, side: AdminSide, name: str) -> None:
-    tenant = side.services.tenants.get("names") or side.services.tenants.create("names")
-    found = side.services.registry.find_adapter(tenant.id, "good")
-    adapter = found or side.services.registry.create_adapter(tenant.id, "good")
+    tenant = side.services.accounts.tenants.get("names") or side.services.accounts.tenants.create("names")
+    found = side.services.adapters.registry.find_adapter(tenant.id, "good")
+    adapter = found or side.services.adapters.registry.create_adapter(tenant.id, "good")
     calls = [
         ("POST", "/tenants", {"slug": name}),
         ("POST", "/adapters", {"tenant": "names", "name": name}),
@@ -290,12 +290,12 @@ def add_version(side: AdminSide, adapter_id: str) -> str:
 
 
 async def test_foreign_objects_look_like_missing_objects(http: httpx.AsyncClient, side: AdminSide) -> None:
-    owner = side.services.tenants.create("owner")
-    adapter = side.services.registry.create_adapter(owner.id, "private")
-    key = side.services.api_keys.create(owner.id, "theirs").key
+    owner = side.services.accounts.tenants.create("owner")
+    adapter = side.services.adapters.registry.create_adapter(owner.id, "private")
+    key = side.services.accounts.api_keys.create(owner.id, "theirs").key
     request_id = reserve(side, owner.id, key.id)
-    policy = side.services.quotas.set(owner.id, "requests_per_minute", 5)
-    price = side.services.prices.add(
+    policy = side.services.usage.quotas.set(owner.id, "requests_per_minute", 5)
+    price = side.services.usage.prices.add(
         tenant_id=owner.id, scope="all", prompt_nanos=1, cached_nanos=None, completion_nanos=2
     )
     version_id = add_version(side, adapter.id)
@@ -373,15 +373,15 @@ async def test_developer_can_push_versions_but_not_move_default(
 
 
 async def test_limited_key_reaches_only_its_adapters(side: AdminSide) -> None:
-    tenant = side.services.tenants.create("limits")
-    first, second = (side.services.registry.create_adapter(tenant.id, name) for name in ("first", "second"))
+    tenant = side.services.accounts.tenants.create("limits")
+    first, second = (side.services.adapters.registry.create_adapter(tenant.id, name) for name in ("first", "second"))
     secret = key_of(side, "limits", "adapters", "tenant:develop", adapters=["first"])
     limited = client(side, secret)
     assert [one["name"] for one in (await limited.get("/adapters")).json()["data"]] == ["first"]
     assert (await limited.get(f"/adapters/{first.id}")).status_code == 200
     assert (await limited.get(f"/adapters/{second.id}")).status_code == 404
     assert (await limited.post("/adapters", json={"tenant": "limits", "name": "third"})).status_code == 403
-    principal = side.services.api_keys.authenticate(secret)
+    principal = side.services.accounts.api_keys.authenticate(secret)
     assert isinstance(principal, Principal)
     assert principal.adapter_ids == {first.id}
     resolver = ModelResolver(AdapterRegistry(side.services.database), "the-base")
@@ -430,9 +430,9 @@ async def test_keys_of_a_suspended_tenant_work_again_after_resuming(http: httpx.
 
 
 async def test_objects_in_use_cannot_be_deleted(http: httpx.AsyncClient, side: AdminSide) -> None:
-    tenant = side.services.tenants.create("used")
-    adapter = side.services.registry.create_adapter(tenant.id, "busy")
-    side.services.quotas.set(tenant.id, "requests_per_minute", 5)
+    tenant = side.services.accounts.tenants.create("used")
+    adapter = side.services.adapters.registry.create_adapter(tenant.id, "busy")
+    side.services.usage.quotas.set(tenant.id, "requests_per_minute", 5)
     refused = await http.delete("/tenants/used")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "tenant_in_use")
     declared_files = [{"name": name, "size": 1, "sha256": "0" * 64} for name in FILES]
@@ -449,8 +449,8 @@ async def test_objects_in_use_cannot_be_deleted(http: httpx.AsyncClient, side: A
 async def test_concurrent_identical_uploads_create_one_version(
     http: httpx.AsyncClient, side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
-    tenant = side.services.tenants.create("twice")
-    adapter = side.services.registry.create_adapter(tenant.id, "support")
+    tenant = side.services.accounts.tenants.create("twice")
+    adapter = side.services.adapters.registry.create_adapter(tenant.id, "support")
     directory = make_adapter()
     uploads = []
     for _ in range(2):
@@ -483,8 +483,8 @@ def reserve(side: AdminSide, tenant_id: str, key_id: str) -> str:
 
 
 async def test_running_requests_are_listed_and_cancelled(side: AdminSide) -> None:
-    tenant = side.services.tenants.create("callers")
-    key = side.services.api_keys.create(tenant.id, "caller").key
+    tenant = side.services.accounts.tenants.create("callers")
+    key = side.services.accounts.api_keys.create(tenant.id, "caller").key
     request_id = reserve(side, tenant.id, key.id)
     admission = Admission(side.services.database)
     assert admission.checkpoint([RequestCheckpoint(request_id, 7)]) == []
@@ -502,8 +502,8 @@ async def test_running_requests_are_listed_and_cancelled(side: AdminSide) -> Non
 async def test_pin_survives_an_engine_restart(
     http: httpx.AsyncClient, side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
-    tenant = side.services.tenants.create("pinned")
-    adapter = side.services.registry.create_adapter(tenant.id, "support")
+    tenant = side.services.accounts.tenants.create("pinned")
+    adapter = side.services.adapters.registry.create_adapter(tenant.id, "support")
     whole = client(side, ADMIN_KEY)
     whole.base_url = httpx.URL("http://admin")
     digest = (await push(whole, adapter.id, make_adapter()))["digest"]

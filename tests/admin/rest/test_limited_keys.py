@@ -49,7 +49,11 @@ class World:
         self.hidden: set[str] = {"payroll", "ledgers", "initech"}
         self._admission = Admission(self.services.database)
         self._prompt = itertools.count(41_001, 1_009)
-        tenants, keys, registry = self.services.tenants, self.services.api_keys, self.services.registry
+        tenants, keys, registry = (
+            self.services.accounts.tenants,
+            self.services.accounts.api_keys,
+            self.services.adapters.registry,
+        )
         self.tenant, owner, stranger = (tenants.create(slug) for slug in ("acme", "globex", "initech"))
         self.support = registry.create_adapter(self.tenant.id, "support")
         self.payroll = registry.create_adapter(self.tenant.id, "payroll")
@@ -69,7 +73,7 @@ class World:
             self._furnish(foreign, stranger.id, theirs, is_hidden=True),
         ]
         for subject_id in (self.tenant.id, "platform"):
-            limit = self.services.quotas.set(subject_id, "tokens_per_day", next(self._prompt) * 1000)
+            limit = self.services.usage.quotas.set(subject_id, "tokens_per_day", next(self._prompt) * 1000)
             self.hidden |= {limit.id, str(limit.limit)}
         # The limited key does not cover the base model.
         self._use(self.tenant.id, another, "the-base", None, is_hidden=True)
@@ -77,20 +81,20 @@ class World:
     def _furnish(self, adapter: Adapter, payer_id: str, key_id: str, *, is_hidden: bool) -> Names:
         """Add objects of every kind to an adapter and return their identifiers by route parameter."""
         files = (UploadFile(CONFIG_FILE, 10, "0" * 64), UploadFile(TENSORS_FILE, 10, "1" * 64))
-        upload, used = (self.services.ingest.create_upload(adapter.id, files) for _ in range(2))
+        upload, used = (self.services.adapters.ingest.create_upload(adapter.id, files) for _ in range(2))
         ready = self._version(adapter, 1, state="ready", upload_id=used.id, max_rank=2, num_pages=1)
         job = self._version(adapter, 2, state="validating", claimed_by=new_id("srv"), claim_expires_us=FAR_US)
         failed = self._version(adapter, 3, state="rejected")
         AdapterAliases(self.services.database).set(adapter.id, "default", {1: 100})
         AdapterAliases(self.services.database).set(adapter.id, "canary", {1: 100})
         of_adapter, of_key = (
-            self.services.quotas.set(subject_id, "requests_per_minute", next(self._prompt))
+            self.services.usage.quotas.set(subject_id, "requests_per_minute", next(self._prompt))
             for subject_id in (adapter.id, key_id)
         )
-        price = self.services.prices.add(
+        price = self.services.usage.prices.add(
             tenant_id=payer_id, scope=adapter.id, prompt_nanos=1, cached_nanos=None, completion_nanos=2
         )
-        listed = self.services.prices.add(
+        listed = self.services.usage.prices.add(
             tenant_id=None, scope=adapter.id, prompt_nanos=3, cached_nanos=None, completion_nanos=4
         )
         self.side.engine.resident[ready["digest"]] = 1
@@ -470,9 +474,9 @@ async def test_other_adapters_with_equal_weights_are_not_named(app: ASGIApp, wor
 
 
 def test_models_listed_are_the_keys_own(world: World) -> None:
-    principal = world.services.api_keys.authenticate(world.secret)
+    principal = world.services.accounts.api_keys.authenticate(world.secret)
     assert principal is not None
-    resolver = ModelResolver(world.services.registry, "the-base")
+    resolver = ModelResolver(world.services.adapters.registry, "the-base")
     names = [model.name for model in resolver.list_models(principal)]
     assert sorted(names) == ["acme/support@1", "globex/gift@1", "the-base"]
     for name in ("payroll", "acme/payroll@1", "acme/payroll:default", "initech/ledgers"):

@@ -13,6 +13,7 @@ from sqlalchemy import func, insert, select
 from loramux.adapter_store.blobs.interface import canonical_key
 from loramux.admin.rest import purging
 from loramux.admin.serving.upkeep import Upkeep
+from loramux.engine.protocol.messages import Load
 from loramux.migrations import schema
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission.admission import Admission
@@ -86,9 +87,9 @@ async def test_purged_version_is_gone_everywhere_but_in_the_ledger(
     side, adapter_id = admin_side, await new_adapter(http)
     one = await push(http, adapter_id, make_adapter())
     two = await push(http, adapter_id, make_adapter())
-    tenant = side.services.tenants.get("acme")
+    tenant = side.services.accounts.tenants.get("acme")
     assert tenant is not None
-    key = side.services.api_keys.create(tenant.id, "caller").key.id
+    key = side.services.accounts.api_keys.create(tenant.id, "caller").key.id
     request_id = run_on(side, tenant.id, key, two)
     waiting = await purge(http, f"adapters/{adapter_id}/versions/2", 409, confirm="acme/support@2")
     assert waiting["error"]["code"] == "requests_running"
@@ -96,7 +97,7 @@ async def test_purged_version_is_gone_everywhere_but_in_the_ledger(
     Admission(side.services.database).settle(
         request_id, Settlement(status="completed", prompt_tokens=10, completion_tokens=5)
     )
-    await side.engine.load(two["digest"], 1.0)
+    await side.engine.call(Load(digest=two["digest"]), 1.0)
     purged = await purge(http, f"adapters/{adapter_id}/versions/2", confirm="acme/support@2")
     assert (purged["versions"], purged["bytes"], purged["files_pending"]) == (1, two["size"], 0)
     assert side.engine.purged == [two["digest"]]
@@ -129,7 +130,7 @@ async def test_purged_adapter_takes_its_quotas_grants_and_aliases_along(
     again = await new_adapter(http)
     # The name stands for new weights only under a new number.
     assert (await push(http, again, make_adapter()))["number"] == 2
-    assert admin_side.services.registry.resolve("acme", "support", version=1) is None
+    assert admin_side.services.adapters.registry.resolve("acme", "support", version=1) is None
     assert version["digest"] in admin_side.engine.purged
 
 
@@ -139,10 +140,10 @@ async def test_purged_tenant_leaves_only_sums_and_the_audit_log(
     side, adapter_id = admin_side, await new_adapter(http)
     version = await push(http, adapter_id, make_adapter())
     await http.post(f"{V1}/tenants", json={"slug": "other"})
-    tenant, other = side.services.tenants.get("acme"), side.services.tenants.get("other")
+    tenant, other = side.services.accounts.tenants.get("acme"), side.services.accounts.tenants.get("other")
     assert tenant is not None
     assert other is not None
-    created = side.services.api_keys.create(tenant.id, "caller")
+    created = side.services.accounts.api_keys.create(tenant.id, "caller")
     key = created.key.id
     await http.post(f"{V1}/quotas", json={"tenant": "acme", "metric": "tokens_per_day", "limit": 10**9})
     await http.post(f"{V1}/quotas", json={"scope": "platform", "metric": "tokens_per_month", "limit": 10**9})
@@ -151,7 +152,7 @@ async def test_purged_tenant_leaves_only_sums_and_the_audit_log(
         Admission(side.services.database).settle(
             request_id, Settlement(status="completed", prompt_tokens=10, completion_tokens=5)
         )
-    settle_request(side, other.id, side.services.api_keys.create(other.id, "k").key.id, "the-base", 3, 4)
+    settle_request(side, other.id, side.services.accounts.api_keys.create(other.id, "k").key.id, "the-base", 3, 4)
     headers = {"authorization": f"Bearer {created.secret}"}
     before = await usage(http, group_by="")
     by_tenant = {row["tenant"]: row["completion_tokens"] for row in await usage(http, group_by="tenant")}
@@ -197,14 +198,14 @@ async def test_purge_of_a_tenant_cancels_its_requests_and_waits_for_them(
     http: httpx.AsyncClient, admin_side: AdminSide
 ) -> None:
     side = admin_side
-    tenant = side.services.tenants.create("busy")
-    key = side.services.api_keys.create(tenant.id, "k").key.id
+    tenant = side.services.accounts.tenants.create("busy")
+    key = side.services.accounts.api_keys.create(tenant.id, "k").key.id
     request_id = begin_request(side, tenant.id, key, "the-base", 5)
     etag = (await http.get(f"{V1}/tenants/busy")).headers["etag"]
     await http.patch(f"{V1}/tenants/busy", json={"state": "suspended"}, headers={"if-match": etag})
     refused = await purge(http, "tenants/busy", 409, confirm="busy")
     assert refused["error"]["code"] == "requests_running"
-    found = side.services.requests.get(request_id)
+    found = side.services.engine.requests.get(request_id)
     assert found is not None
     assert found.cancel_requested_us is not None
     Admission(side.services.database).settle(
@@ -218,14 +219,14 @@ async def test_every_server_deletes_its_copies_of_purged_weights(
 ) -> None:
     adapter_id = await new_adapter(http)
     version = await push(http, adapter_id, make_adapter())
-    admin_side.services.ingest.purge_rows.purge_adapter(adapter_id)
+    admin_side.services.adapters.ingest.purge_rows.purge_adapter(adapter_id)
     upkeep = Upkeep(admin_side.services)
     for _ in range(2):
         await upkeep.forget_purged()
     assert admin_side.engine.purged == [version["digest"]], "once is enough"
     # Equal weights that are served again stay.
     again = await new_adapter(http, name="again")
-    admin_side.services.ingest.remove_abandoned()
+    admin_side.services.adapters.ingest.remove_abandoned()
     with admin_side.services.database.write() as connection:
         connection.execute(
             insert(schema.adapter_versions).values(
@@ -248,10 +249,10 @@ async def test_only_a_platform_administrator_may_purge(
     http: httpx.AsyncClient, admin_side: AdminSide, scope: str
 ) -> None:
     adapter_id = await new_adapter(http)
-    tenant = admin_side.services.tenants.get("acme")
+    tenant = admin_side.services.accounts.tenants.get("acme")
     assert tenant is not None
     owner = None if scope.startswith("platform") else tenant.id
-    secret = admin_side.services.api_keys.create(owner, "k", [scope]).secret
+    secret = admin_side.services.accounts.api_keys.create(owner, "k", [scope]).secret
     headers = {"authorization": f"Bearer {secret}"}
     for path in (f"adapters/{adapter_id}", f"adapters/{adapter_id}/versions/1", "tenants/acme"):
         answer = await http.post(f"{V1}/{path}/purge", json={"dry_run": True}, headers=headers)

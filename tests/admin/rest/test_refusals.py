@@ -102,15 +102,17 @@ CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
 @pytest.fixture(scope="module")
 def made(console_side: AdminSide) -> tuple[Any, str, str, str]:
     """A server without an operator key. Its only administrator key is one of its tenant's keys."""
-    services = replace(console_side.services, api_keys=ApiKeys(console_side.services.database))
-    key = services.api_keys.create(None, "last", ["platform:admin"])
-    tenant = services.tenants.create("refused")
-    adapter = services.registry.create_adapter(tenant.id, "support")
+    services = console_side.services
+    keys = ApiKeys(services.database)
+    services = replace(services, accounts=replace(services.accounts, api_keys=keys))
+    key = services.accounts.api_keys.create(None, "last", ["platform:admin"])
+    tenant = services.accounts.tenants.create("refused")
+    adapter = services.adapters.registry.create_adapter(tenant.id, "support")
     values = {"state": "ready", "digest": "d" * 64, "upload_id": new_id("upl"), "report": {}, "created_us": 1}
     with services.database.write() as connection:
         connection.execute(insert(adapter_versions).values(**values, id=new_id("adv"), adapter_id=adapter.id, number=1))
     OwnServer(services.database, "b" * 64, "llama", "host:8000", "e" * 64).report(is_draining=False)
-    services.bases.register("c" * 64, "llama", "f" * 64)
+    services.adapters.bases.register("c" * 64, "llama", "f" * 64)
     AdapterAliases(services.database).set(adapter.id, "default", {1: 100})
     return create_admin_app(services), key.key.id, key.secret, adapter.id
 

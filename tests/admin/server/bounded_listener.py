@@ -120,9 +120,8 @@ def listening(
 ) -> Iterator[Listener]:
     metrics = GatewayMetrics()
     bound = bind("127.0.0.1", 0, "port")
-    listener = Listener(
-        bound.getsockname()[1], ConnectionRegistry(limits, TrustedProxies(proxies), metrics, "openai"), metrics
-    )
+    registry = ConnectionRegistry(limits, TrustedProxies(proxies), metrics.listeners, "openai")
+    listener = Listener(bound.getsockname()[1], registry, metrics)
     server = HttpServer(listener, bound, listener.book, keep_alive_s)
 
     async def serve() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from loramux.admin.commands.serve import gateway, serve
 from loramux.admin.server.settings import FLAGS, DataSettings, Settings, SettingsError, load_settings
-from loramux.admin.serving.assembly import gateway_settings
+from loramux.admin.serving.gateway_assembly import gateway_settings
 
 
 @pytest.fixture

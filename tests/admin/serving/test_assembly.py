@@ -18,7 +18,8 @@ from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.settings import Settings
 from loramux.admin.serving import serve
-from loramux.admin.serving.assembly import NUM_THREADS, Assembled, assemble, gateway_settings
+from loramux.admin.serving.assembly import Assembled, assemble
+from loramux.admin.serving.gateway_assembly import NUM_THREADS, gateway_settings
 from loramux.admin.serving.serve import read_model
 from loramux.engine.loop.config import EngineConfig
 from loramux.migrations.database import Database
@@ -80,8 +81,8 @@ def test_required_sandbox_applies_to_every_validation(
 ) -> None:
     with assembling(demo_base, tmp_path, sandbox=sandbox) as assembled:
         services = assembled.admin_app.state.services
-        assert services.ingest._processor._validation.validator._validator._required == required
-        assert services.self_check.is_sandbox_required is bool(required)
+        assert services.adapters.ingest._processor._validation.validator._validator._required == required
+        assert services.engine.self_check.is_sandbox_required is bool(required)
 
 
 def test_server_with_other_weights_serves_no_version_of_the_first(
@@ -98,7 +99,7 @@ def test_server_with_other_weights_serves_no_version_of_the_first(
     verdicts = []
     for model in (demo_base, other, demo_base):
         with assembling(model, tmp_path / f"data-{len(verdicts)}", database_url=database_url) as assembled:
-            found = assembled.gateway_app.state.services.resolver._registry.resolve("acme", "support")
+            found = assembled.gateway_app.state.services.callers.resolver._registry.resolve("acme", "support")
             assert found is not None
             verdicts.append((assembled.base_id, found.base_verdict))
     database.close()
@@ -108,7 +109,7 @@ def test_server_with_other_weights_serves_no_version_of_the_first(
 
 def test_empty_database_is_migrated(demo_base: Path, tmp_path: Path, database_url: str) -> None:
     with assembling(demo_base, tmp_path, database_url=database_url) as assembled:
-        assert not assembled.api_keys.has_platform_admin()
+        assert not assembled.gateway.callers.api_keys.has_platform_admin()
     database = Database(database_url)
     database.check_schema()
     database.close()

@@ -18,7 +18,7 @@ async def test_a_server_reports_that_it_serves_and_that_it_drains(admin_side: Ad
 
     async def until(state: str) -> None:
         for _ in range(3000):
-            if [server.state for base in services.bases.list() for server in base.servers] == [state]:
+            if [server.state for base in services.adapters.bases.list() for server in base.servers] == [state]:
                 return
             await asyncio.sleep(0.01)
         pytest.fail(f"the server is never {state}")

@@ -116,7 +116,7 @@ def test_without_a_name_there_is_no_extension() -> None:
 async def test_requests_with_tokens_run_and_are_billed_to_the_key(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api_keys = gateway.services.api_keys
+    api_keys = gateway.services.callers.api_keys
     key = api_keys.create(gateway.tenant.id, "badges").key
     monkeypatch.setattr(api_keys, "_tokens", Tokens(badge=key.id, broken=OSError("down")))
 

@@ -85,7 +85,7 @@ async def test_other_scopes_are_refused(gateway: Any, scopes: tuple[str, ...]) -
 
 async def test_platform_keys_are_refused(gateway: Any) -> None:
     gateway.add_adapter("acme", "support")
-    secret = gateway.services.api_keys.create(None, "operator").secret
+    secret = gateway.services.callers.api_keys.create(None, "operator").secret
     answer = await gateway.http.delete("/v1/models/acme/support", headers={"authorization": f"Bearer {secret}"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "insufficient_scope")
 

@@ -141,7 +141,7 @@ async def test_tenants_do_not_share_prefixes_or_scheduling(gateway: Any) -> None
 @pytest.mark.anyio
 async def test_requests_carry_the_tenants_host_memory_floor(gateway: Any) -> None:
     gateway.add_adapter("acme", "support")
-    tenants = gateway.services.tenants
+    tenants = gateway.services.callers.tenants
     tenants.update(tenants.get("acme").id, TenantChanges(host_floor_bytes=1 << 20), lambda _: None)
     other = gateway.openai.with_options(api_key=gateway.key_of("other"))
     for client, model in ((gateway.openai, "support"), (other, "base")):

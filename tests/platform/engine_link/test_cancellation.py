@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from loramux.engine.protocol.messages import Add
+from loramux.engine.protocol.messages import Add, StatsRequest
 from loramux.platform.engine_link.engine_session import EngineSession
 from loramux.platform.engine_link.followed_engine import FollowedEngine, Joining, JoinRefused
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
@@ -36,9 +36,9 @@ class AbsentEngine(FollowedEngine):
 
 async def test_call_is_cancelled_even_if_its_answer_arrives_at_the_same_moment() -> None:
     session = QuietSession(lambda add, finished: None)
-    asking = asyncio.create_task(session.stats(60.0))
+    asking = asyncio.create_task(session.call(StatsRequest(), 60.0))
     await asyncio.sleep(0)
-    answer = await ScriptedEngine().stats(1.0)
+    answer = await ScriptedEngine().call(StatsRequest(), 1.0)
     session._dispatch(msgspec.structs.replace(answer, call_id="0"))
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -12,7 +12,7 @@ import pytest
 
 from loramux.engine.architectures.model_files import model_sha256
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput
+from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.engine_link.followed_engine import Joining, JoinRefused
 from loramux.platform.engine_link.joined_engine import JoinedEngine
@@ -97,7 +97,7 @@ def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, tmp
             await leaver.close()
             assert isinstance([item async for item in leaving][-1], Finished)
             assert len([item async for item in staying]) > 1
-            stats = await joined.stats(5.0)
+            stats = await joined.call(StatsRequest(), 5.0)
             assert (stats.num_running, stats.num_waiting) == (0, 0)
 
             ends = await kill_while_it_runs(local, local, joined)

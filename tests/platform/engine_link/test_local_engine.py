@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput
+from loramux.engine.protocol.messages import Add, Finished, Load, SamplingParams, SequenceOutput, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine
 
@@ -61,7 +61,7 @@ def test_engine_serves_dies_and_restarts(demo_base: Path, tmp_path: Path) -> Non
             results = await asyncio.gather(*(collect(engine, add(f"s{i}", 5 + i)) for i in range(6)))
             assert [len(tokens) for tokens, _ in results] == [5, 6, 7, 8, 9, 10]
             assert all(tokens[:5] == results[0][0] for tokens, _ in results)
-            stats = await engine.stats(5.0)
+            stats = await engine.call(StatsRequest(), 5.0)
             assert stats.completion_tokens == 45
             assert (stats.num_running, stats.num_kv_pages) == (0, 0)
 
@@ -71,7 +71,7 @@ def test_engine_serves_dies_and_restarts(demo_base: Path, tmp_path: Path) -> Non
             )
             assert missing[1].code == "adapter_unavailable"
             assert good[0][:5] == results[0][0]
-            assert (await engine.load("1" * 64, 10.0)).state == "failed"
+            assert (await engine.call(Load(digest="1" * 64), 10.0)).state == "failed"
 
             stream = engine.submit(add("long", 900))
             received = await anext(stream)

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from sqlalchemy import select
 
+from loramux.engine.protocol.messages import Load
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -167,7 +168,7 @@ def ahead(gateway: Gateway, adapter_id: str) -> LoadCharge:
 async def test_preload_is_charged_and_the_next_request_is_not(gateway: Gateway) -> None:
     adapter_ids = {name: gateway.add_adapter("acme", name) for name in ("first", "second", "third")}
     gateway.limit(METRIC, 2)
-    loads = gateway.services.loads
+    loads = gateway.services.run.loads
     # Let the engine report its resident adapters before the second adapter is loaded.
     assert (await ask(gateway, "first")).status_code == 200
     answer = await loads.load(digest("second"), ahead(gateway, adapter_ids["second"]), 1.0)
@@ -185,14 +186,14 @@ async def test_preload_is_charged_and_the_next_request_is_not(gateway: Gateway) 
 async def test_preload_counts_for_key_adapter_and_platform_policies(gateway_on_each: Gateway, subject: str) -> None:
     gateway = gateway_on_each
     adapter_ids = [gateway.add_adapter("acme", name) for name in ("first", "second")]
-    key = gateway.services.api_keys.create(gateway.tenant.id, "pusher").key
+    key = gateway.services.callers.api_keys.create(gateway.tenant.id, "pusher").key
     subjects = {"key": key.id, "adapter": adapter_ids[1], "platform": "platform"}
     QuotaPolicies(gateway.database).set(subjects[subject], METRIC, 1)
     charge = LoadCharge(tenant_id=gateway.tenant.id, api_key_id=key.id, adapter_id=adapter_ids[1])
     # Nothing is cold before the engine's first report.
-    await gateway.services.loads.load(digest("first"), charge, 1.0)
+    await gateway.services.run.loads.load(digest("first"), charge, 1.0)
     with pytest.raises(QuotaExceeded, match=METRIC):
-        await gateway.services.loads.load(digest("second"), charge, 1.0)
+        await gateway.services.run.loads.load(digest("second"), charge, 1.0)
 
 
 @pytest.mark.anyio
@@ -200,7 +201,7 @@ async def test_concurrent_preloads_pay_once(gateway: Gateway) -> None:
     adapter_id = gateway.add_adapter("acme", "hot")
     gateway.limit(METRIC, 1)
     charge = ahead(gateway, adapter_id)
-    answers = await asyncio.gather(*(gateway.services.loads.load(digest("hot"), charge, 1.0) for _ in range(5)))
+    answers = await asyncio.gather(*(gateway.services.run.loads.load(digest("hot"), charge, 1.0) for _ in range(5)))
     assert [answer.state for answer in answers] == ["resident"] * 5
     assert (await ask(gateway, "hot")).status_code == 200
 
@@ -211,7 +212,7 @@ async def test_operator_preload_charges_nobody_and_makes_requests_warm(gateway: 
         gateway.add_adapter("acme", name)
     gateway.limit(METRIC, 1)
     assert (await ask(gateway, "first")).status_code == 200
-    await gateway.services.loads.load(digest("second"), None, 1.0)
+    await gateway.services.run.loads.load(digest("second"), None, 1.0)
     assert (await ask(gateway, "second")).status_code == 200
 
 
@@ -222,7 +223,7 @@ async def test_adapter_loaded_by_another_gateway_is_not_refused(gateway: Gateway
     gateway.limit(METRIC, 1)
     assert (await ask(gateway, "first")).status_code == 200
     # Another gateway loaded the adapter after the engine's last report.
-    await gateway.engine.load(digest("second"), 1.0)
+    await gateway.engine.call(Load(digest=digest("second")), 1.0)
     assert (await ask(gateway, "second")).status_code == 200
 
 
@@ -230,7 +231,7 @@ async def test_adapter_loaded_by_another_gateway_is_not_refused(gateway: Gateway
 async def test_failed_load_leaves_the_adapter_cold(gateway: Gateway) -> None:
     adapter_id = gateway.add_adapter("acme", "broken")
     gateway.limit(METRIC, 1)
-    loads, charge = gateway.services.loads, ahead(gateway, adapter_id)
+    loads, charge = gateway.services.run.loads, ahead(gateway, adapter_id)
     gateway.engine.die()
     with pytest.raises(EngineUnavailable):
         await loads.load(digest("broken"), charge, 1.0)

@@ -125,7 +125,7 @@ async def test_postgres_that_refuses_writes(
         await until_streaming(gateway, 1)
         with fault:
             assert is_whole(await stream)
-            spool = gateway.services.spool
+            spool = gateway.services.run.spool
             assert spool is not None
             if "reservations" not in tables or tables == EVERYTHING:
                 assert spool.num_bytes > 0, "its settlement is spooled"

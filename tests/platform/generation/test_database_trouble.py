@@ -97,8 +97,8 @@ async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end
     assert time.monotonic() - started < 12
     assert is_refused(await ask(gateway))
     await until_ready(gateway, False)
-    assert gateway.services.spool is not None
-    assert gateway.services.spool.num_bytes > 0
+    assert gateway.services.run.spool is not None
+    assert gateway.services.run.spool.num_bytes > 0
     await asyncio.to_thread(end)
     await until_ready(gateway, True)
     await until_spool_is_empty(gateway)
@@ -159,12 +159,12 @@ async def test_spool_of_a_dead_gateway_is_settled_after_a_restart(
             async def away(_: object) -> bool:
                 return False
 
-            monkeypatch.setattr(gateway.services.settler, "_settle_now", away)
+            monkeypatch.setattr(gateway.services.run.settler, "_settle_now", away)
             assert is_whole(await ask(gateway, 5))
             assert gateway.usage() == []
         # The same directory, opened by the next process.
         commit, spool = GroupCommit(Admission(accounts)), SettlementSpool(tmp_path / "spool", 1 << 20)
-        life = Settler(commit, gateway.services.metrics, DatabaseHealth(), spool)
+        life = Settler(commit, gateway.services.metrics.generation, DatabaseHealth(), spool)
         for _ in range(2):
             await life.replay()
         commit.close()

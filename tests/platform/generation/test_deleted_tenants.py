@@ -26,7 +26,7 @@ async def test_cached_key_of_a_deleted_tenant_is_refused(gateway_on_each: Gatewa
         for table in tables:
             connection.execute(delete(table))
     if not knows_share:
-        gateway.services.tenants.forget_recent()
+        gateway.services.callers.tenants.forget_recent()
     assert await ask(gateway, "base") == (401, "invalid_api_key")
     with gateway.database.read() as connection:
         assert connection.execute(schema.reservations.select()).first() is None

@@ -84,7 +84,7 @@ class Lab:
 
     def fill_before(self, operation: type, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
         """Fill the disk when the first operation of this type is submitted to the database."""
-        commit, is_full = self.gateway.services.commit, asyncio.Event()
+        commit, is_full = self.gateway.services.run.commit, asyncio.Event()
         submit = commit.submit
 
         def filling(submitted: Any) -> Any:
@@ -106,7 +106,7 @@ class Lab:
             map(sum, told.values())
         )
         assert_all_is_settled(gateway)
-        gateway.services.maintenance._admission.roll_up()
+        gateway.services.run.maintenance._admission.roll_up()
         [sums] = Ledger(gateway.database).report(None, 0, 2**61)
         assert (sums.prompt_tokens, sums.completion_tokens) == tuple(map(sum, zip(*told.values(), strict=True)))
         metrics = gateway.services.metrics.render().decode()
@@ -154,7 +154,7 @@ async def while_streaming(lab: Lab, _: pytest.MonkeyPatch) -> None:
 async def at_a_checkpoint(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await while_streaming(lab, monkeypatch)
     with pytest.raises(OperationalError):
-        await lab.gateway.services.maintenance.checkpoint()
+        await lab.gateway.services.run.maintenance.checkpoint()
 
 
 async def at_an_extension(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ async def at_a_fold(lab: Lab, _: pytest.MonkeyPatch) -> None:
     await asyncio.gather(*lab.streams)
     lab.disk.fill()
     with pytest.raises(OperationalError):
-        await lab.gateway.services.call(lab.gateway.services.maintenance._admission.roll_up)
+        await lab.gateway.services.call(lab.gateway.services.run.maintenance._admission.roll_up)
 
 
 STEPS = [
@@ -222,7 +222,7 @@ async def lab(
 async def until_all_is_settled(gateway: Gateway) -> None:
     await until_ready(gateway, True)
     async with asyncio.timeout(PATIENCE_S):
-        while gateway.services.settler.has_waiting:  # noqa: ASYNC110
+        while gateway.services.run.settler.has_waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -231,7 +231,7 @@ async def until_all_is_settled(gateway: Gateway) -> None:
 async def test_disk_that_fills_up(
     lab: Lab, step: Callable[..., Awaitable[None]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway, settler = lab.gateway, lab.gateway.services.settler
+    gateway, settler = lab.gateway, lab.gateway.services.run.settler
     assert is_whole(await lab.ask())
     with monkeypatch.context() as patched:
         await step(lab, patched)
@@ -264,9 +264,9 @@ async def test_freed_disk_takes_settlements_before_the_database_recovers(
     assert is_whole(await lab.ask())
     await while_streaming(lab, monkeypatch)
     await asyncio.gather(*lab.streams)
-    settler = lab.gateway.services.settler
+    settler = lab.gateway.services.run.settler
     assert settler.num_held == NUM_STREAMS
-    admission = lab.gateway.services.maintenance._admission
+    admission = lab.gateway.services.run.maintenance._admission
     with monkeypatch.context() as patched:
         for name in ("probe", "commit"):
             patched.setattr(admission, name, away)
@@ -283,7 +283,7 @@ async def test_freed_disk_takes_settlements_before_the_database_recovers(
 async def test_drain_waits_for_the_disk(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await while_streaming(lab, monkeypatch)
     await asyncio.gather(*lab.streams)
-    running_ = lab.gateway.services.running
+    running_ = lab.gateway.services.run.requests
     assert not await running_.drain(0.05)
     draining = asyncio.create_task(running_.drain(PATIENCE_S))
     await asyncio.sleep(0)
@@ -301,14 +301,16 @@ async def test_unsettled_requests_are_logged_and_replayed_from_the_log(
         return
 
     gateway = lab.gateway
-    settler = gateway.services.settler
+    settler = gateway.services.run.settler
     # If either is in progress, it settles or releases the requests that this test takes out of memory.
     monkeypatch.setattr(settler, "replay", left_alone)
     monkeypatch.setattr(settler, "spool_held", left_alone)
     await while_streaming(lab, monkeypatch)
     await asyncio.gather(*lab.streams)
     # At shutdown, the settlements held in memory are logged.
-    last_life = Settler(gateway.services.commit, gateway.services.metrics, gateway.services.database_health)
+    last_life = Settler(
+        gateway.services.run.commit, gateway.services.metrics.generation, gateway.services.run.database_health
+    )
     last_life._held = dict(settler._held)
     with capture_logs() as logged:
         last_life.close()
@@ -324,9 +326,12 @@ async def test_unsettled_requests_are_logged_and_replayed_from_the_log(
     directory = lab.disk.directory / "next"
     directory.mkdir()
     (directory / LEFT).write_text("\n".join(records))
-    commit = GroupCommit(gateway.services.maintenance._admission)
+    commit = GroupCommit(gateway.services.run.maintenance._admission)
     next_life = Settler(
-        commit, gateway.services.metrics, gateway.services.database_health, SettlementSpool(directory, 1 << 20)
+        commit,
+        gateway.services.metrics.generation,
+        gateway.services.run.database_health,
+        SettlementSpool(directory, 1 << 20),
     )
     assert next_life.has_waiting
     await next_life.replay()
@@ -349,15 +354,15 @@ async def test_postgres_and_spool_both_out_of_space(
         await until_streaming(gateway, NUM_STREAMS)
         with refusing(migrated_postgres_url, ("usage_events",), "53100"):
             assert all(map(is_whole, await asyncio.gather(*lab.streams)))
-            assert gateway.services.settler.num_held == NUM_STREAMS
+            assert gateway.services.run.settler.num_held == NUM_STREAMS
             # The database would accept a reservation, but the gateway refuses to make one.
             assert is_refused(await lab.ask())
             assert not await is_ready(gateway)
             # Leases are extended, so no other gateway recovers these requests.
             with database.write() as connection:
                 connection.execute(schema.reservations.update().values(lease_expires_us=0))
-            await gateway.services.maintenance.checkpoint()
-            assert gateway.services.maintenance._admission.recover_expired() == 0
+            await gateway.services.run.maintenance.checkpoint()
+            assert gateway.services.run.maintenance._admission.recover_expired() == 0
         await until_all_is_settled(gateway)
         with database.read() as connection:
             assert connection.execute(select(func.count()).select_from(schema.usage_adjustments)).scalar_one() == 0

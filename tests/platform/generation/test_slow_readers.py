@@ -95,9 +95,9 @@ async def test_outputs_for_a_gateway_without_credit_are_merged() -> None:
 async def received_all(gateway: Any, num_choices: int = NUM_CHOICES) -> Generation:
     """Wait until the engine has finished the running request."""
     async with asyncio.timeout(30):
-        while not gateway.services.running._tasks:  # noqa: ASYNC110
+        while not gateway.services.run.requests._tasks:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        [generation] = gateway.services.running._tasks.values()
+        [generation] = gateway.services.run.requests._tasks.values()
         while generation.num_received < num_choices * NUM_TOKENS:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert isinstance(generation, Generation)

@@ -30,7 +30,7 @@ def stalling(after: int, **more: Any) -> Any:
 
 
 async def settled(gateway: Any) -> Any:
-    assert await gateway.services.running.drain(5)
+    assert await gateway.services.run.requests.drain(5)
     [event] = gateway.usage()
     with gateway.database.read() as connection:
         assert connection.execute(select(schema.reservations)).all() == [], "a settled request is only in the ledger"
@@ -102,7 +102,7 @@ async def test_a_stream_arrives_token_by_token(gateway: Any, gateway_url: str) -
 async def test_unanswered_abort_does_not_delay_the_client(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.05)
     gateway.engine.script = stalling(4, ignores_abort=True)
-    stop = gateway.services.tokenizer.decode([300])
+    stop = gateway.services.prompts.tokenizer.decode([300])
     body = {"model": "base", "prompt": "a", "stop": stop, "max_tokens": 200}
     async with asyncio.timeout(5):
         answer = (await gateway.http.post("/v1/completions", json=body)).json()
@@ -117,11 +117,11 @@ async def test_tokens_that_are_reported_after_the_settlement_are_counted(
 ) -> None:
     monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.05)
     gateway.engine.script = stalling(4, tokens_per_output=4, abort_delay_s=0.4)
-    stop = gateway.services.tokenizer.decode([300])
+    stop = gateway.services.prompts.tokenizer.decode([300])
     body = {"model": "base", "prompt": "a", "stop": stop, "max_tokens": 200}
     answer = (await gateway.http.post("/v1/completions", json=body)).json()
     assert answer["usage"]["completion_tokens"] == 1
-    assert await gateway.services.running.drain(5)
+    assert await gateway.services.run.requests.drain(5)
     assert discarded(gateway) == 0
     await engine_is_idle(gateway)
     assert discarded(gateway) == 3
@@ -165,7 +165,7 @@ async def abandoned(gateway: Any, received: int) -> Any:
         while gateway.engine.num_running == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await eventually_received(gateway, received)
-        [one] = gateway.services.running._tasks.values()
+        [one] = gateway.services.run.requests._tasks.values()
         one.abandon()
         await asked
     return await settled(gateway)
@@ -173,7 +173,7 @@ async def abandoned(gateway: Any, received: int) -> Any:
 
 async def eventually_received(gateway: Any, count: int) -> None:
     async with asyncio.timeout(10):
-        while not any(one.num_received >= count for one in gateway.services.running._tasks.values()):  # noqa: ASYNC110
+        while not any(one.num_received >= count for one in gateway.services.run.requests._tasks.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -265,7 +265,7 @@ async def test_a_draining_server_ends_running_requests_with_503(gateway: Any) ->
     gateway.engine.script = stalling(1)
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
     await eventually_received(gateway, 1)
-    assert not await gateway.services.running.drain(0.01)
+    assert not await gateway.services.run.requests.drain(0.01)
     gateway.engine.abort(gateway.engine.adds[0].sequence_id)
     response = await asked
     assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
@@ -333,7 +333,7 @@ async def test_the_usage_of_a_mixed_load_adds_up(gateway_on_each: Any) -> None:
 
 def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int, *, is_answer_lost: bool) -> None:
     """Make settlement commits fail a few times, either before they take effect or by losing the answer."""
-    admission = gateway.services.commit._admission
+    admission = gateway.services.run.commit._admission
     commit, left = admission.commit, [failures]
 
     def failing(operations: Any) -> Any:
@@ -351,8 +351,8 @@ def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: in
 
 async def tended_until_settled(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "TEND_INTERVAL_S", 0.01)
-    maintaining = asyncio.create_task(gateway.services.maintenance.run())
-    assert await gateway.services.running.drain(10)
+    maintaining = asyncio.create_task(gateway.services.run.maintenance.run())
+    assert await gateway.services.run.requests.drain(10)
     maintaining.cancel()
     await asyncio.wait({maintaining})
 
@@ -374,11 +374,11 @@ async def test_settling_a_recovered_request_charges_the_difference(gateway_on_ea
     gateway.engine.script = stalling(7)
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
     await eventually_received(gateway, 3)
-    await gateway.services.maintenance.checkpoint()
+    await gateway.services.run.maintenance.checkpoint()
     noted = checkpoint_of(gateway)
     await eventually_received(gateway, 7)
     clock.advance(31)
-    assert await gateway.services.call(gateway.services.maintenance._admission.recover_expired) == 1
+    assert await gateway.services.call(gateway.services.run.maintenance._admission.recover_expired) == 1
     [guessed] = gateway.usage()
     assert (guessed.status, guessed.completion_tokens) == ("recovered", noted)
     gateway.engine.abort(gateway.engine.adds[0].sequence_id)
@@ -400,7 +400,7 @@ async def test_settlement_in_memory_corrects_another_gateways_recovery(
     gateway.engine.script = stalling(7)
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
     await eventually_received(gateway, 3)
-    await gateway.services.maintenance.checkpoint()
+    await gateway.services.run.maintenance.checkpoint()
     noted = checkpoint_of(gateway)
     await eventually_received(gateway, 7)
     another = Admission(gateway.database)
@@ -408,8 +408,8 @@ async def test_settlement_in_memory_corrects_another_gateways_recovery(
         fail_settlements(gateway, patched, 1000, is_answer_lost=False)
         gateway.engine.abort(gateway.engine.adds[0].sequence_id)
         await asked
-        assert gateway.services.settler.num_held == 1
-        assert not gateway.services.maintenance._may_recover()
+        assert gateway.services.run.settler.num_held == 1
+        assert not gateway.services.run.maintenance._may_recover()
         clock.advance(31)
         assert another.recover_expired() == 1
         [guessed] = gateway.usage()
@@ -437,7 +437,7 @@ async def test_unreachable_database_returns_503(gateway: Any, monkeypatch: pytes
         raise OperationalError("BEGIN", {}, Exception("connection refused"))
 
     with monkeypatch.context() as patched:
-        patched.setattr(gateway.services.commit._admission, "commit", away)
+        patched.setattr(gateway.services.run.commit._admission, "commit", away)
         response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
     assert response.headers["retry-after"] == "5"
@@ -449,7 +449,7 @@ async def test_unreachable_database_returns_503(gateway: Any, monkeypatch: pytes
 
 async def test_lost_reservation_of_a_refused_request_is_released(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running_requests, "RESERVE_WAIT_S", 0.05)
-    admission, is_refused = gateway.services.commit._admission, threading.Event()
+    admission, is_refused = gateway.services.run.commit._admission, threading.Event()
     commit = admission.commit
 
     def lost(operations: Any) -> None:
@@ -463,7 +463,7 @@ async def test_lost_reservation_of_a_refused_request_is_released(gateway: Any, m
         assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
         is_refused.set()
         async with asyncio.timeout(10):
-            while gateway.services.settler.num_held == 0:  # noqa: ASYNC110
+            while gateway.services.run.settler.num_held == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     await tended_until_settled(gateway, monkeypatch)
     assert (await settled(gateway)).completion_tokens == 0
@@ -473,7 +473,7 @@ async def test_unexpected_error_returns_500_with_the_request_id(gateway: Any, mo
     def broken(operations: Any) -> None:
         raise ZeroDivisionError("a secret detail")
 
-    monkeypatch.setattr(gateway.services.commit._admission, "commit", broken)
+    monkeypatch.setattr(gateway.services.run.commit._admission, "commit", broken)
     with capture_logs(processors=[merge_contextvars]) as logged:
         response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
     [named] = [entry["request_id"] for entry in logged if "request_id" in entry]
@@ -489,14 +489,14 @@ async def test_checkpoints_keep_a_long_request_from_being_recovered(gateway_on_e
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
     await eventually_received(gateway, 7)
     clock.advance(29)
-    maintaining = asyncio.create_task(gateway.services.maintenance.run())
+    maintaining = asyncio.create_task(gateway.services.run.maintenance.run())
     async with asyncio.timeout(5):
         while checkpoint_of(gateway) != 7:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     maintaining.cancel()
     await asyncio.wait({maintaining})
     clock.advance(29)
-    assert await gateway.services.call(gateway.services.maintenance._admission.recover_expired) == 0
+    assert await gateway.services.call(gateway.services.run.maintenance._admission.recover_expired) == 0
     gateway.engine.abort(gateway.engine.adds[0].sequence_id)
     await asked
     assert [event.completion_tokens for event in gateway.usage()] == [7]

@@ -26,9 +26,9 @@ async def maintained(
 ) -> AsyncIterator[Gateway]:
     with ThreadPoolExecutor(8) as threads:
         async with open_gateway(database, tokenizer, threads, spool=SettlementSpool(spool, spool_bytes)) as gateway:
-            maintaining = asyncio.create_task(gateway.services.maintenance.run())
+            maintaining = asyncio.create_task(gateway.services.run.maintenance.run())
             yield gateway
-            assert await gateway.services.running.drain(PATIENCE_S)
+            assert await gateway.services.run.requests.drain(PATIENCE_S)
             maintaining.cancel()
             await asyncio.wait({maintaining})
 
@@ -52,7 +52,7 @@ def is_refused(answer: Any) -> bool:
 
 async def until_streaming(gateway: Gateway, num_streams: int) -> None:
     def num_amid() -> int:
-        return sum(0 < received < NUM_TOKENS for received in gateway.services.running.progress().values())
+        return sum(0 < received < NUM_TOKENS for received in gateway.services.run.requests.progress().values())
 
     async with asyncio.timeout(PATIENCE_S):
         while num_amid() < num_streams:  # noqa: ASYNC110
@@ -72,7 +72,7 @@ async def until_ready(gateway: Gateway, wanted: bool) -> float:
 
 
 async def until_spool_is_empty(gateway: Gateway) -> None:
-    spool = gateway.services.spool
+    spool = gateway.services.run.spool
     assert spool is not None
     async with asyncio.timeout(PATIENCE_S):
         while spool.num_bytes:  # noqa: ASYNC110

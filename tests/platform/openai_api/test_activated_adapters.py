@@ -68,7 +68,7 @@ async def test_the_truncated_prompt_decides(activated: Gateway) -> None:
 
 
 async def test_text_and_conversations_are_searched_as_tokens(gateway: Gateway) -> None:
-    encode = gateway.services.tokenizer.encode
+    encode = gateway.services.prompts.tokenizer.encode
     tokens = encode(" check:", add_special_tokens=False)
     template = b"{% for message in messages %}{{ message.content }}{% endfor %} check:"
     gateway.add_adapter("acme", "checker", files={TEMPLATE_FILE: template}, invocation_tokens=tokens)

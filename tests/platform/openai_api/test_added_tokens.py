@@ -23,7 +23,7 @@ CALL = '{"name": "get_weather", "arguments": {}}'
 
 
 def files_of(gateway: Gateway, content: str, further: int = 2, template: str = "") -> dict[str, bytes]:
-    first = gateway.services.tokenizer.num_tokens
+    first = gateway.services.prompts.tokenizer.num_tokens
     token = AddedToken(first, content, special=False, lstrip=False, rstrip=False, single_word=False, normalized=False)
     special = AddedToken(first + 1, f"<|{content}|>", True, False, False, False, False)
     files = {VOCABULARY_FILE: encode_added_vocabulary(AddedVocabulary(BASE_SIZE + further, (token, special)))}
@@ -40,7 +40,7 @@ async def post(gateway: Gateway, path: str, **body: Any) -> dict[str, Any]:
 async def test_prompts_and_answers_use_the_versions_tokens(gateway: Gateway) -> None:
     gateway.add_adapter("acme", "support", files=files_of(gateway, "[緑]"))
     gateway.add_adapter("acme", "other", files=files_of(gateway, "[rot]", further=5))
-    first = gateway.services.tokenizer.num_tokens
+    first = gateway.services.prompts.tokenizer.num_tokens
     gateway.engine.script = lambda add: Script(token_ids=(first, first + 1))
     answers = {
         model: await post(gateway, "/v1/completions", model=model, prompt="[緑] or [rot]", logprobs=0, max_tokens=2)
@@ -59,7 +59,7 @@ async def test_prompts_and_answers_use_the_versions_tokens(gateway: Gateway) -> 
 
 async def test_a_stop_string_that_is_a_token_ends_the_answer(gateway: Gateway) -> None:
     gateway.add_adapter("acme", "support", files=files_of(gateway, "[stop]"))
-    first = gateway.services.tokenizer.num_tokens
+    first = gateway.services.prompts.tokenizer.num_tokens
     gateway.engine.script = lambda add: Script(token_ids=(300, first, 301))
     answer = await post(gateway, "/v1/completions", model="support", prompt="x", stop=["[stop]"], max_tokens=9)
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -91,7 +91,7 @@ async def test_fields_with_token_ids_are_checked_against_the_versions_vocabulary
 
 async def test_tokenize_and_detokenize_know_the_tokens(gateway: Gateway) -> None:
     gateway.add_adapter("acme", "support", files=files_of(gateway, "[緑]"))
-    first = gateway.services.tokenizer.num_tokens
+    first = gateway.services.prompts.tokenizer.num_tokens
     found = await post(gateway, "/tokenize", model="support", prompt="a [緑]", return_token_strs=True)
     assert found["tokens"][-1] == first
     assert found["token_strs"][-1] == "[緑]"
@@ -107,13 +107,13 @@ async def test_a_versions_template_writes_its_tokens(gateway: Gateway) -> None:
     gateway.add_adapter("acme", "support", files=files_of(gateway, "[turn]", template=template))
     messages = [{"role": "user", "content": "Hello"}]
     found = await post(gateway, "/tokenize", model="support", messages=messages)
-    assert found["tokens"][0] == gateway.services.tokenizer.num_tokens + 1
+    assert found["tokens"][0] == gateway.services.prompts.tokenizer.num_tokens + 1
     await post(gateway, "/v1/chat/completions", model="support", messages=messages, max_tokens=1)
     assert list(gateway.engine.adds[-1].prompt) == found["tokens"]
 
 
 async def test_a_forced_call_names_the_versions_markers(gateway: Gateway) -> None:
-    first = gateway.services.tokenizer.num_tokens
+    first = gateway.services.prompts.tokenizer.num_tokens
     tokens = tuple(
         AddedToken(first + index, content, True, False, False, False, False)
         for index, content in enumerate(("<tool_call>", "</tool_call>"))
@@ -123,7 +123,7 @@ async def test_a_forced_call_names_the_versions_markers(gateway: Gateway) -> Non
     gateway.add_adapter("acme", "caller", files={**template, VOCABULARY_FILE: vocabulary})
     gateway.add_adapter("acme", "plain", files=template)
     gateway.engine.script = lambda add: Script(
-        token_ids=(first, *gateway.services.tokenizer.encode(CALL)[1:], first + 1)
+        token_ids=(first, *gateway.services.prompts.tokenizer.encode(CALL)[1:], first + 1)
     )
     body = {
         "messages": [{"role": "user", "content": "Hello"}],

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from loramux.engine.protocol.messages import StatsRequest
 from loramux.engine.scheduling.request_limits import sampling_problem
 from loramux.platform.engine_link.scripted_engine import Script
 
@@ -276,7 +277,7 @@ async def test_stop_string_across_tokens_ends_the_answer_and_the_billing(gateway
     assert answer.usage.completion_tokens == needed
     assert len(gateway.engine.aborts) == 1
     assert gateway.usage()[0].status == "completed"
-    committed = (await gateway.engine.stats(1.0)).completion_tokens
+    committed = (await gateway.engine.call(StatsRequest(), 1.0)).completion_tokens
     assert committed > needed
     assert f'kind="discarded"}} {float(committed - needed)}' in gateway.services.metrics.render().decode()
 

@@ -49,13 +49,13 @@ async def gateway(with_parsers: WithParsers) -> AsyncIterator[Gateway]:
 
 
 def answers(gateway: Gateway, text: str, end: str = "<|return|>") -> None:
-    tokenizer = gateway.services.tokenizer
+    tokenizer = gateway.services.prompts.tokenizer
     token_ids, [end_id] = tokens_of(tokenizer, text), tokens_of(tokenizer, end)
     gateway.engine.script = lambda add: Script(token_ids=token_ids, stop_token_id=end_id)
 
 
 def prompt_of(gateway: Gateway) -> str:
-    return gateway.services.tokenizer.decode(gateway.engine.adds[-1].prompt, skip_special_tokens=False)
+    return gateway.services.prompts.tokenizer.decode(gateway.engine.adds[-1].prompt, skip_special_tokens=False)
 
 
 async def asked(gateway: Gateway, **fields: Any) -> list[Any]:
@@ -75,10 +75,12 @@ async def test_reasoning_and_text_are_separate(gateway: Gateway) -> None:
             message = choice.message
             assert (message.content, message.reasoning_content) == ("It is ½ hot.", "Hot?")
             assert (choice.finish_reason, message.tool_calls) == ("stop", None)
-            num_reasoning = len(tokens_of(gateway.services.tokenizer, THOUGHT.removesuffix("<|start|>assistant")))
+            num_reasoning = len(
+                tokens_of(gateway.services.prompts.tokenizer, THOUGHT.removesuffix("<|start|>assistant"))
+            )
             assert completion.usage.completion_tokens_details.reasoning_tokens == num_reasoning
     sampling = gateway.engine.adds[-1].sampling
-    assert set(sampling.stop_token_ids) == set(tokens_of(gateway.services.tokenizer, "<|return|><|call|>"))
+    assert set(sampling.stop_token_ids) == set(tokens_of(gateway.services.prompts.tokenizer, "<|return|><|call|>"))
 
 
 async def test_call_is_answered_with_its_arguments(gateway: Gateway) -> None:
@@ -159,7 +161,7 @@ async def test_grammar_constrains_calls_and_the_final_message(
     await asked(gateway, max_tokens=100, **fields)
     # Unlike the demo's tokenizer, this one has two special tokens among those that adapters can add.
     vocabulary, grammar = load_vocabulary(DEMO_BASE, 1024, (1,)), gateway.engine.adds[-1].grammar
-    tokenizer = gateway.services.tokenizer
+    tokenizer = gateway.services.prompts.tokenizer
     matcher = LLMatcher(vocabulary, grammar, log_level=0)
     assert matcher.consume_tokens(list(tokens_of(tokenizer, allowed)))
     assert matcher.is_accepting()
@@ -169,7 +171,7 @@ async def test_grammar_constrains_calls_and_the_final_message(
 async def test_thinking_is_limited_between_its_markers(gateway: Gateway) -> None:
     answers(gateway, f"{THOUGHT}{FINAL}Yes.")
     await asked(gateway, extra_body={"thinking_token_budget": 7})
-    budget, tokenizer = gateway.engine.adds[-1].sampling.thinking, gateway.services.tokenizer
+    budget, tokenizer = gateway.engine.adds[-1].sampling.thinking, gateway.services.prompts.tokenizer
     assert budget is not None
     shown = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (budget.begin, budget.end)]
     assert (budget.num_tokens, budget.is_open, shown) == (7, False, ["<|channel|>analysis<|message|>", "<|end|>"])

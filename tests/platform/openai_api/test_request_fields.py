@@ -93,7 +93,7 @@ async def test_truncated_prompt_keeps_its_last_tokens_and_is_billed_as_such(
     [add] = gateway.engine.adds
     assert len(add.prompt) == num_kept
     # A conversation ends with tokens from its template.
-    assert gateway.services.tokenizer.decode(add.prompt[-7:]).endswith("4999" if num_kept > 6 else "")
+    assert gateway.services.prompts.tokenizer.decode(add.prompt[-7:]).endswith("4999" if num_kept > 6 else "")
     assert answer["usage"]["prompt_tokens"] == num_kept
     [event] = gateway.usage()
     assert (event.prompt_tokens, event.completion_tokens) == (num_kept, max_tokens)

@@ -41,7 +41,7 @@ async def test_tokens_of_a_conversation_are_those_of_a_chat(gateway: Any) -> Non
     assert answer["tokens"] == list(gateway.engine.adds[0].prompt)
     assert len(answer["token_strs"]) == answer["count"]
     marked = await called(gateway, "/tokenize", {"messages": MESSAGES, "add_special_tokens": True})
-    assert marked["tokens"] == [gateway.services.tokenizer.encode("")[0], *answer["tokens"]]
+    assert marked["tokens"] == [gateway.services.prompts.tokenizer.encode("")[0], *answer["tokens"]]
     plain = await called(gateway, "/tokenize", {"messages": MESSAGES, "add_special_tokens": False})
     assert plain["tokens"] == answer["tokens"]
     truncated = await called(gateway, "/tokenize", {"messages": MESSAGES, "truncate_prompt_tokens": 4})
@@ -63,7 +63,7 @@ async def test_tokenizer_is_described(gateway: Any, tools: Any, demo_base: Path)
     config = json.loads((demo_base / "tokenizer_config.json").read_text())
     assert info.keys() >= config.keys() | {"tokenizer_class"}
     assert (info["eos_token"], info["model_max_length"]) == ("<|end|>", 256)
-    assert info["chat_template"] == gateway.services.tokenizer.chat_template.sources["default"]
+    assert info["chat_template"] == gateway.services.prompts.tokenizer.chat_template.sources["default"]
     assert (await tools.http.get("/tokenizer_info")).json()["chat_template"] == TEMPLATE
 
 
@@ -89,7 +89,7 @@ def test_tokens_are_described_by_their_text(tmp_path: Path) -> None:
 
 
 async def test_description_needs_a_key_that_can_call_models(gateway: Any) -> None:
-    viewer = gateway.services.api_keys.create(gateway.tenant.id, "viewer", scopes=["tenant:read"]).secret
+    viewer = gateway.services.callers.api_keys.create(gateway.tenant.id, "viewer", scopes=["tenant:read"]).secret
     for path, header, status in (
         ("/tokenizer_info", f"Bearer {viewer}", 403),
         ("/tokenizer_info", "", 401),

@@ -48,12 +48,12 @@ def with_parsers(
 
 
 def answers(gateway: Gateway, text: str) -> None:
-    token_ids = gateway.services.tokenizer.encode(text)[1:]
+    token_ids = gateway.services.prompts.tokenizer.encode(text)[1:]
     gateway.engine.script = lambda add: Script(token_ids=token_ids)
 
 
 def prompt_of(gateway: Gateway) -> str:
-    tokenizer = gateway.services.tokenizer
+    tokenizer = gateway.services.prompts.tokenizer
     return b"".join(tokenizer.token_bytes(token) for token in gateway.engine.adds[-1].prompt).decode()
 
 
@@ -151,7 +151,7 @@ async def test_broken_call_is_text(tools: Gateway) -> None:
 
 async def test_call_that_was_cut_off_ends_with_length(tools: Gateway) -> None:
     answers(tools, CALL)
-    num_tokens = len(tools.services.tokenizer.encode(CALL)) - 12
+    num_tokens = len(tools.services.prompts.tokenizer.encode(CALL)) - 12
     completion = await tools.openai.chat.completions.create(
         model="base", messages=ASKED, tools=[WEATHER], max_tokens=num_tokens
     )
@@ -246,7 +246,7 @@ async def test_reasoning_is_separate_and_counted(tools: Gateway) -> None:
         assert message.content == "Yes, hot."
         assert message.reasoning_content == message.reasoning == "Hot?"
         usage = completion.usage
-        expected = len(tools.services.tokenizer.encode("<think>\nHot?\n</think>")) - 1
+        expected = len(tools.services.prompts.tokenizer.encode("<think>\nHot?\n</think>")) - 1
         assert usage.completion_tokens_details.reasoning_tokens == expected
         assert usage.completion_tokens > expected
 
@@ -424,7 +424,7 @@ async def test_budget_of_the_thinking_reaches_the_engine(tools: Gateway, fields:
         assert (await tools.http.post("/v1/chat/completions", json={**body, **change})).status_code == 200
     first, *others, without = [add.sampling.thinking for add in tools.engine.adds]
     assert first is not None
-    decoded = [tools.services.tokenizer.decode(ids) for ids in (first.begin, first.end)]
+    decoded = [tools.services.prompts.tokenizer.decode(ids) for ids in (first.begin, first.end)]
     assert (first.num_tokens, first.is_open, decoded) == (7, False, ["<think>", "</think>"])
     assert others == [first, first]
     # The prompt has already ended the thinking.

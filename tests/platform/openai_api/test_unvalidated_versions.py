@@ -24,7 +24,7 @@ def decide(gateway: Gateway) -> Callable[[str], None]:
     bases = Bases(gateway.database)
     bases.register("a" * 64, "base")
     bases.register(BASE_ID, "base")
-    gateway.services.resolver._registry.base_id = BASE_ID
+    gateway.services.callers.resolver._registry.base_id = BASE_ID
 
     def decide(state: str) -> None:
         with gateway.database.write() as connection:

@@ -63,8 +63,8 @@ async def test_end_tokens_of_a_version_end_its_answers(own_gateway: Gateway) -> 
 
 
 async def test_the_end_token_of_a_versions_tokenizer_ends_its_answers(own_gateway: Gateway) -> None:
-    first = own_gateway.services.tokenizer.num_tokens
-    user = own_gateway.services.tokenizer.token_id("<|user|>")
+    first = own_gateway.services.prompts.tokenizer.num_tokens
+    user = own_gateway.services.prompts.tokenizer.token_id("<|user|>")
     added = AddedToken(first, "<|stop|>", True, False, False, False, False)
     own_gateway.add_adapter("acme", "renamed", files=vocabulary(eos_token="<|user|>"))
     own_gateway.add_adapter("acme", "added", files=vocabulary(added, eos_token="<|stop|>"))
@@ -81,11 +81,11 @@ async def test_a_versions_template_writes_its_own_special_tokens(own_gateway: Ga
     own_gateway.add_adapter("acme", "bases", files={TEMPLATE_FILE: source})
     for model, expected in (("own", "<|bos|>Yes<|user|>"), ("bases", "<|bos|>Yes<|end|>")):
         add = await sent(own_gateway, model, "/v1/chat/completions")
-        assert own_gateway.services.tokenizer.decode(add.prompt, skip_special_tokens=False) == expected
+        assert own_gateway.services.prompts.tokenizer.decode(add.prompt, skip_special_tokens=False) == expected
 
 
 async def test_a_copy_of_the_bases_template_is_not_a_template_of_its_own(own_gateway: Gateway) -> None:
-    base = own_gateway.services.tokenizer.chat_template
+    base = own_gateway.services.prompts.tokenizer.chat_template
     assert base is not None
     source = base.sources["default"]
     assert "bos_token" in source

@@ -34,7 +34,7 @@ async def prompt_of(gateway: Gateway, model: str, secret: str, **fields: Any) ->
     assert response.status_code == 200, response.text
     request_id = response.headers["x-request-id"]
     [add] = [add for add in gateway.engine.adds if add.sequence_id.startswith(request_id)]
-    tokenizer = gateway.services.tokenizer
+    tokenizer = gateway.services.prompts.tokenizer
     return b"".join(tokenizer.token_bytes(token) for token in add.prompt).decode()
 
 
@@ -59,7 +59,7 @@ async def test_a_versions_template_decides_whether_tools_are_supported(gateway: 
     gateway.add_adapter("acme", "caller", files={TEMPLATE_FILE: TEMPLATE.encode()})
     tools = [{"type": "function", "function": {"name": "get_weather"}}]
     call = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
-    token_ids = gateway.services.tokenizer.encode(call)[1:]
+    token_ids = gateway.services.prompts.tokenizer.encode(call)[1:]
     gateway.engine.script = lambda add: Script(token_ids=token_ids)
     body = {"messages": ASKED, "tools": tools}
     answered = await gateway.http.post("/v1/chat/completions", json={"model": "caller", **body})
@@ -75,7 +75,7 @@ async def test_a_version_decides_how_its_calls_are_read(gateway: Gateway) -> Non
     gateway.add_adapter("acme", "pythonic", files={**shown, PARSERS_FILE: b'{"tool_call_parser": "pythonic"}'})
     gateway.add_adapter("acme", "plain", files={**shown, PARSERS_FILE: b'{"tool_call_parser": "off"}'})
     call = "[get_weather()]"
-    token_ids = gateway.services.tokenizer.encode(call)[1:]
+    token_ids = gateway.services.prompts.tokenizer.encode(call)[1:]
     gateway.engine.script = lambda add: Script(token_ids=token_ids)
     body = {"messages": ASKED, "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
     read = await gateway.http.post("/v1/chat/completions", json={"model": "pythonic", **body})
@@ -102,7 +102,7 @@ async def test_a_template_that_rejects_a_conversation_names_the_messages(gateway
 async def test_tokenize_uses_the_versions_template(gateway: Gateway) -> None:
     gateway.add_adapter("acme", "support", files=template("ACME"))
     response = await gateway.http.post("/tokenize", json={"model": "support", "messages": ASKED})
-    text = gateway.services.tokenizer.decode(response.json()["tokens"])
+    text = gateway.services.prompts.tokenizer.decode(response.json()["tokens"])
     assert text == "ACME: user Hello >"
 
 

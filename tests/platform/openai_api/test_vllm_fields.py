@@ -118,7 +118,7 @@ async def test_named_tokens_need_a_generated_token(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_hidden_reasoning_is_in_no_field(tools: Gateway, stream: bool) -> None:
-    ids = tools.services.tokenizer.encode("<think>Hot?</think>Yes.", add_special_tokens=False)
+    ids = tools.services.prompts.tokenizer.encode("<think>Hot?</think>Yes.", add_special_tokens=False)
     tools.engine.script = lambda add: Script(token_ids=ids, stop_token_id=1)
     fields = {
         "include_reasoning": False,

@@ -122,13 +122,13 @@ async def open_replica(
     served = ServedEngine(scripted, directory / f"{name}.sock")
     listening = bound()
     host, port = listening.getsockname()
-    listener = PeerListener(listening, served, lambda reason: metrics.replica_refusals.labels(reason).inc())
+    listener = PeerListener(listening, served, metrics.replicas.count_refusal)
     engine = RoutedEngine(
         scripted,
         name,
         chain([router], iter(ChosenRouter, None)).__next__,
-        lambda outcome: metrics.forwarded.labels(outcome).inc(),
-        metrics.base_fallbacks.inc,
+        metrics.replicas.count_forwarded,
+        metrics.replicas.base_fallbacks.inc,
         base_id=base_id,
     )
     presence = Presence(
@@ -139,7 +139,7 @@ async def open_replica(
         engine=engine,
         draw=draw,
         listener=listener,
-        metrics=metrics,
+        metrics=metrics.replicas,
         call=partial(call_on, threads),
         clock=clock,
     )

@@ -93,12 +93,12 @@ class ServedEngine:
                     self.engine.abort(sequence_id)
                 case Extend(sequence_id=sequence_id, max_tokens=max_tokens):
                     self.engine.extend(sequence_id, max_tokens)
-                case Load(call_id=call_id, digest=digest):
-                    state = await self.engine.load(digest, 1.0)
-                    self._send(owner, msgspec.structs.replace(state, call_id=call_id))
-                case StatsRequest(call_id=call_id):
-                    stats = await self.engine.stats(1.0)
-                    self._send(owner, msgspec.structs.replace(stats, call_id=call_id))
+                case Load():
+                    state = await self.engine.call(message, 1.0)
+                    self._send(owner, msgspec.structs.replace(state, call_id=message.call_id))
+                case StatsRequest():
+                    stats = await self.engine.call(message, 1.0)
+                    self._send(owner, msgspec.structs.replace(stats, call_id=message.call_id))
                 case Credit():
                     pass
                 case Unload() | Pin():

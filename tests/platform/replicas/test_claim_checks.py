@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from loramux.engine.protocol.messages import Stats
+from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.replicas.claim_checks import DISTRUST_S, MAX_FAILURES, ClaimChecks
 from loramux.platform.routing.views import digest_prefix
@@ -18,7 +18,7 @@ EVERYTHING = frozenset(map(digest_prefix, DIGESTS))
 async def holding(num_adapters: int) -> Stats:
     engine = ScriptedEngine()
     engine.resident = dict.fromkeys(DIGESTS[:num_adapters], 1)
-    return await engine.stats(1.0)
+    return await engine.call(StatsRequest(), 1.0)
 
 
 async def test_server_that_claims_everything_loses_its_claims_for_a_while() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store.registry.bases import Bases
+from loramux.engine.protocol.messages import StatsRequest
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -64,7 +65,7 @@ async def test_forwarded_requests_have_the_same_answers_and_bills(
         assert len(pair.second.scripted.adds) == len(pair.first.scripted.adds) == 9
         await until(lambda: pair.second.scripted.num_running == 0)
         # All tokens of both engines are billed or counted as discarded by the one gateway.
-        engines = [await engine.stats(1.0) for engine in (pair.first.scripted, pair.second.scripted)]
+        engines = [await engine.call(StatsRequest(), 1.0) for engine in (pair.first.scripted, pair.second.scripted)]
         billed = sum(bill[3] for bill in pair.bills() if isinstance(bill[3], int))
         metrics = pair.gateway.services.metrics.registry
         discarded = metrics.get_sample_value("loramux_tokens_total", {"kind": "discarded"})
@@ -101,7 +102,7 @@ async def test_request_that_had_started_ends_with_an_error_and_pays_what_it_got(
                 lines.extend([line async for line in answer.aiter_lines() if line])
 
         reading = asyncio.create_task(read())
-        await until(lambda: sum(pair.gateway.services.running.progress().values()) == 3)
+        await until(lambda: sum(pair.gateway.services.run.requests.progress().values()) == 3)
         await pair.second.listener.close()
         await reading
         assert "engine_unavailable" in lines[-1]
@@ -119,7 +120,7 @@ async def test_request_pays_for_its_prompt_if_the_dead_engine_was_between_two_st
     async with open_pair(accounts, tokenizer, threads, tmp_path) as pair:
         pair.second.scripted.script = lambda add: Script(token_ids=add.prompt[:1] * 8, stall_after=3)
         asking = asyncio.create_task(pair.complete())
-        await until(lambda: sum(pair.gateway.services.running.progress().values()) == 3)
+        await until(lambda: sum(pair.gateway.services.run.requests.progress().values()) == 3)
         pair.second.served.die(ran=frozenset())
         assert (await asking)["status"] == 503
         assert pair.bills() == [("failed", "base", 4, 3, 0)]

@@ -15,7 +15,7 @@ import pytest
 import zmq.asyncio
 
 from loramux.admin.server.listeners import bind
-from loramux.engine.protocol.messages import Add, Credit, EngineReady, Pin, SequenceOutput, Unload
+from loramux.engine.protocol.messages import Add, Credit, EngineReady, Load, Pin, SequenceOutput, StatsRequest, Unload
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.followed_engine import Joining
 from loramux.platform.engine_link.scripted_engine import Script, ScriptedEngine, echo
@@ -96,8 +96,8 @@ async def test_peer_runs_what_a_gateway_runs(tmp_path: Path) -> None:
         connection = await side.connect()
         assert connection.info == side.served.engine.info
         assert (await collect(connection.submit(add("one", 200))))[0] == [5, 6, 7] * 66 + [5, 6]
-        assert (await connection.load("ab" * 32, 5.0)).state == "resident"
-        assert [one.digest for one in (await connection.stats(5.0)).adapters] == ["ab" * 32]
+        assert (await connection.call(Load(digest="ab" * 32), 5.0)).state == "resident"
+        assert [one.digest for one in (await connection.call(StatsRequest(), 5.0)).adapters] == ["ab" * 32]
         # Another connection of the same server has its own sequences.
         second = await side.connect()
         both = await asyncio.gather(*(collect(one.submit(add("two"))) for one in (connection, second)))

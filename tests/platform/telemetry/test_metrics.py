@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from loramux.platform.telemetry.metrics import MAX_POLICIES, REFUSALS_WINDOW_S, TopRefusals
+from loramux.platform.telemetry.top_refusals import MAX_POLICIES, REFUSALS_WINDOW_S, TopRefusals
 
 pytestmark = pytest.mark.anyio
 

@@ -62,7 +62,7 @@ async def test_request_is_one_trace_that_the_engine_continues(
 ) -> None:
     response = await traced_gateway.http.post("/v1/completions", json=CALL)
     assert response.status_code == 200
-    await traced_gateway.services.running.drain(5)
+    await traced_gateway.services.run.requests.drain(5)
     spans = by_name(kept)
     root = spans.pop("POST /v1/completions")
     assert list(spans) == ["authenticate", "resolve", "tokenise", "reserve", "generate", "settle"]

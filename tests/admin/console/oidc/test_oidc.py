@@ -135,8 +135,8 @@ async def test_person_with_a_role_signs_in_and_out(browser: httpx.AsyncClient, p
 async def test_roles_are_read_from_the_claim(
     browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, groups: Any, status: int, scopes: Any
 ) -> None:
-    if console_side.services.tenants.get("acme") is None:
-        console_side.services.tenants.create("acme")
+    if console_side.services.accounts.tenants.get("acme") is None:
+        console_side.services.accounts.tenants.create("acme")
     provider.about = {"sub": "alice", "groups": groups}
     assert (await sign_in(browser, provider)).status_code == status
     assert ("loramux_console" in browser.cookies) == (scopes is not None)
@@ -145,7 +145,7 @@ async def test_roles_are_read_from_the_claim(
 async def test_tenant_member_sees_only_that_tenant_until_it_is_suspended(
     provider: FakeProvider, console_side: AdminSide, console_app: ASGIApp
 ) -> None:
-    tenant = console_side.services.tenants.create("suspendable")
+    tenant = console_side.services.accounts.tenants.create("suspendable")
     rules = (RoleRule("devs", "tenant:admin", "suspendable"),)
     app = console_of(console_side.services, settings_of(provider.url, rules=rules), console_app)
     async with client_of(app) as browser:
@@ -153,7 +153,7 @@ async def test_tenant_member_sees_only_that_tenant_until_it_is_suspended(
         assert (await sign_in(browser, provider)).status_code == 303
         assert (await browser.get("/console/keys")).status_code == 200
         assert (await browser.get("/console/tenants")).status_code in (303, 403)
-        console_side.services.tenants.update(tenant.id, TenantChanges(state="suspended"), lambda _: None)
+        console_side.services.accounts.tenants.update(tenant.id, TenantChanges(state="suspended"), lambda _: None)
         assert (await browser.get("/console/keys")).headers["location"].startswith("/console/login")
 
 

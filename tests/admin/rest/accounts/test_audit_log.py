@@ -189,7 +189,7 @@ async def test_operators_address_and_key_are_hidden_from_tenants(http: httpx.Asy
         assert created.status_code == 201
     someone = Actor("oidc_" + "0" * 24, "198.51.100.7")
     with acting_as(someone):
-        admin_side.services.tenants.update(made["tenant_id"], TenantChanges(weight=3), lambda _: None)
+        admin_side.services.accounts.tenants.update(made["tenant_id"], TenantChanges(weight=3), lambda _: None)
 
     async def seen(headers: dict[str, str], **wanted: str) -> list[tuple[str, str, bool]]:
         document = (await http.get("/admin/v1/audit_log", headers=headers, params={"tenant": "acme", **wanted})).json()

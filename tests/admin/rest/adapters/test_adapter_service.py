@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.engine.protocol.messages import AdapterState
+from loramux.engine.protocol.messages import AdapterState, Load
 from tests.admin.admin_side import AdminSide
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
 from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
@@ -113,19 +113,19 @@ async def test_versions_are_loaded_before_an_alias_moves(
     assert targets(await http.put(f"{base}/aliases/default", json={"version": 2})) == {2: 100}
     assert digest in admin_side.engine.resident
 
-    async def fail(digest: str, timeout_s: float) -> AdapterState:
-        return AdapterState(call_id="load", digest=digest, state="failed", code="adapter_unavailable")
+    async def fail(load: Load, timeout_s: float) -> AdapterState:
+        return AdapterState(call_id="load", digest=load.digest, state="failed", code="adapter_unavailable")
 
-    monkeypatch.setattr(admin_side.engine, "load", fail)
+    monkeypatch.setattr(admin_side.engine, "call", fail)
     refused = await http.put(f"{base}/aliases/default", json={"version": 3})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_unavailable")
     assert "retry-after" in refused.headers
     assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}
 
-    async def hang(digest: str, timeout_s: float) -> AdapterState:
+    async def hang(load: Load, timeout_s: float) -> AdapterState:
         raise TimeoutError
 
-    monkeypatch.setattr(admin_side.engine, "load", hang)
+    monkeypatch.setattr(admin_side.engine, "call", hang)
     late = await http.post(f"{base}/aliases/default/rollback")
     assert (late.status_code, late.json()["error"]["code"]) == (503, "adapter_loading")
     assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}
@@ -138,7 +138,7 @@ async def test_archived_and_disabled_versions_leave_the_engine(
 ) -> None:
     digests = [(await http.get(f"{base}/versions/{number}")).json()["digest"] for number in (1, 2, 3)]
     for digest in digests:
-        await admin_side.engine.load(digest, 1.0)
+        await admin_side.engine.call(Load(digest=digest), 1.0)
     in_use = await http.post(f"{base}/versions/1/archive")
     assert (in_use.status_code, in_use.json()["error"]["code"]) == (409, "version_in_use")
     archived = (await http.post(f"{base}/versions/2/archive")).json()

@@ -120,7 +120,7 @@ async def test_download_is_retried(
             answer.status = 502
 
     hub.faults["/store/"] = fail_twice
-    version = await register(http, adapter_id, SOURCE, admin_side.services.ingest.has_pending.set)
+    version = await register(http, adapter_id, SOURCE, admin_side.services.adapters.ingest.has_pending.set)
     assert version["state"] == "ready"
 
 

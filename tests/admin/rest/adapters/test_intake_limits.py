@@ -24,8 +24,8 @@ METRIC = "cold_loads_per_minute"
 
 @asynccontextmanager
 async def tenants_client(side: AdminSide, *scopes: str, tenant: str = "acme") -> AsyncIterator[httpx.AsyncClient]:
-    owner = side.services.tenants.get(tenant) or side.services.tenants.create(tenant)
-    secret = side.services.api_keys.create(owner.id, "caller", scopes).secret
+    owner = side.services.accounts.tenants.get(tenant) or side.services.accounts.tenants.create(tenant)
+    secret = side.services.accounts.api_keys.create(owner.id, "caller", scopes).secret
     transport = httpx.ASGITransport(create_admin_app(side.services))
     headers = {"authorization": f"Bearer {secret}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
@@ -191,9 +191,9 @@ async def test_console_explains_a_refused_load(
 ) -> None:
     adapter_id, _ = await two_versions(http, make_adapter)
     await http.post("/admin/v1/quotas", json={"tenant": "acme", "metric": METRIC, "limit": 1})
-    tenant = admin_side.services.tenants.get("acme")
+    tenant = admin_side.services.accounts.tenants.get("acme")
     assert tenant is not None
-    secret = admin_side.services.api_keys.create(tenant.id, "admin", ["tenant:admin"]).secret
+    secret = admin_side.services.accounts.api_keys.create(tenant.id, "admin", ["tenant:admin"]).secret
     async with client_of(create_admin_app(admin_side.services)) as other:
         browser = Browser(other)
         await browser.sign_in(secret)
@@ -212,9 +212,9 @@ def test_command_line_says_when_to_retry_a_load(
         pushed = loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
         assert pushed.exit_code == 0, pushed.output
     loramux("quotas", "set", "--tenant", "acme", "--metric", METRIC, "--limit", "1")
-    tenant = admin_side.services.tenants.get("acme")
+    tenant = admin_side.services.accounts.tenants.get("acme")
     assert tenant is not None
-    secret = admin_side.services.api_keys.create(tenant.id, "admin", ["tenant:admin"]).secret
+    secret = admin_side.services.accounts.api_keys.create(tenant.id, "admin", ["tenant:admin"]).secret
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", secret)
     assert loramux("adapters", "preload", "acme/support@1").exit_code == 0
     refused = loramux("adapters", "preload", "acme/support@2")

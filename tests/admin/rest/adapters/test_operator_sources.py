@@ -174,7 +174,10 @@ async def test_quota_is_checked_before_a_source_is_copied(
         get(store, key, *arguments)
 
     monkeypatch.setattr(LocalBlobStore, "get", noted)
-    policies, tenant = QuotaPolicies(admin_side.services.database), admin_side.services.tenants.get("limited").id
+    policies, tenant = (
+        QuotaPolicies(admin_side.services.database),
+        admin_side.services.accounts.tenants.get("limited").id,
+    )
     policies.set(tenant, "adapter_bytes", num_bytes - 1)
     version = await register(http, adapter_id, source)
     assert (version["state"], version["error"]["code"]) == ("rejected", "insufficient_quota")
@@ -193,7 +196,7 @@ async def test_repeated_announcement_counts_once_and_requires_the_claim(
     adapter_id = await new_adapter(http, "limited")
     directory = make_adapter()
     num_bytes = sum(path.stat().st_size for path in directory.iterdir())
-    database, tenants = admin_side.services.database, admin_side.services.tenants
+    database, tenants = admin_side.services.database, admin_side.services.accounts.tenants
     QuotaPolicies(database).set(tenants.get("limited").id, "adapter_bytes", num_bytes)
     announce, claims = VersionClaims.announce, []
 
@@ -269,7 +272,7 @@ async def test_unreachable_bucket_is_retried_and_then_abandoned(
     adapter_id = await new_adapter(http)
     monkeypatch.setattr("loramux.adapter_store.ingest.ingest.SOURCE_LIFETIME_S", 1)
     monkeypatch.setattr("loramux.adapter_store.ingest.version_processor.SOURCE_RETRY_S", 0.1)
-    wake_up = admin_side.services.ingest.has_pending.set
+    wake_up = admin_side.services.adapters.ingest.has_pending.set
     version = await register(http, adapter_id, "s3://operator/adapters/down", wake_up)
     assert (version["state"], version["error"]["code"]) == ("rejected", "source_unavailable")
     assert "10.0.0.7" not in str(version), "only operators see the address"

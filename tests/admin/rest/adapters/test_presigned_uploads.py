@@ -205,7 +205,7 @@ def test_reusing_a_presigned_url_does_not_change_a_validated_version(
     with pytest.raises(AdminError) as refused:
         client.post(f"adapters/{upload['adapter_id']}/versions", {"upload_id": new_upload_like(client, upload)})
     assert refused.value.code == "upload_incomplete"
-    admin_side.services.ingest.remove_abandoned()
+    admin_side.services.adapters.ingest.remove_abandoned()
     assert not [key for key in admin_side.blobs.list_keys("uploads/") if upload["id"] in key]
 
 

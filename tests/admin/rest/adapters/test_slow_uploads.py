@@ -69,7 +69,7 @@ def test_slow_uploads_delay_only_their_own_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer_slots, "WAIT_S", 5)
-    upload_slots = admin_side.services.upload_slots
+    upload_slots = admin_side.services.slots.uploads
     with ExitStack() as stack:
         # Open more uploads than AnyIO's shared pool has threads (40).
         for _ in range(50):
@@ -114,7 +114,7 @@ def test_client_disconnect_is_not_logged_as_a_failure(
     log: list[Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    upload_slots = admin_side.services.upload_slots
+    upload_slots = admin_side.services.slots.uploads
     with begin(admin_server.url, file_path):
         wait_until(lambda: upload_slots.num_taken == 1)
     wait_until(lambda: upload_slots.num_taken == 0)
@@ -132,7 +132,7 @@ def test_forced_stop_ends_uploads(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with begin(admin_server.url, file_path):
-        wait_until(lambda: admin_side.services.upload_slots.num_taken == 1)
+        wait_until(lambda: admin_side.services.slots.uploads.num_taken == 1)
         admin_server.stop(is_forced=True)
     assert [entry for entry in log if entry["log_level"] == "error"] == []
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -177,7 +177,7 @@ async def test_download_without_a_free_slot_gets_retry_after(
     adapter_id = await new_adapter(http)
     await push(http, adapter_id, make_adapter())
     url = f"/admin/v1/adapters/{adapter_id}/versions/1/files/{FILES[0]}"
-    download_slots = admin_side.services.download_slots
+    download_slots = admin_side.services.slots.downloads
     tenants = ["umbrella"] * MAX_DOWNLOADS_EACH + ["initech"] * (MAX_DOWNLOADS - MAX_DOWNLOADS_EACH)
     releases = [await download_slots.acquire_slot(tenant) for tenant in tenants]
     answer = await http.get(url)

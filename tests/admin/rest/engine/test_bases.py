@@ -11,7 +11,7 @@ from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.adapter_store.registry.bases import Bases
 from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.admin.rest.services import AdminServices
+from loramux.admin.rest.services import AccountServices, AdminServices
 from loramux.admin.serving.app import create_admin_app
 from loramux.migrations.database import Database
 from loramux.migrations.schema import version_bases
@@ -33,24 +33,27 @@ def services(admin_side: AdminSide, database: Database) -> AdminServices:
     return replace(
         admin_side.services,
         database=database,
-        tenants=Tenants(database),
-        api_keys=ApiKeys(database, ADMIN_KEY),
-        registry=registry,
-        bases=Bases(database),
-        pins=AdapterPins(database, registry),
-        audit_log=AuditLog(database),
+        accounts=AccountServices(
+            tenants=Tenants(database), api_keys=ApiKeys(database, ADMIN_KEY), audit_log=AuditLog(database)
+        ),
+        adapters=replace(
+            admin_side.services.adapters,
+            registry=registry,
+            bases=Bases(database),
+            pins=AdapterPins(database, registry),
+        ),
     )
 
 
 @pytest.fixture
 async def operator(services: AdminServices) -> AsyncIterator[httpx.AsyncClient]:
     """An operator's client of a server of the new base. Of the old base's three versions, one was rejected."""
-    tenant = services.tenants.create("acme")
+    tenant = services.accounts.tenants.create("acme")
     adapter_id = add_ready_adapter(services.database, tenant.id, "support", ["1" * 64, "2" * 64, "3" * 64])
     for base_id in (OLD, NEW):
-        services.bases.register(base_id, "llama")
-    services.registry.base_id = NEW
-    versions = {version.number: version.id for version in services.registry.list_versions(adapter_id, 3).data}
+        services.adapters.bases.register(base_id, "llama")
+    services.adapters.registry.base_id = NEW
+    versions = {version.number: version.id for version in services.adapters.registry.list_versions(adapter_id, 3).data}
     reason = {"code": "base_mismatch", "message": "too wide"}
     verdict = {"base_id": NEW, "state": "rejected", "checked_us": 5_000_000, **reason}
     with services.database.write() as connection:
@@ -125,7 +128,7 @@ async def test_only_a_base_without_servers_is_forgotten(operator: httpx.AsyncCli
 
 async def test_weights_divide_requests_between_bases(operator: httpx.AsyncClient, services: AdminServices) -> None:
     for base_id in (OLD, NEW):
-        services.bases.register(base_id, "llama", "f" * 64)
+        services.adapters.bases.register(base_id, "llama", "f" * 64)
     weights = [{"base": OLD, "weight": 90}, {"base": NEW, "weight": 10}]
     answer = (await operator.put("/bases/weights", json={"weights": weights})).json()
     assert [(one["weight"], one["is_shared"]) for one in answer["data"]] == [(90, False), (10, False)]
@@ -161,7 +164,7 @@ async def test_bad_weights_are_refused(
 ) -> None:
     services = admin_side.services
     for base_id, prompts in ((OLD, "e" * 64), (NEW, "f" * 64)):
-        services.bases.register(base_id, "llama", prompts)
+        services.adapters.bases.register(base_id, "llama", prompts)
     transport = httpx.ASGITransport(create_admin_app(services))
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     body = {"weights": [{"base": base, "weight": weight} for base, weight in weights]}
@@ -173,7 +176,7 @@ async def test_bad_weights_are_refused(
 
 
 async def test_viewers_cannot_change_bases(operator: httpx.AsyncClient, services: AdminServices) -> None:
-    viewer = services.api_keys.create(None, "viewer", scopes=("platform:read",))
+    viewer = services.accounts.api_keys.create(None, "viewer", scopes=("platform:read",))
     headers = {"authorization": f"Bearer {viewer.secret}"}
     assert (await operator.get("/bases", headers=headers)).status_code == 200
     for method, path in (("POST", f"/bases/{NEW}/revalidate"), ("DELETE", f"/bases/{OLD}"), ("PUT", "/bases/weights")):
@@ -184,7 +187,7 @@ async def test_viewers_cannot_change_bases(operator: httpx.AsyncClient, services
 async def test_unvalidated_versions_are_not_loaded(
     operator: httpx.AsyncClient, services: AdminServices, admin_side: AdminSide, action: str
 ) -> None:
-    adapter = services.registry.list_adapters(None, 1).data[0]
+    adapter = services.adapters.registry.list_adapters(None, 1).data[0]
     for number, says in ((2, "is not valid"), (3, "not been validated yet")):
         response = await operator.post(f"/adapters/{adapter.id}/versions/{number}/{action}")
         error = response.json()["error"]

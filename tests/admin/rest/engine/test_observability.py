@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.adapter_store.tiers.tier_figures import Held, TierFigures
 from loramux.admin.serving.app import create_admin_app
-from loramux.engine.protocol.messages import Stats
+from loramux.engine.protocol.messages import Load, Stats, StatsRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -69,8 +69,10 @@ async def test_adapter_loading_metrics_need_a_responding_engine(admin_side: Any)
     figures.count_lookup("disk", False)
     figures.count_stage("disk", "read", 4096, 0.5)
     figures.count_end("loaded")
-    stats = await admin_side.engine.stats(1.0)
-    admin_side.engine.stats = lambda timeout_s: answer(msgspec.structs.replace(stats, loading=figures.snapshot()))
+    stats = await admin_side.engine.call(StatsRequest(), 1.0)
+    admin_side.engine.call = lambda message, timeout_s: answer(
+        msgspec.structs.replace(stats, loading=figures.snapshot())
+    )
     async with stranger(admin_side) as http:
         text = (await http.get("/metrics")).text
         samples = {one for one in text.splitlines() if re.match(r"loramux_adapter_(?!template_)", one)}
@@ -92,7 +94,7 @@ async def test_adapter_loading_metrics_need_a_responding_engine(admin_side: Any)
         assert 'loramux_engine_info{device="cpu",dtype="float32",weights="float"} 1.0' in text.splitlines()
         parsed = list(text_string_to_metric_families(text))
         assert len({family.name for family in parsed}) == len(parsed)
-        del admin_side.engine.stats
+        del admin_side.engine.call
         admin_side.engine.die()
         response = await http.get("/metrics")
         assert response.status_code == 200
@@ -106,7 +108,7 @@ async def answer(stats: Stats) -> Stats:
 
 
 async def test_engine_stats_and_resident_adapters_are_returned(http: httpx.AsyncClient, admin_side: Any) -> None:
-    await admin_side.engine.load("d" * 64, 1.0)
+    await admin_side.engine.call(Load(digest="d" * 64), 1.0)
     engine = (await http.get("/admin/v1/engine")).json()
     assert (engine["device"], engine["num_pages"], engine["num_adapter_pages"]) == ("cpu", 64, 1)
     assert {one["tier"] for one in engine["loading"]["tiers"]} == {"host", "disk", "blobs"}

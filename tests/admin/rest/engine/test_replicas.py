@@ -20,7 +20,9 @@ async def operator(admin_side: AdminSide) -> AsyncIterator[httpx.AsyncClient]:
     peer = ScriptedEngine()
     peer.resident["ab" * 32] = 1
     fleet = ScriptedFleet(admin_side.engine, peer)
-    transport = httpx.ASGITransport(create_admin_app(replace(admin_side.services, fleet=fleet)))
+    services = admin_side.services
+    app = create_admin_app(replace(services, engine=replace(services.engine, fleet=fleet)))
+    transport = httpx.ASGITransport(app)
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://admin/admin/v1", headers=headers) as client:
         yield client

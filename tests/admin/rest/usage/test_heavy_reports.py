@@ -28,8 +28,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 class Tenant:
     def __init__(self, admin_side: AdminSide, http: httpx.AsyncClient, slug: str) -> None:
         services = admin_side.services
-        self.id = services.tenants.create(slug).id
-        self._secret = services.api_keys.create(self.id, "reader", ["tenant:read"]).secret
+        self.id = services.accounts.tenants.create(slug).id
+        self._secret = services.accounts.api_keys.create(self.id, "reader", ["tenant:read"]).secret
         self._http = http
 
     async def get(self, path: str) -> httpx.Response:
@@ -43,7 +43,7 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
 
 async def test_reports_delay_only_the_same_tenants_reports(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
-    report_slots = admin_side.services.report_slots
+    report_slots = admin_side.services.slots.reports
     releases = [await report_slots.acquire_slot(acme.id) for _ in range(MAX_REPORTS_EACH)]
     for path in REPORTS:
         assert refusal(await acme.get(path)) == (429, "too_many_reports"), path
@@ -61,7 +61,7 @@ async def test_metrics_health_and_lists_need_no_report_slot(http: httpx.AsyncCli
     acme = Tenant(admin_side, http, "acme")
     async with AsyncExitStack() as stack:
         for number in range(NUM_REPORT_THREADS):
-            await stack.enter_async_context(admin_side.services.report_slots.held_slot(f"tenant-{number}"))
+            await stack.enter_async_context(admin_side.services.slots.reports.held_slot(f"tenant-{number}"))
         assert refusal(await acme.get("/usage")) == (503, "too_many_reports")
         local = {"host": "localhost"}
         assert (await http.get("/metrics", headers=local)).status_code == 200
@@ -73,7 +73,7 @@ async def test_calls_are_limited_per_tenant(http: httpx.AsyncClient, admin_side:
     acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
     async with AsyncExitStack() as stack:
         for _ in range(MAX_CALLS_EACH):
-            await stack.enter_async_context(admin_side.services.call_slots.held_slot(acme.id))
+            await stack.enter_async_context(admin_side.services.slots.calls.held_slot(acme.id))
         for path in ("/adapters", "/api_keys", "/jobs", "/requests", "/residency", "/quotas/effective", "/prices"):
             assert refusal(await acme.get(path)) == (429, "too_many_calls"), path
             assert (await initech.get(path)).status_code == 200, path
@@ -86,7 +86,7 @@ async def test_waiting_reports_hold_no_call_slot(
 ) -> None:
     monkeypatch.setattr(transfer_slots, "WAIT_S", 10.0)
     acme = Tenant(admin_side, http, "acme")
-    report_slots, statuses = admin_side.services.report_slots, []
+    report_slots, statuses = admin_side.services.slots.reports, []
 
     async def report() -> None:
         statuses.append((await acme.get("/usage")).status_code)
@@ -112,7 +112,7 @@ async def test_a_refused_call_releases_its_slot(http: httpx.AsyncClient, admin_s
     ):
         for _ in range(MAX_CALLS_EACH + 1):
             assert (await acme.get(path)).status_code == status
-    assert admin_side.services.call_slots.num_taken == 0
+    assert admin_side.services.slots.calls.num_taken == 0
 
 
 async def test_concurrent_exports_are_limited_per_tenant(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
@@ -121,7 +121,7 @@ async def test_concurrent_exports_are_limited_per_tenant(http: httpx.AsyncClient
     long = "/usage?group_by=end_user"
     async with AsyncExitStack() as stack:
         for _ in range(MAX_EXPORTS_EACH):
-            await stack.enter_async_context(admin_side.services.export_slots.held_slot(acme.id))
+            await stack.enter_async_context(admin_side.services.slots.exports.held_slot(acme.id))
         for path in ("/usage/events/export", long):
             assert refusal(await acme.get(path)) == (429, "too_many_exports"), path
         assert (await acme.get("/usage")).status_code == 200, "a short report is sent immediately"
@@ -130,20 +130,20 @@ async def test_concurrent_exports_are_limited_per_tenant(http: httpx.AsyncClient
     assert len(answer.content) > SENT_AT_ONCE_BYTES
     assert len(answer.json()["data"][0]["results"]) == 600
     assert len((await acme.get("/usage/events/export")).text.splitlines()) == 600
-    assert admin_side.services.export_slots.num_taken == 0
+    assert admin_side.services.slots.exports.num_taken == 0
 
 
 async def test_console_gets_a_long_report_in_one_piece(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     services = admin_side.services
-    acme = services.tenants.create("acme")
+    acme = services.accounts.tenants.create("acme")
     add_end_users(services.database, acme.id, 600)
-    secret = services.api_keys.create(acme.id, "reader", ["tenant:read"]).secret
-    principal = services.api_keys.authenticate(secret)
+    secret = services.accounts.api_keys.create(acme.id, "reader", ["tenant:read"]).secret
+    principal = services.accounts.api_keys.authenticate(secret)
     assert principal is not None
     app = http._transport.app  # type: ignore[attr-defined]
     page = await RestCalls(app, principal, {}, time.time).get("/usage", group_by="end_user")
     assert len(page["data"][0]["results"]) == 600
-    assert services.export_slots.num_taken == 0
+    assert services.slots.exports.num_taken == 0
 
 
 async def test_live_and_concurrent_pages_are_limited_per_tenant(
@@ -151,8 +151,8 @@ async def test_live_and_concurrent_pages_are_limited_per_tenant(
 ) -> None:
     monkeypatch.setattr(live, "MAX_STREAMS_EACH", 0)
     app = http._transport.app  # type: ignore[attr-defined]
-    acme = admin_side.services.tenants.create("acme")
-    secret = admin_side.services.api_keys.create(acme.id, "reader", ["tenant:read"]).secret
+    acme = admin_side.services.accounts.tenants.create("acme")
+    secret = admin_side.services.accounts.api_keys.create(acme.id, "reader", ["tenant:read"]).secret
     async with client_of(app) as browser:
         page = await browser.get("/console/login")
         token = page.text.split('name="csrf" value="', 1)[1].split('"', 1)[0]
@@ -161,7 +161,7 @@ async def test_live_and_concurrent_pages_are_limited_per_tenant(
         refused = await browser.get("/console/live/requests")
         assert refused.status_code == 429
         assert "oo many live pages are open" in refused.text
-        page_slots = admin_side.services.page_slots
+        page_slots = admin_side.services.slots.pages
         async with AsyncExitStack() as stack:
             for _ in range(MAX_CALLS_EACH):
                 await stack.enter_async_context(page_slots.held_slot(acme.id))
