@@ -55,6 +55,9 @@ UNASKED_S = 1.0
 UPGRADE_ATTEMPTS = 5
 """Maximum number of attempts at an upgrade that PostgreSQL aborts because of deadlocks."""
 
+LAST_WITH_OLDER_STEPS = "db435589"
+"""Commit that upgrades databases whose version is older than the first step in `versions/`."""
+
 _DEADLOCK = "40P01"
 """PostgreSQL's error code for a deadlock."""
 
@@ -94,6 +97,14 @@ class ReadTooLong(Exception):
 
 class DatabaseError(Exception):
     """The database cannot be used. The message says why."""
+
+
+class WrongSchema(DatabaseError):
+    """The database does not have the schema that this code needs. `fix` says what to do."""
+
+    def __init__(self, finding: str, fix: str) -> None:
+        super().__init__(f"{finding}: {fix}")
+        self.fix = fix
 
 
 class Database:
@@ -222,22 +233,23 @@ class Database:
         self._ahead_us = now_us - _since_boot_us()
         return now_us
 
-    def upgrade(self, revision: str = "head") -> None:
-        """Upgrade the schema to the newest version, or to `revision`. Does nothing if the schema is current.
+    def upgrade(self) -> None:
+        """Upgrade the schema to the newest version. Does nothing if the schema is current.
 
         The upgrade is one transaction. If it deadlocks with gateways that are still running, it is rolled back and
-        retried, and the gateways continue.
+        retried, and the gateways continue. Raises WrongSchema if no step upgrades the database's version.
         """
+        self._known_revision()
         with _as_database_error(self._url):
             for _ in range(UPGRADE_ATTEMPTS - 1):
                 try:
-                    command.upgrade(self._alembic_config(), revision)
+                    command.upgrade(self._alembic_config(), "head")
                 except OperationalError as error:
                     if getattr(error.orig, "sqlstate", None) != _DEADLOCK:
                         raise
                 else:
                     return
-            command.upgrade(self._alembic_config(), revision)
+            command.upgrade(self._alembic_config(), "head")
 
     def refresh_statistics(self) -> None:
         """Make SQLite collect statistics for its query planner by sampling its indexes. Takes milliseconds.
@@ -255,14 +267,33 @@ class Database:
 
     def check_schema(self) -> None:
         """Raise DatabaseError unless the database is reachable and has the schema that this code needs."""
-        wanted = ScriptDirectory.from_config(self._alembic_config()).get_current_head()
-        with _as_database_error(self._url), self._engine.connect() as connection:
-            found = MigrationContext.configure(connection).get_current_revision()
+        found, wanted = self._known_revision(), self._steps().get_current_head()
         if found != wanted:
-            raise DatabaseError(
-                f"the database schema is at {found or 'no version'}, but this version of loramux needs {wanted}: "
-                "run 'loramux db upgrade'"
+            raise WrongSchema(
+                f"the database schema is at {found or 'no version'}, but this version of loramux needs {wanted}",
+                "run 'loramux db upgrade'",
             )
+
+    def _known_revision(self) -> str | None:
+        """Return the schema's version, or None for an empty database. Raise WrongSchema if no step has this version."""
+        steps = self._steps()
+        with _as_database_error(self._url), self.read() as connection:
+            found = MigrationContext.configure(connection).get_current_revision()
+        if found is None or any(step.revision == found for step in steps.walk_revisions()):
+            return found
+        first = str(steps.get_base())
+        if found.isdecimal() and int(found) < int(first):
+            raise WrongSchema(
+                f"the database schema is at {found}, which this version of loramux cannot upgrade",
+                f"use commit {LAST_WITH_OLDER_STEPS} to upgrade it to {first}, as docs/operations.md describes",
+            )
+        raise WrongSchema(
+            f"the database schema is at {found}, which belongs to another version of loramux",
+            "install that version or a newer one",
+        )
+
+    def _steps(self) -> ScriptDirectory:
+        return ScriptDirectory.from_config(self._alembic_config())
 
     def close(self) -> None:
         self._engine.dispose()

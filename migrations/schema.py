@@ -143,7 +143,7 @@ bases = Table(
     Column("id", String(64), primary_key=True),
     Column("served_name", String(200), nullable=False),
     Column("created_us", BigInteger, nullable=False),
-    # SHA-256 of the tokenizer and chat templates, hexadecimal. NULL until a server with step 0020 registers the base.
+    # SHA-256 of the tokenizer and chat templates, hexadecimal. NULL in older rows until a server registers the base.
     Column("prompt_sha256", String(64), nullable=True),
     # The base's share of the requests, out of the sum of all weights. NULL if its servers run only their own requests.
     Column("weight", Integer, nullable=True),
@@ -353,7 +353,7 @@ reservations = Table(
     # When cancellation was requested. The gateway reads this column at each checkpoint.
     Column("cancel_requested_us", BigInteger, nullable=True),
     Index("ix_reservations_state_lease", "state", "lease_expires_us"),
-    # `settled` was written by servers before step 0013 and is now unused.
+    # `settled` is no longer used.
     CheckConstraint("state IN ('open', 'settled', 'recovered')", name="state"),
 )
 
@@ -566,7 +566,7 @@ replicas = Table(
     # SHA-256 of the model, dtype, quantisation and page size, hexadecimal. It must match for servers to share requests,
     # unless requests are divided between bases by weight.
     Column("base", String(64), nullable=False),
-    # The base's identifier in `bases`. NULL for a server from before step 0020.
+    # The base's identifier in `bases`. NULL for a server of an older version.
     Column("base_id", String(64), nullable=True),
     Column("version", String(40), nullable=False),
     Column("protocol", Integer, nullable=False),

@@ -21,7 +21,7 @@ from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, M
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.kernels.cpu.instructions.capability import bfloat16_products, byte_products, integer_products
-from loramux.migrations.database import Database, DatabaseError
+from loramux.migrations.database import Database, DatabaseError, WrongSchema
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
 
 PYTHONS = ((3, 11), (3, 14))
@@ -86,14 +86,13 @@ def check_database(database: Database, host_us: Callable[[], int] = lambda: time
         database.check_schema()
         took_s = min(_round_trip_s(database) for _ in range(3))
     except (DatabaseError, SQLAlchemyError) as error:
-        is_old = "loramux db upgrade" in str(error)
         return [
             Finding(
                 check="database",
                 grade=Grade.FAILED,
                 message=str(error).splitlines()[0],
-                mend="back the database up, then run 'loramux db upgrade'"
-                if is_old
+                mend=f"back the database up, then {error.fix}"
+                if isinstance(error, WrongSchema)
                 else "start the database, fix the network, or change LORAMUX_DATABASE_URL",
             )
         ]

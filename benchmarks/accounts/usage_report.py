@@ -37,7 +37,7 @@ from benchmarks.tables import open_console
 from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.model_spans import rebuild_all_rollups
+from loramux.migrations.ledger_rollups import rebuild_all_rollups
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.grains import AMOUNTS, DAY_US, HOUR_US
 from loramux.platform.ledger.query import UsageQuery

@@ -26,7 +26,7 @@ from benchmarks.accounts.registry_world import World, fill
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.model_spans import rebuild_all_rollups
+from loramux.migrations.ledger_rollups import rebuild_all_rollups
 from loramux.platform.ledger.grains import DAY_US
 
 MONTH_US = 30 * DAY_US

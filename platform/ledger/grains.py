@@ -53,7 +53,9 @@ GRAINS = (
     _grain(4, ("tenant_id", "end_user"), DAY_US),
     _grain(5, set(SERIES) - {"end_user"}, HOUR_US, DAY_US),
 )
-"""All grains, coarsest first. Changing them requires a migration that rolls up the whole ledger again."""
+"""All grains, coarsest first. Changing them requires a migration that changes the stored sums. It must keep the sums of
+erased entries, which are no longer in the ledger: see `erasure.py`.
+"""
 
 
 def grains_for(columns: Collection[str]) -> dict[int, Grain]:

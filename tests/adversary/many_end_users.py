@@ -5,7 +5,7 @@ import time
 from sqlalchemy import text
 
 from loramux.migrations.database import Database
-from loramux.migrations.model_spans import rebuild_all_rollups
+from loramux.migrations.ledger_rollups import rebuild_all_rollups
 from loramux.platform.ledger.grains import DAY_US
 
 _EVENTS = """

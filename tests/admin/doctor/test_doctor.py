@@ -69,7 +69,7 @@ def test_failed_parts_are_distinguished_from_an_unreachable_server(
     shutil.rmtree(admin_side.services.engine.self_check.data_dir / "blobs", ignore_errors=True)
     (admin_side.services.engine.self_check.data_dir / "blobs").write_text("no directory")
     with admin_side.services.database.write() as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
+        connection.exec_driver_sql("DELETE FROM alembic_version")
     result = loramux("doctor", "--json")
     checked = found(result)
     assert result.exit_code == 1
@@ -165,13 +165,22 @@ def test_failed_part_is_named_with_a_fix(host: Path, settings: dict[str, Any], c
     assert "hunter2" not in str(findings)
 
 
-def test_old_schema_asks_for_an_upgrade(host: Path) -> None:
+@pytest.mark.parametrize(
+    ("statement", "fix"),
+    [
+        pytest.param("DELETE FROM alembic_version", "loramux db upgrade", id="no version"),
+        pytest.param("UPDATE alembic_version SET version_num = '0020'", "commit db435589", id="older"),
+        pytest.param("UPDATE alembic_version SET version_num = '9999'", "install that version", id="newer"),
+    ],
+)
+def test_other_schema_is_reported_with_a_fix(host: Path, statement: str, fix: str) -> None:
     database = Database(f"sqlite:///{host / 'loramux.db'}")
     with database.write() as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
+        connection.exec_driver_sql(statement)
     database.close()
     (finding,) = [finding for finding in check_host(HostSettings(data_dir=host)) if finding.check == "database"]
-    assert (finding.grade, "loramux db upgrade" in str(finding.mend)) == (Grade.FAILED, True)
+    assert finding.grade is Grade.FAILED
+    assert fix in str(finding.mend)
 
 
 @pytest.mark.parametrize(("free", "grade"), [(6 << 30, Grade.OK), (1 << 30, Grade.WARNING), (100 << 20, Grade.FAILED)])

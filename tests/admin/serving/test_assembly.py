@@ -172,6 +172,22 @@ def test_database_from_a_newer_release_is_refused(demo_base: Path, tmp_path: Pat
         pass
 
 
+@pytest.mark.parametrize("is_embedded", [True, False], ids=["embedded", "external"])
+def test_database_from_before_the_first_step_is_refused(demo_base: Path, tmp_path: Path, is_embedded: bool) -> None:
+    path = tmp_path / "loramux.db"
+    database = Database(f"sqlite:///{path}")
+    database.upgrade()
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0020'")
+    database.close()
+    given = {} if is_embedded else {"database_url": f"sqlite:///{path}"}
+    with (
+        pytest.raises(StartRefused, match="use commit db435589 to upgrade it to 0021"),
+        assembling(demo_base, tmp_path, **given),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -23,6 +23,7 @@ from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import Closing, ReservationRequest
 from loramux.platform.ledger.rollups import UsageRollups
 from loramux.platform.ledger.settlement import Settlement
+from tests.migrations.later_schema import LaterDatabase
 from tests.platform.ledger import folding_process
 from tests.platform.ledger.rollup_checks import all_rollups, num_waiting, rebuild_rollups
 
@@ -136,7 +137,7 @@ INSERT_EVENT = (
 
 
 class OldGateway(threading.Thread):
-    """Settles requests as the previous release does, even during the migration."""
+    """Settles requests, even during the upgrade and after it."""
 
     def __init__(self, url: str, number: int) -> None:
         super().__init__(daemon=True)
@@ -167,34 +168,34 @@ class OldGateway(threading.Thread):
         with self._database.write() as connection:
             connection.exec_driver_sql("SELECT id FROM reservations WHERE id = '' FOR UPDATE")
             connection.exec_driver_sql(event)
-            # Give the migration time to start during this settlement.
+            # Give the upgrade time to start during this settlement.
             time.sleep(0.002)
             connection.exec_driver_sql(f"INSERT INTO usage_batches (id, at_us) VALUES ({batch_id}, {at_us})")
 
 
-def test_settlements_during_the_migration_are_counted_once(postgres_url: str) -> None:
-    database = Database(postgres_url)
-    database.upgrade("0010")
+def test_settlements_during_an_upgrade_are_counted_once(migrated_postgres_url: str) -> None:
+    """The upgrade rebuilds the rollups from the ledger while gateways add to it."""
+    database = LaterDatabase(migrated_postgres_url)
     with database.write() as connection:
         connection.exec_driver_sql(
             "INSERT INTO tenants (id, slug, display_name, state, weight, isolation_secret, created_us)"
             " VALUES ('ten_1', 'acme', 'acme', 'active', 1, '\\x00', 0)"
         )
-    gateways = [OldGateway(postgres_url, number) for number in (1, 2, 3)]
+    gateways = [OldGateway(migrated_postgres_url, number) for number in (1, 2, 3)]
     for gateway in gateways:
         gateway.start()
     try:
         for gateway in gateways:
             gateway.settles(5)
-        database.upgrade("0011")
+        database.upgrade()
         for gateway in gateways:
             gateway.settles(5)
     finally:
         for gateway in gateways:
             gateway.is_over.set()
             gateway.join(20)
-    database.upgrade()
-    assert num_waiting(database) > 0, "some settlements came after the migration"
+    database.check_schema()
+    assert num_waiting(database) > 0, "some settlements came after the upgrade"
     fold_everything(database)
     folded = all_rollups(database)
     assert rebuild_rollups(database) == folded
