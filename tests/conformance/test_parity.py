@@ -1,6 +1,6 @@
 """Logits and greedy tokens equal the results of transformers and peft, one request at a time and in one mixed batch.
 
-The main families run the mixed batch. `make campaign-parity` adds the other families and the rest of the matrix.
+The main families run the mixed batch. `make campaign NAME=parity` adds the other families and the rest of the matrix.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PLANS = [
     AdapterPlan("dora", 4, ["q_proj", "gate_proj", "down_proj"], use_dora=True),
 ]
 FREQUENT = ("fp8-blocks", "ct-w4a16-asymmetric", "gptq-act-order")
-"""The layouts of every test run. `make campaign-parity` adds the others."""
+"""The layouts of every test run. `make campaign NAME=parity` adds the others."""
 
 FREQUENT_ON_GPU = ("gptq-act-order",)
 

@@ -189,7 +189,7 @@ RARE_FAMILIES = _FURTHER.keys() - set(FREQUENT_MIXTURES)
 EVERY_FAMILY = [
     pytest.param(family, marks=pytest.mark.campaign if family in RARE_FAMILIES else ()) for family in FAMILIES
 ]
-"""Test parameters with every family. `make campaign-parity` adds the rare ones."""
+"""Test parameters with every family. `make campaign NAME=parity` adds the rare ones."""
 
 _FUSED_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 _FUSED_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")

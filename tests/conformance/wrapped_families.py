@@ -1,4 +1,4 @@
-"""Random tiny multimodal models that wrap a text decoder of another family. Only `make campaign-parity` tests them."""
+"""Random tiny multimodal models that wrap another family's text decoder, for `make campaign NAME=parity` only."""
 
 from __future__ import annotations
 

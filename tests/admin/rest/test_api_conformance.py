@@ -1,6 +1,6 @@
 """Random calls generated from both OpenAPI documents: no 5xx, and no undocumented status, header or body.
 
-In `make campaign-api`, LORAMUX_API_CASES sets the number of calls and LORAMUX_API_SEED the random seed.
+In `make campaign NAME=api`, LORAMUX_API_CASES sets the number of calls and LORAMUX_API_SEED the random seed.
 """
 
 from __future__ import annotations
