@@ -121,7 +121,7 @@ class OpenPool:
 
     def wait(self) -> None:
         """Block until a fetch or a copy may have finished."""
-        ready = select.select([self.stager, self._wake_read], [], [])[0]
+        ready = select.select([self.stager, self._wake_read], [], [])[0]  # type: ignore[type-var]
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
 

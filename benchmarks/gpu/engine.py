@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from loramux.engine.protocol.messages import (
     Add,
     Finished,
     Load,
+    PromptLogprob,
     SamplingParams,
     Stats,
     StatsRequest,
@@ -65,11 +66,14 @@ class MadeUpTokens:
 
     num_samples: int
 
-    def choose(self, masks: Masks = NO_MASKS) -> MadeUpTokens:
+    def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> MadeUpTokens:
         return self
 
     def tokens(self) -> list[SampledToken]:
         return [SampledToken(0)] * self.num_samples
+
+    def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
+        return []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +89,9 @@ class AwaitedResult:
         self.observer.waited_s += time.perf_counter() - started
         return tokens
 
+    def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
+        return self.result.prompt_logprobs()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObservedForward:
@@ -94,8 +101,8 @@ class ObservedForward:
     observer: ObservedExecutor
     end: Any
 
-    def choose(self, masks: Masks = NO_MASKS) -> AwaitedResult:
-        result = self.forward.choose(masks)
+    def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> AwaitedResult:
+        result = self.forward.choose(masks, unused)
         self.end.record()
         return AwaitedResult(result, self.observer)
 

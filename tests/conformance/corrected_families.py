@@ -33,7 +33,7 @@ from tests.conformance.further_families import MakeModel
 
 def _glm4_moe(shape: dict[str, Any], _: int) -> PreTrainedModel:
     """A GLM-4-MoE with a dense layer, a shared expert and groups of experts."""
-    config = Glm4MoeConfig(
+    config = Glm4MoeConfig(  # type: ignore[call-arg]
         **shape,
         head_dim=16,
         attention_bias=True,
@@ -58,7 +58,7 @@ def _dots1(shape: dict[str, Any], window: int) -> PreTrainedModel:
     """A dots.llm1 whose last layer has a window."""
     sizes = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 56, "n_shared_experts": 2}
     windows = {"sliding_window": window, "max_window_layers": shape["num_hidden_layers"] - 1}
-    config = Dots1Config(
+    config = Dots1Config(  # type: ignore[call-arg]
         **shape, **sizes, **windows, first_k_dense_replace=1, norm_topk_prob=True, attn_implementation="eager"
     )
     return Dots1ForCausalLM(config)
@@ -69,7 +69,7 @@ def _exaone_moe(shape: dict[str, Any], window: int) -> PreTrainedModel:
     kinds = ["sparse"] * shape["num_hidden_layers"]
     kinds[1] = "dense"
     windows = ["sliding_attention"] * (shape["num_hidden_layers"] - 1) + ["full_attention"]
-    config = ExaoneMoeConfig(
+    config = ExaoneMoeConfig(  # type: ignore[call-arg]
         **shape,
         num_experts=8,
         num_experts_per_tok=4,
@@ -90,7 +90,7 @@ def _ernie_moe(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _minimax_m2(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    config = MiniMaxM2Config(**shape, head_dim=16, rotary_dim=8, num_local_experts=6, num_experts_per_tok=2)
+    config = MiniMaxM2Config(**shape, head_dim=16, rotary_dim=8, num_local_experts=6, num_experts_per_tok=2)  # type: ignore[call-arg]
     return MiniMaxM2ForCausalLM(config)
 
 

@@ -155,9 +155,9 @@ class GatewayLab:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(gateway.pid, signal.SIGKILL)
         for process in (self._maker, *([] if self._engine is None else [self._engine])):
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(20)
+            assert process.stdin is not None  # type: ignore[attr-defined]
+            process.stdin.close()  # type: ignore[attr-defined]
+            process.wait(20)  # type: ignore[attr-defined]
         assert self._maker.stdout is not None
         self._maker.stdout.close()
         self.database.close()

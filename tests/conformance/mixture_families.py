@@ -26,7 +26,7 @@ from tests.conformance.stacked_families import STACKED_FAMILIES
 
 def _qwen2_moe(shape: dict[str, Any], window: int) -> PreTrainedModel:
     """A Qwen2-MoE with shared experts, a dense layer, and layers with and without a window."""
-    config = Qwen2MoeConfig(
+    config = Qwen2MoeConfig(  # type: ignore[call-arg]
         **shape,
         num_experts=6,
         num_experts_per_tok=3,
@@ -42,7 +42,7 @@ def _qwen2_moe(shape: dict[str, Any], window: int) -> PreTrainedModel:
 
 def _qwen3_moe(shape: dict[str, Any], _: int) -> PreTrainedModel:
     """A Qwen3-MoE with a dense layer."""
-    config = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]
         **shape,
         head_dim=16,
         num_experts=8,
@@ -55,7 +55,7 @@ def _qwen3_moe(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _mixtral(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    config = MixtralConfig(**shape, num_local_experts=4, sliding_window=window, attn_implementation="eager")
+    config = MixtralConfig(**shape, num_local_experts=4, sliding_window=window, attn_implementation="eager")  # type: ignore[call-arg]
     return MixtralForCausalLM(config)
 
 

@@ -41,7 +41,7 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
     else:
         names = [random_name(chance) for _ in range(chance.randint(1, 4))]
         if chance.random() < 0.3:
-            names.append(chance.choice(["lm_head", "embed_tokens", "model.embed_tokens"]))
+            names.append(chance.choice(["lm_head", "embed_tokens", "model.embed_tokens"]))  # type: ignore[attr-defined]
         settings["target_modules"] = names
     for key, values in (("rank_pattern", [1, 4, 5, 24]), ("alpha_pattern", [1, 3, 11])):
         if chance.random() < 0.5:

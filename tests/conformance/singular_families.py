@@ -37,7 +37,7 @@ def _apertus(shape: dict[str, Any], _: int) -> PreTrainedModel:
 def _granite_swa(shape: dict[str, Any], window: int) -> PreTrainedModel:
     """Theta is set for each layer. The second layer is not rotated."""
     thetas = [1e6, 0, *[1e4] * (shape["num_hidden_layers"] - 2)]
-    config = GraniteSWAConfig(
+    config = GraniteSWAConfig(  # type: ignore[call-arg]
         **shape, **MULTIPLIERS, sliding_window=window, layer_rope_theta=thetas, attn_implementation="eager"
     )
     return GraniteSWAForCausalLM(config)

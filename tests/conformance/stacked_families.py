@@ -56,7 +56,7 @@ def _llama4_two_experts(shape: dict[str, Any], _: int) -> PreTrainedModel:
 def _llama4_multimodal(shape: dict[str, Any], _: int) -> PreTrainedModel:
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 16, "projector_input_dim": 16}
-    config = Llama4Config(
+    config = Llama4Config(  # type: ignore[call-arg]
         text_config=_llama4_text(shape),
         vision_config={**vision, "projector_output_dim": 16},
         attn_implementation="eager",
@@ -93,7 +93,7 @@ def _qwen3_5_moe_multimodal(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _granite_moe_swa(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    config = GraniteMoeSWAConfig(
+    config = GraniteMoeSWAConfig(  # type: ignore[call-arg]
         **shape,
         **MULTIPLIERS,
         num_local_experts=5,

@@ -206,7 +206,7 @@ def test_adapters_of_few_modules_launch_nothing_for_the_others(
         gate_up = set()
     for wanted, num_tokens, expected in [([None, "r1"], 3, qkv), (["r31"], 1, qkv | o | gate_up)]:
         launched.clear()
-        asked = requests_of(subject, [(name, 1) for name in wanted], num_tokens=num_tokens)
+        asked = requests_of(subject, [(name, 1) for name in wanted], num_tokens=num_tokens)  # type: ignore[attr-defined]
         recorder.by_sequence.clear()
         tokens_of(assembled.engine, [add for _, add in asked.values()])
         for sequence_id, (name, add) in asked.items():

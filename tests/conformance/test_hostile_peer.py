@@ -180,7 +180,7 @@ def one(sequence_id: str) -> Add:
 
 
 def aborts(replayer: Replayer, name: str) -> bytes:
-    return replayer.framed(Abort(sequence_id=name), Abort(sequence_id=name, keep=0))
+    return replayer.framed(Abort(sequence_id=name), Abort(sequence_id=name))  # type: ignore[call-arg]
 
 
 def extensions(replayer: Replayer, name: str) -> bytes:

@@ -99,7 +99,7 @@ def _llama3(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _mistral(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(**shape, sliding_window=window, attn_implementation="eager"))
+    return MistralForCausalLM(MistralConfig(**shape, sliding_window=window, attn_implementation="eager"))  # type: ignore[call-arg]
 
 
 def _qwen2(shape: dict[str, Any], _: int) -> PreTrainedModel:
@@ -130,11 +130,11 @@ def _gemma3(shape: dict[str, Any], window: int) -> PreTrainedModel:
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     sizes = _gemma(shape, window, pattern + 1)
-    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window_pattern=pattern, rope_parameters=ropes))
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window_pattern=pattern, rope_parameters=ropes))  # type: ignore[call-arg]
 
 
 def _phi3(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    return Phi3ForCausalLM(Phi3Config(**shape, pad_token_id=0, sliding_window=window, attn_implementation="eager"))
+    return Phi3ForCausalLM(Phi3Config(**shape, pad_token_id=0, sliding_window=window, attn_implementation="eager"))  # type: ignore[call-arg]
 
 
 def _phi3_longrope(shape: dict[str, Any], _: int) -> PreTrainedModel:

@@ -53,7 +53,7 @@ def tests_of(scratch: Path) -> Tests | None:
     return found
 
 
-def _parsed(path: Path) -> ElementTree.ElementTree | None:
+def _parsed(path: Path) -> ElementTree.ElementTree[ElementTree.Element] | None:
     """The report, or None if its process was killed while writing it."""
     try:
         return ElementTree.parse(path)

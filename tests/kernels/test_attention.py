@@ -207,11 +207,11 @@ def test_layers_with_fewer_heads_have_more_pages_in_the_same_pool(
     stored: dict[AttentionSpec, torch.Tensor] = {}
     for spec, of_spec in pages.items():
         stored[spec] = torch.randn(2, length, spec.num_kv_heads, spec.head_dim).to(dtype).float()
-        store(kernels, *stored[spec].clone(), LAYER, batch_of([length], [length], of_spec.int(), poison))
+        store(kernels, *stored[spec].clone(), LAYER, batch_of([length], [length], of_spec.int(), poison))  # type: ignore[call-arg]
     for spec, of_spec in pages.items():
         q = torch.randn(3, spec.num_heads, spec.head_dim)
         batch = batch_of([length], [3], of_spec.int(), poison)
-        expected = plain_attention(q, *stored[spec], spec)
+        expected = plain_attention(q, *stored[spec], spec)  # type: ignore[call-arg]
         out = torch.full_like(q, torch.nan)
         # A layer that reads the K and V of another one stores none.
         kernels.rotate_and_store(q, None, None, torch.ones(3, 8), torch.zeros(3, 8), LAYER, batch)

@@ -220,7 +220,7 @@ def test_results_do_not_depend_on_how_threads_share_the_work(
     call = LoraCall(0, group, adapters.tables, segments)
     ReferenceKernels(adapters.pool).lora_add(x, call, expected)
     results = []
-    for threads in range(1, min(3, numba.config.NUMBA_NUM_THREADS) + 1):
+    for threads in range(1, min(3, numba.config.NUMBA_NUM_THREADS) + 1):  # type: ignore[attr-defined]
         set_num_threads(threads)
         # Poison the planes, so that no thread can reuse the results of an earlier call.
         kernels.lora_planes(call, num_rows).fill_(torch.nan)
@@ -246,5 +246,5 @@ def test_warm_reports_its_duration(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compiled_code_is_stored_in_the_cache_directory() -> None:
-    assert Path(numba.config.CACHE_DIR) == cache_directory()
+    assert Path(numba.config.CACHE_DIR) == cache_directory()  # type: ignore[attr-defined]
     assert list(cache_directory().rglob("*.nbi")), "this run's kernels are cached there"

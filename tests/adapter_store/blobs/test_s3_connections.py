@@ -43,7 +43,7 @@ def test_botocore_pool_classes_are_where_expected(aws_environment: None) -> None
     client: Any = boto3.client("s3")
     session = client._endpoint.http_session
     assert type(session) is URLLib3Session
-    assert session._pool_classes_by_scheme == {"http": AWSHTTPConnectionPool, "https": AWSHTTPSConnectionPool}
+    assert session._pool_classes_by_scheme == {"http": AWSHTTPConnectionPool, "https": AWSHTTPSConnectionPool}  # type: ignore[attr-defined]
 
 
 def test_other_clients_keep_the_original_pool_classes(aws_environment: None) -> None:

@@ -409,7 +409,7 @@ def test_worker_processes_new_versions_and_survives_failures(world: IngestWorld,
     upload = world.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
     version = world.ingest.create_version(world.adapter_id, upload.id)
     assert version.state == "pending"
-    wait_until(lambda: world.validator.num_calls >= 2)
+    wait_until(lambda: world.validator.num_calls >= 2)  # type: ignore[attr-defined]
     world.validator.is_broken = False
     wait_until(lambda: world.registry.resolve("acme", "support") is not None)
     worker.stop()

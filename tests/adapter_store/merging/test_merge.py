@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +91,7 @@ def target() -> PackTarget:
 
 
 @pytest.fixture
-def merged(saved: Path, tmp_path: Path) -> Iterator[Any]:
+def merged(saved: Path, tmp_path: Path) -> Callable[..., Path]:
     """A function that merges adapters of CONFIGS and returns the directory."""
 
     def merge(names: Sequence[str], weights: Sequence[float], settings: MergeSettings) -> Path:

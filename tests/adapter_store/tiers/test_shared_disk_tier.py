@@ -161,7 +161,7 @@ def test_only_dead_engines_unfinished_files_are_removed(
     put(tier, A, 100)
     assert len(unfinished(directory)) == 3, "the scan runs once a minute"
     later = time.monotonic() + 61
-    monkeypatch.setattr(disk_tier.time, "monotonic", lambda: later)
+    monkeypatch.setattr(disk_tier.time, "monotonic", lambda: later)  # type: ignore[attr-defined]
     put(tier, B, 100)
     assert len(unfinished(directory)) == 2
     assert own.exists()
@@ -256,7 +256,7 @@ def test_failed_change_leaves_a_correct_count(directory: Path, monkeypatch: pyte
         raise OSError("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(disk_tier.os, "replace", fail)
+        patched.setattr(disk_tier.os, "replace", fail)  # type: ignore[attr-defined]
         with pytest.raises(OSError, match="gone"):
             put(tier, A, 300)
     put(tier, B, 100)

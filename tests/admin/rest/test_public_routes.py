@@ -91,4 +91,4 @@ def test_only_static_files_are_mounted_in_the_console(console_side: AdminSide) -
     assert [route.path for route in app.routes if isinstance(route, Mount)] == ["/console"]
     console = next(route.app for route in app.routes if isinstance(route, Mount))
     assert isinstance(console, Starlette)
-    assert [route.path for route in console.routes if not isinstance(route, Route)] == ["/static"]
+    assert [route.path for route in console.routes if not isinstance(route, Route)] == ["/static"]  # type: ignore[attr-defined]

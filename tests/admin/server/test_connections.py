@@ -43,7 +43,7 @@ def test_connection_stays_open_between_requests() -> None:
         listener.make_older(KEEP_ALIVE_S - 1)
         # The time for a request head begins with its first byte.
         connection.sendall(HELLO[:5])
-        listener.wait_until(lambda: not any(one._waits_for_request for one in listener.book._members))
+        listener.wait_until(lambda: not any(one._waits_for_request for one in listener.book._members))  # type: ignore[attr-defined]
         listener.sweep_later(HEAD_TIMEOUT_S - 1)
         connection.sendall(HELLO[5:])
         assert answer(connection)[0] == 200
@@ -61,7 +61,7 @@ def test_byte_now_and_then_does_not_prolong_a_request_head() -> None:
     with listening() as listener, listener.open(HELLO) as connection:
         assert answer(connection)[0] == 200
         connection.sendall(HELLO[:5])
-        listener.wait_until(lambda: not any(one._waits_for_request for one in listener.book._members))
+        listener.wait_until(lambda: not any(one._waits_for_request for one in listener.book._members))  # type: ignore[attr-defined]
         listener.make_older(HEAD_TIMEOUT_S / 2)
         connection.sendall(HELLO[5:6])
         listener.sweep_later(HEAD_TIMEOUT_S / 2 + 1)
@@ -112,14 +112,14 @@ def test_client_that_reads_nothing_is_cut_off(sent: bytes) -> None:
 
 def test_client_that_reads_nothing_uses_little_kernel_memory() -> None:
     with listening() as listener, listener.open(request("GET", "/endless", {})):
-        listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))
+        listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))  # type: ignore[attr-defined]
         assert 0 < listener.num_endless_bytes <= 2 * (MAX_UNSENT_BYTES + 65536)
 
 
 def test_pipelined_requests_wait_until_the_previous_response_is_read() -> None:
     sent = request("GET", "/large", {}) * 2 + request("GET", "/", {"connection": "close"})
     with listening() as listener, listener.open(sent) as connection:
-        listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))
+        listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))  # type: ignore[attr-defined]
         # Without the limit, the server would read the next request in the next loop iteration.
         listener.call(lambda: None)
         assert listener.num_asked == 1

@@ -76,7 +76,7 @@ class Recipe:
         settings = dict(self.settings(base) if callable(self.settings) else self.settings)
         initialisation = settings.pop("init_lora_weights", True)
         trained = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **settings}, init_lora_weights=False))
-        trained.peft_config["default"].init_lora_weights = initialisation
+        trained.peft_config["default"].init_lora_weights = initialisation  # type: ignore[attr-defined]
         with torch.no_grad():
             for name, parameter in trained.named_parameters():
                 if "lora_magnitude" in name:

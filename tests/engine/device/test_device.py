@@ -100,7 +100,7 @@ class Driver:
 def test_unsupported_gpu_is_refused_before_startup(
     monkeypatch: pytest.MonkeyPatch, driver: Driver, expected: str | None
 ) -> None:
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: driver)  # type: ignore[attr-defined]
     monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: True)
     if expected is None:
         assert resolve_device("auto") == resolve_device("cuda") == "cuda"

@@ -53,13 +53,13 @@ def normal(random: np.random.Generator, size: int) -> Floats:
 
 KINDS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
     "normal": normal,
-    "near": lambda random, size: 1e4 + random.integers(0, 4, size) * 2.0**-10,
+    "near": lambda random, size: 1e4 + random.integers(0, 4, size) * 2.0**-10,  # type: ignore[return-value]
     "far": lambda random, size: normal(random, size) * 1e30,
     "ends": lambda random, size: random.choice([-LARGEST_FLOAT32, 0.0, LARGEST_FLOAT32], size),
     "highest": lambda random, size: np.full(size, LARGEST_FLOAT32),
     "ties": lambda random, size: random.integers(-2, 1, size).astype(float),
     "zeros": lambda random, size: random.choice([-0.0, 0.0], size),
-    "denormal": lambda random, size: random.integers(-9, 9, size) * LEAST_FLOAT32,
+    "denormal": lambda random, size: random.integers(-9, 9, size) * LEAST_FLOAT32,  # type: ignore[return-value]
     "least normal": lambda random, size: random.choice([-1.2e-38, 0.0, 1.2e-38], size),
 }
 LOGITS = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 2**31), st.sampled_from([1, 2, 3, 17, 64, 70]))

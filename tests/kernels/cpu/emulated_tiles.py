@@ -76,7 +76,7 @@ def compare() -> None:
             for num_rows in (13, 16, 33, 70):
                 results = []
                 for has_tiles in (False, True):
-                    quantized_linear.has_integer_tiles = lambda has_tiles=has_tiles: has_tiles
+                    quantized_linear.has_integer_tiles = lambda has_tiles=has_tiles: has_tiles  # type: ignore[attr-defined]
                     results.append(linear(x[:num_rows]).view(torch.int32))
                 assert torch.equal(*results), (*case[1:], x_bits)
 
@@ -88,8 +88,8 @@ def compile_kernels() -> None:
         return lambda *arguments: kernel.compile(tuple(typeof(argument) for argument in arguments))
 
     kernels = quantized_amx.multiply_code_tiles, amx.multiply_tile_panels
-    quantized_linear.has_integer_tiles = lambda: True
-    quantized_linear.multiply_code_tiles, amx.multiply_tile_panels = map(compile_only, kernels)
+    quantized_linear.has_integer_tiles = lambda: True  # type: ignore[attr-defined]
+    quantized_linear.multiply_code_tiles, amx.multiply_tile_panels = map(compile_only, kernels)  # type: ignore[attr-defined]
     for codebook in (INT8, INT4):
         linear = quantized_linear.make_quantized_linear(random_weight(codebook, False, 64, 128, 32), None)
         assert linear is not None
@@ -103,10 +103,10 @@ def compile_kernels() -> None:
 
 def permit_tiles() -> None:
     """Let the kernels believe that Linux permits this process to use tiles."""
-    real, amx.ctypes = amx.ctypes, SimpleNamespace(CDLL=lambda name: SimpleNamespace(syscall=lambda *arguments: 0))
+    real, amx.ctypes = amx.ctypes, SimpleNamespace(CDLL=lambda name: SimpleNamespace(syscall=lambda *arguments: 0))  # type: ignore[attr-defined]
     # The answer is cached for the life of the process.
     assert amx.has_amx(), "NUMBA_CPU_FEATURES must contain AMX"
-    amx.ctypes = real
+    amx.ctypes = real  # type: ignore[attr-defined]
 
 
 def main(arguments: list[str]) -> int:
@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
         return 0
     with tempfile.TemporaryDirectory() as directory:
         load_instructions(Path(directory))
-        quantized_amx.emit_call = amx.emit_call = emit_call
+        quantized_amx.emit_call = amx.emit_call = emit_call  # type: ignore[attr-defined]
         if arguments[:1] == ["test"]:
             permit_tiles()
             return int(pytest.main(arguments[1:]))

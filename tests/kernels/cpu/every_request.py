@@ -84,5 +84,5 @@ def call_every_kernel(dtype: torch.dtype) -> None:
             experts = make_coded_experts(5, [coded] * 5, None, x_bits)
             assert experts is None or len(kernels.multiply_experts(x, experts, routing)) == 9
     spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=2, k_dim=12, v_dim=8, conv_len=3)
-    mixed = kernels.convolve(qkv[:, : spec.channels], torch.zeros(3, spec.channels), 0, batch, spec)
+    mixed = kernels.convolve(qkv[:, : spec.channels], torch.zeros(3, spec.channels), 0, batch, spec)  # type: ignore[attr-defined]
     kernels.delta_rule(mixed, qkv[:, :4], torch.zeros(2, 2), 0, batch, spec)

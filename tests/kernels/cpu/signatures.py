@@ -45,7 +45,7 @@ def main() -> None:
     compiled.kernel = record
     amx = importlib.import_module("loramux.kernels.cpu.instructions.amx")
     # Linux would refuse permission to use tiles that this CPU lacks.
-    amx.has_amx = lambda: "amx-bf16" in compiled.cpu_features()
+    amx.has_amx = lambda: "amx-bf16" in compiled.cpu_features()  # type: ignore[attr-defined]
     # On ARM, oneDNN would multiply by bfloat16 weights.
     platform.machine = lambda: "x86_64"
     # No kernel writes outputs, and some callers read them.

@@ -51,7 +51,7 @@ class Context:
 
 def moved(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
     tensors = (batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts, batch.kv_slots)
-    return AttentionBatch(*(tensor.to(device) for tensor in tensors), batch.max_q)
+    return AttentionBatch(*(tensor.to(device) for tensor in tensors), batch.max_q)  # type: ignore[call-arg]
 
 
 def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch) -> None:
@@ -93,13 +93,13 @@ def attended(
     q: torch.Tensor,
     context: Context,
     spec: AttentionSpec,
-    plan: AttentionPlan,
+    plan: AttentionPlan,  # type: ignore[valid-type]
     batch: AttentionBatch | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel's output. The output and the workspace are poisoned before the launch."""
     batch = batch or context.batch
-    elements = plan.workspace_elements(q.shape[0], batch.seq_lens.shape[0], spec)
+    elements = plan.workspace_elements(q.shape[0], batch.seq_lens.shape[0], spec)  # type: ignore[attr-defined]
     workspace = torch.full((elements,), torch.nan, device=q.device)
     out = torch.full_like(q, torch.nan)
     paged_attention(q, context.pool, LAYER, batch, spec, plan, workspace, out, sinks)
@@ -111,7 +111,7 @@ def check_attention_of(
     num_queries: Sequence[int],
     spec: AttentionSpec,
     dtype: torch.dtype,
-    plan: AttentionPlan,
+    plan: AttentionPlan,  # type: ignore[valid-type]
     device: torch.device,
     make_poisoned_pool: Callable[..., PoolViews],
     *,
@@ -413,7 +413,7 @@ def test_rotated_and_stored_rows_match_the_reference(
     rotate_and_store(q, k, v, poisoned.cos(), poisoned.sin(), pool, LAYER, moved(batch, device))
 
     reference = ReferenceKernels(expected_pool)
-    reference.rotate_and_store(*rows, angle.cos(), angle.sin(), LAYER, batch)
+    reference.rotate_and_store(*rows, angle.cos(), angle.sin(), LAYER, batch)  # type: ignore[call-arg]
     tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}[dtype]
     torch.testing.assert_close(q.cpu().float()[~is_padding], rows[0][~is_padding], rtol=tolerance, atol=tolerance)
     assert torch.equal(q[is_padding], padded)

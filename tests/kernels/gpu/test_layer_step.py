@@ -85,7 +85,7 @@ def test_empty_batch_writes_nothing(
         scale=torch.zeros(1, 2, 4, device=DEVICE),
     )
     angles = torch.zeros(0, 8, device=DEVICE)
-    weights = Weights(*(torch.zeros(shape, device=DEVICE) for shape in ((64,), (64, 128), (64, 64))), angles, angles)
+    weights = Weights(*(torch.zeros(shape, device=DEVICE) for shape in ((64,), (64, 128), (64, 64))), angles, angles)  # type: ignore[call-arg]
     step = Step(
         hidden=torch.zeros(0, HIDDEN, device=DEVICE),
         cos=angles,

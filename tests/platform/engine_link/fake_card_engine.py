@@ -24,7 +24,7 @@ submit = GraphExecutor.submit
 def submit_or_lose(self: GraphExecutor, batch: Batch) -> SampledStep:
     if LOSING_TOKEN in batch.tokens:
         card.lost = cuda_error("the device fell off the bus")
-    return submit(self, batch)
+    return submit(self, batch)  # type: ignore[return-value]
 
 
 if __name__ == "__main__":
@@ -32,5 +32,5 @@ if __name__ == "__main__":
     if sys.argv.pop(1) == "full":
         card.broken["launch"] = cuda_error("out of memory")
     GraphExecutor.submit = submit_or_lose  # type: ignore[method-assign]
-    process.assemble_engine = partial(process.assemble_engine, backend=fake_backend(card))
+    process.assemble_engine = partial(process.assemble_engine, backend=fake_backend(card))  # type: ignore[attr-defined]
     process.main()

@@ -72,7 +72,7 @@ class Ledgers:
                     insert(schema.adapter_versions).values(**version, state="rejected", report={}, created_us=1)
                 )
                 found[version["id"]] = adapter["id"]
-        return found
+        return found  # type: ignore[return-value]
 
     def settle(self, admission: Admission | None = None) -> None:
         admission = admission or self.random.choice(self.admissions)

@@ -141,9 +141,9 @@ def test_fastest_bfloat16_product_is_chosen_for_each_cpu(
 ) -> None:
     monkeypatch.setattr(cpu_linear, "cpu_features", lambda: features)
     monkeypatch.setattr(cpu_linear, "has_amx", lambda: "amx-bf16" in features)
-    monkeypatch.setattr(cpu_linear.platform, "machine", lambda: machine)
-    monkeypatch.setattr(cpu_linear.torch.backends.mkldnn, "is_available", lambda: has_onednn)
-    monkeypatch.setattr(cpu_linear.torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_onednn)
+    monkeypatch.setattr(cpu_linear.platform, "machine", lambda: machine)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cpu_linear.torch.backends.mkldnn, "is_available", lambda: has_onednn)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cpu_linear.torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_onednn)  # type: ignore[attr-defined]
     assert product_of(torch.bfloat16) is expected
     assert product_of(torch.float32) is FloatPanels
 
@@ -170,14 +170,14 @@ def test_amx_tiles_are_used_if_linux_allows_them(
     features: set[str], system: str, answer: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amx, "cpu_features", lambda: features)
-    monkeypatch.setattr(amx.platform, "system", lambda: system)
+    monkeypatch.setattr(amx.platform, "system", lambda: system)  # type: ignore[attr-defined]
     asked: list[tuple[int, ...]] = []
 
     def syscall(*arguments: int) -> int:
         asked.append(arguments)
         return answer
 
-    monkeypatch.setattr(amx.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
+    monkeypatch.setattr(amx.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))  # type: ignore[attr-defined]
     assert has_amx.__wrapped__() is expected
     assert asked in ([], [TILE_PERMISSION])
     assert asked or not expected
