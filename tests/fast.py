@@ -30,6 +30,10 @@ FOLDERS = (
     "tests/engine/sequences",
     "tests/engine/server",
     "tests/engine/tracing",
+    "tests/platform/accounts",
+    "tests/platform/admission",
+    "tests/platform/ledger",
+    "tests/platform/quotas",
     "tests/platform/routing",
     "tests/platform/tool_calls",
 )
