@@ -16,7 +16,7 @@ import itertools
 import json
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -196,7 +196,7 @@ class LLM:
         regex: str | None = None,
         choice: Sequence[str] | None = None,
         grammar: str | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Answer one prompt piece by piece. The request starts with the first piece, and ends with the iterator.
 
         The arguments and errors are those of `generate`.
@@ -216,7 +216,7 @@ class LLM:
             for one in scored
         ]
 
-    def _pieces(self, answer: Answer) -> Iterator[Piece]:
+    def _pieces(self, answer: Answer) -> Generator[Piece, None, None]:
         events = self._engine.add(answer.add)
         num_characters = num_tokens = 0
         try:

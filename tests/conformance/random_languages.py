@@ -9,7 +9,7 @@ from typing import Any
 
 import regex
 
-from loramux.platform.grammars.constraint import Kind
+from loramux.platform.grammars.constraint import ConstraintKind
 
 WHITESPACE = r"(?: |\n {0,32})?"
 MULTIBYTE = (
@@ -30,7 +30,7 @@ MAX_NESTING = 9
 
 @dataclass(frozen=True)
 class Language:
-    kind: Kind
+    kind: ConstraintKind
     text: str
     pattern: str
 

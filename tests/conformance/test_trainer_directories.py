@@ -18,7 +18,7 @@ import torch
 
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.admin.check.adapter_check import check_directory, check_gguf
-from loramux.admin.check.verdict import Verdict
+from loramux.admin.check.verdict import CheckVerdict
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import pack_target
 from loramux.engine.protocol.messages import Add, SamplingParams
@@ -98,7 +98,7 @@ class TrainerSubject(Subject):
         )
 
 
-def checked(path: Path, base_dir: Path) -> Verdict:
+def checked(path: Path, base_dir: Path) -> CheckVerdict:
     """Check a path as `loramux check` does."""
     return check_directory(path, base_dir, "float32") if path.is_dir() else check_gguf(path, base_dir, "float32")
 
@@ -139,7 +139,7 @@ def compare(recipes: list[Recipe], directory: Path, monkeypatch: pytest.MonkeyPa
     return outcomes(recipes)
 
 
-def unexpected(recipe: Recipe, verdict: Verdict) -> str | None:
+def unexpected(recipe: Recipe, verdict: CheckVerdict) -> str | None:
     """Describe a verdict that is not the expected one, or return None."""
     found = [Refusal(one.code, one.message.replace(verdict.path, "{path}"), one.param) for one in verdict.problems]
     wanted = [] if recipe.refusal is None else [recipe.refusal]
