@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import select
 import statistics
@@ -29,19 +28,19 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.answers import CheckError
+from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure, rotated
 from benchmarks.hot_load_files import HotFiles, target_of
-from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES
+from benchmarks.tables import table
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import AdapterUnavailable
@@ -63,7 +62,6 @@ from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool
 
-SCRATCH = Path(__file__).parent / "scratch" / "hot_load"
 PLAIN, MEMORY, FETCH, POOL, ONE, FIRST = WAYS = ("plain", "memory", "fetch", "pool", "one", "first")
 TARGET = 0.8
 """Lowest throughput of `pool`, relative to `plain`, that meets the target."""
@@ -73,10 +71,6 @@ MAX_UNDER_WAY = 6
 
 MIN_FILES = 8
 """Minimum number of files. With fewer, the first and last loads, which overlap with few other loads, would dominate."""
-
-
-class CheckError(Exception):
-    """An adapter was not loaded, its bytes are wrong, or a damaged file was accepted."""
 
 
 class OpenPool:
@@ -283,9 +277,7 @@ def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Roun
     num_bytes = bench.files.count * bench.files.payload_bytes
     found: dict[str, list[Round]] = {way: [] for way in WAYS}
     for number in range(num_rounds + 1):
-        # The order rotates from round to round, so that drift in the machine's speed affects all methods alike.
-        place = number % len(WAYS)
-        for way in (*WAYS[place:], *WAYS[:place]):
+        for way in rotated(WAYS, number):
             bench.prepare(way)
             if is_cold:
                 bench.files.drop_cached()
@@ -301,7 +293,7 @@ def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Roun
 
 def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stages: dict[str, float]) -> dict[str, Any]:
     """One case's figures. Each ratio is the median of the per-round ratios."""
-    ways = {}
+    ways: dict[str, dict[str, Any]] = {}
     for way, rounds in found.items():
         ratios = [one.bytes_s / plain.bytes_s for one, plain in zip(rounds, found[PLAIN], strict=True)]
         ways[way] = {
@@ -337,28 +329,19 @@ def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
 
 
 def table_of(cases: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="throughput from the disk tier, relative to a plain read of the same files")
-    for heading in ("rank", "MB", "cache", "plain MB/s", *WAYS[1:], "target"):
-        table.add_column(heading, justify="right")
+    rows = []
     for case in cases:
         ways = case["ways"]
         ratios = [f"{ways[way]['over_plain']:.2f}" for way in WAYS[1:]]
         verdict = "met" if case["meets_target"] else "missed"
-        table.add_row(
-            str(case["rank"]),
-            f"{case['file_MB']:.1f}",
-            case["page_cache"],
-            f"{ways[PLAIN]['MB_s']:.0f}",
-            *ratios,
-            verdict,
-        )
-    return table
+        labels = str(case["rank"]), f"{case['file_MB']:.1f}", case["page_cache"], f"{ways[PLAIN]['MB_s']:.0f}"
+        rows.append([*labels, *ratios, verdict])
+    headings = ("rank", "MB", "cache", "plain MB/s", *WAYS[1:], "target")
+    return table("throughput from the disk tier, relative to a plain read of the same files", headings, rows)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hot_load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("hot_load", __doc__)
     add = parser.add_argument
     add("--model", choices=sorted(SHAPES), default="1b", help="model that the adapters are made for")
     add("--ranks", type=lambda text: [int(one) for one in text.split(",")], default=[8, 16, 64], metavar="8,16,64")
@@ -366,20 +349,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=9, help="rounds per method; the median is reported")
     add("--loaders", type=int, default=4, help="threads of the staging process; one engine thread copies")
     add("--skip-cold", action="store_true", help="measure warm loads only")
-    add("--scratch", type=Path, default=SCRATCH, help="directory for the files, on the disk to measure")
-    add("--out", type=Path, help="write the figures to this JSON file")
-    add_allow_busy(parser)
+    add("--scratch", type=Path, default=SCRATCH / "hot_load", help="directory for the files, on the disk to measure")
     arguments = parser.parse_args(argv)
     if min(*arguments.ranks, arguments.megabytes, arguments.rounds, arguments.loaders) < 1:
         parser.error("--ranks, --megabytes, --rounds and --loaders must be above 0")
     return arguments
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    console = Console()
-    machine = describe()
-    busy_before = require_idle(arguments.allow_busy)
+    run = begin(parse(argv))
+    arguments = run.arguments
     # Use the engine's switch interval, so that threads get the interpreter lock quickly.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     target = target_of(SHAPES[arguments.model])
@@ -391,38 +371,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = HotFiles(target, rank, count, arguments.scratch / str(rank))
         files.make()
         with closing(Bench(files, arguments.loaders)) as bench:
-            try:
-                num_checked += bench.check()
-            except CheckError as error:
-                console.print(f"[red]nothing was measured: {error}[/red]")
-                return 1
-            console.print(
+            num_checked += bench.check()
+            run.console.print(
                 f"rank {rank}: {files.count} files of {files.payload_bytes / 1e6:.1f} MB reached the pool intact"
             )
             for is_cold in (False,) if arguments.skip_cold else (False, True):
                 with stages_of(bench) as stages:
                     found = measure(bench, is_cold, arguments.rounds)
                 cases.append(figures_of(bench, is_cold, found, stages))
-    console.print(table_of(cases))
-    for name, value in machine.items():
-        console.print(f"[dim]{name}: {value}[/dim]")
-    if arguments.out:
-        document = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": machine,
-            "busy_share": {"before": round(busy_before, 3), "after": round(busy_share(), 3)},
-            "workload": {
-                "model": arguments.model,
-                "dtype": target.dtype,
-                "loaders": arguments.loaders,
-                "rounds": arguments.rounds,
-                "target": f"pool at least {TARGET} of plain",
-            },
-            "check": {"bytes_compared": num_checked, "damaged_files_refused": 2 * len(arguments.ranks)},
-            "cases": cases,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+    run.console.print(table_of(cases))
+    workload = {
+        "model": arguments.model,
+        "dtype": target.dtype,
+        "loaders": arguments.loaders,
+        "rounds": arguments.rounds,
+        "target": f"pool at least {TARGET} of plain",
+    }
+    run.say(workload)
+    checked = {"bytes_compared": num_checked, "damaged_files_refused": 2 * len(arguments.ranks)}
+    run.write({"workload": workload, "check": checked, "cases": cases})
     return 0
 
 

@@ -81,9 +81,13 @@ class HotFiles:
     def drop_cached(self) -> None:
         """Ask the operating system to drop its cached pages of the files, so that the next read is from the disk."""
         for digest in self.digests:
-            descriptor = os.open(self.path(digest), os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+            drop_cached(self.path(digest))
 
     def _ranks(self) -> npt.NDArray[np.int32]:
         return self.target.equal_ranks(self.rank)
+
+
+def drop_cached(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)

@@ -8,14 +8,14 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from loramux.kernels.cpu.linear.linear import product_of
-
 PACKAGES = ("torch", "transformers", "peft", "numba", "numpy")
 BUSY_SHARE = 0.15
+ROOT = Path(__file__).parents[1]
 
 
 def busy_share(seconds: float = 2.0) -> float:
@@ -46,20 +46,49 @@ def require_idle(is_busy_allowed: bool) -> float:
 
 
 def describe() -> dict[str, str | int | bool]:
+    from loramux.kernels.cpu.linear.linear import product_of
+
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
-    root = Path(__file__).parent.parent
-    git = ["git", "-C", str(root)]
-    commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False)
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_product": product_of(torch.bfloat16).__name__,
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
-        "commit": commit.stdout.strip() + ("+changes" if changes.stdout.strip() else ""),
+        **versions_of(PACKAGES),
+        "commit": own_commit(),
     }
+
+
+def versions_of(names: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def commit(checkout: Path) -> str:
+    """The checkout's commit, marked if there are uncommitted changes."""
+    git = ["git", "-C", str(checkout)]
+    found = output_of([*git, "rev-parse", "--short=12", "HEAD"])
+    changes = "+changes" if found and output_of([*git, "status", "--porcelain"]) else ""
+    return found + changes if found else "unknown"
+
+
+def own_commit() -> str:
+    # A copy of the repository may have no .git folder, or the .git folder of another commit.
+    return os.environ.get("LORAMUX_COMMIT") or commit(ROOT)
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints, or nothing if it cannot be run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

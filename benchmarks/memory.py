@@ -7,24 +7,18 @@ processes are added up: each page of memory counts once, even if several process
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from rich.table import Table
-
-from benchmarks.machine import describe
-from benchmarks.peers.__main__ import exit_on_signal
+from benchmarks.harness import SCRATCH, begin, exit_on_sigterm, new_parser
 from benchmarks.peers.loramux_server import LoramuxServer, open_loramux
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.vocabulary import write_tokenizer
 from benchmarks.peers.workload import BASE, Load, draw_work
 from benchmarks.random_model import SHAPES, make_base
-from benchmarks.tables import open_console
+from benchmarks.tables import table
 from loramux.admin.doctor.memory_plan import plan_memory
 
 FORMATS = ("bfloat16", "int8", "int4")
@@ -36,14 +30,15 @@ LOAD = Load(480, 16)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parse(argv)
+    run = begin(_parse(argv))
+    arguments = run.arguments
     shape = SHAPES[arguments.size]
     files = ModelFiles(arguments.scratch.absolute() / f"{arguments.size}-no-adapters", shape, num_adapters=0, rank=1)
     make_base(shape, files.base)
     write_tokenizer(files.base, shape.vocab_size)
     pool = pool_bytes(files)
     plans = {plan.format: plan for plan in plan_memory(files.base, "cpu", pool)}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in FORMATS:
         measured = measure(files, None if name == "bfloat16" else name, pool, arguments.threads)
         planned = plans[name].total
@@ -57,29 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "measured_over_planned": round(measured / planned, 4),
             }
         )
-    table = Table(
-        "format", "plan, MiB", "measured, MiB", "measured / plan", title=f"memory, goal within {TOLERANCE:.0%}"
-    )
-    for row in rows:
-        sizes = (f"{row[key] >> 20}" for key in ("planned_bytes", "measured_bytes"))
-        table.add_row(row["format"], *sizes, f"{row['measured_over_planned']:.3f}")
-    open_console().print(table)
-    if arguments.out is not None:
-        document = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": describe(),
-            "workload": {
-                "model": arguments.size,
-                "pool_bytes": pool,
-                "requests": NUM_REQUESTS,
-                "load": str(LOAD),
-                "threads": arguments.threads,
-            },
-            "tolerance": TOLERANCE,
-            "figures": rows,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+    shown = [
+        (
+            row["format"],
+            *(f"{row[key] >> 20}" for key in ("planned_bytes", "measured_bytes")),
+            f"{row['measured_over_planned']:.3f}",
+        )
+        for row in rows
+    ]
+    headings = ("format", "plan, MiB", "measured, MiB", "measured / plan")
+    run.console.print(table(f"memory, goal within {TOLERANCE:.0%}", headings, shown))
+    workload = {
+        "model": arguments.size,
+        "pool_bytes": pool,
+        "requests": NUM_REQUESTS,
+        "load": str(LOAD),
+        "threads": arguments.threads,
+    }
+    run.write({"workload": workload, "tolerance": TOLERANCE, "figures": rows})
     return 0 if all(abs(row["measured_over_planned"] - 1) <= TOLERANCE for row in rows) else 1
 
 
@@ -115,18 +105,14 @@ def proportional_set_size(pid: int) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("memory", __doc__, is_timed=False)
     add = parser.add_argument
     add("--size", choices=sorted(SHAPES), default="1b")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--scratch", type=Path, default=Path(__file__).parent / "scratch" / "peers", help="directory for models")
-    add("--out", type=Path, help="write the figures to this JSON file")
+    add("--scratch", type=Path, default=SCRATCH / "peers", help="directory for models")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    # Raise SystemExit on SIGTERM too, so that the server is stopped with this process.
-    signal.signal(signal.SIGTERM, exit_on_signal)
-    sys.exit(main())
+    exit_on_sigterm()
+    raise SystemExit(main())

@@ -13,31 +13,32 @@ import os
 import statistics
 import time
 import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save
 
-from benchmarks import peft_ways
-from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.answers import CheckError
+from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure
+from benchmarks.peers import in_process
 from benchmarks.random_model import SHAPES, load_peft, make_base
+from benchmarks.running_engine import RunningEngine, greedy_adds, start_engine
+from benchmarks.tables import table
 from loramux.adapter_store.formats.packed.canonical import write_canonical
 from loramux.adapter_store.formats.packed.module_places import module_places
+from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.architectures.model_config import ModelConfig
-from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
 from loramux.engine.loop.config import EngineConfig, pack_target
-from loramux.engine.protocol.messages import Add, Finished, Load, SamplingParams, StepOutput
 
-FOLDER = Path(__file__).parent
 NUM_CHECKED_TOKENS = 8
 
 
@@ -60,11 +61,16 @@ def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtyp
     packed = []
     for index in range(num_adapters):
         tensors = directory / f"a{index}" / "adapter_model.safetensors"
-        report = validate_files((tensors.parent / "adapter_config.json").read_bytes(), tensors, target)
-        canonical = tensors.parent / "canonical.safetensors"
-        write_canonical(tensors, report.scales, canonical)
-        packed.append(pack(canonical, target))
+        config = (tensors.parent / "adapter_config.json").read_bytes()
+        packed.append(_pack(config, tensors, target, tensors.parent / "canonical.safetensors"))
     return packed
+
+
+def _pack(
+    config: bytes, tensors: Path | bytes, target: PackTarget, canonical: Path, weights: BaseWeights | None = None
+) -> PackedAdapter:
+    write_canonical(tensors, validate_files(config, tensors, target).scales, canonical)
+    return pack(canonical, target, weights)
 
 
 def pack_with_magnitudes(base: Path, scratch: Path, num_adapters: int, dtype: str) -> list[PackedAdapter]:
@@ -84,66 +90,44 @@ def pack_with_magnitudes(base: Path, scratch: Path, num_adapters: int, dtype: st
             weight = torch.from_numpy(weights.rows(place.key, 0, place.shape.out_features))
             tensors[place.magnitude_name] = (weight + change).norm(dim=1)
         text = json.dumps({**config, "use_dora": True}).encode()
-        data = save(tensors)
-        report = validate_files(text, data, target)
-        write_canonical(data, report.scales, saved / "dora.safetensors")
-        packed.append(pack(saved / "dora.safetensors", target, weights))
+        packed.append(_pack(text, save(tensors), target, saved / "dora.safetensors", weights))
     return packed
 
 
-def assemble(base: Path, packed: list[PackedAdapter], dtype: str, threads: int) -> AssembledEngine:
+def open_engine(
+    base: Path, packed: list[PackedAdapter], dtype: str, threads: int
+) -> AbstractContextManager[RunningEngine]:
     config = EngineConfig(
         model_dir=str(base), blob_url="", cache_dir="", dtype=dtype, pool_bytes=3 << 30, num_threads=threads
     )
-    assembled = assemble_engine(config, lambda: None, MemoryStager({one.digest: one for one in packed}))
-    for one in packed:
-        assembled.engine.load(b"", Load(call_id=one.digest, digest=one.digest))
-    while assembled.engine.has_work:
-        assembled.engine.step()
-    return assembled
+    return start_engine(config, MemoryStager({one.digest: one for one in packed}))
 
 
 def run_loramux(
-    assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int, digests: list[str | None]
+    engine: RunningEngine, prompts: torch.Tensor, num_tokens: int, digests: Sequence[str] | None
 ) -> tuple[list[list[int]], float]:
     """Run all requests together with greedy decoding, and return each request's tokens and the total seconds."""
-    engine = assembled.engine
-    engine.take_outbox()
-    answers: list[list[int]] = [[] for _ in prompts]
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     started = time.perf_counter()
-    for row, prompt in enumerate(prompts.tolist()):
-        add = Add(
-            sequence_id=str(row), prompt=tuple(prompt), max_tokens=num_tokens, sampling=sampling, digest=digests[row]
-        )
-        engine.add(b"", add)
-    while engine.has_work:
-        engine.step()
-        for outbound in engine.take_outbox():
-            match outbound.message:
-                case StepOutput(outputs=outputs):
-                    for output in outputs:
-                        answers[int(output.sequence_id)].extend(output.token_ids)
-                case Finished(reason=reason):
-                    assert reason == "length", outbound.message
-    return answers, time.perf_counter() - started
+    answers = engine.answer(greedy_adds(prompts.tolist(), num_tokens, digests))
+    return [answer.tokens for answer in answers.values()], time.perf_counter() - started
 
 
 def check(
     base: Path, prompts: torch.Tensor, expected: list[list[int]], packed: list[PackedAdapter], threads: int
 ) -> None:
-    """Exit unless loramux generates the expected tokens in float32."""
-    assembled = assemble(base, packed, "float32", threads)
-    found, _ = run_loramux(assembled, prompts, NUM_CHECKED_TOKENS, [one.digest for one in packed])
-    assembled.adapters.close()
+    """Raise CheckError unless loramux generates the expected tokens in float32."""
+    digests = [one.digest for one in packed]
+    with open_engine(base, packed, "float32", threads) as engine:
+        engine.load(digests)
+        found, _ = run_loramux(engine, prompts, NUM_CHECKED_TOKENS, digests)
     if found != expected:
-        raise SystemExit("loramux and peft disagree in float32: nothing was measured")
+        raise CheckError("loramux and peft disagree in float32")
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way], str]:
     shape = SHAPES[arguments.model]
     count, rank, threads = arguments.adapters, arguments.rank, arguments.threads
-    scratch = FOLDER / "scratch" / arguments.model
+    scratch = SCRATCH / arguments.model
     base = scratch / "base"
     make_base(shape, base)
     torch.set_num_threads(threads)
@@ -157,41 +141,43 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way],
 
     console.print("float32: compare the tokens of loramux and peft, then time peft")
     model = load_peft(base, count, rank, torch.float32)
-    expected, _ = peft_ways.mixed_batch(model, prompts, NUM_CHECKED_TOKENS)
+    expected, _ = in_process.mixed_batch(model, prompts, NUM_CHECKED_TOKENS)
     check(base, prompts, expected, pack_adapters(model, base, scratch, count, "float32"), threads)
     check(base, prompts, expected, pack_with_magnitudes(base, scratch, count, "float32"), threads)
     console.print(f"  checked: {count} x {NUM_CHECKED_TOKENS} tokens are equal")
     if not arguments.skip_float32:
         # The check has already warmed up the model.
         record(
-            "transformers static batch, base only, float32", peft_ways.base_only(model, prompts, arguments.output)[1]
+            "transformers static batch, base only, float32", in_process.base_only(model, prompts, arguments.output)[1]
         )
-        record("peft mixed batch, float32", peft_ways.mixed_batch(model, prompts, arguments.output)[1])
+        record("peft mixed batch, float32", in_process.mixed_batch(model, prompts, arguments.output)[1])
     del model
     gc.collect()
 
     console.print("bfloat16")
     model = load_peft(base, count, rank, torch.bfloat16)
     packed = pack_adapters(model, base, scratch, count, "bfloat16")
-    peft_ways.mixed_batch(model, prompts[:, :4], 2)
-    record("transformers static batch, base only", peft_ways.base_only(model, prompts, arguments.output)[1])
-    record("peft mixed batch", peft_ways.mixed_batch(model, prompts, arguments.output)[1])
-    record("peft switching adapters", peft_ways.switching(model, prompts, arguments.output)[1])
+    in_process.mixed_batch(model, prompts[:, :4], 2)
+    record("transformers static batch, base only", in_process.base_only(model, prompts, arguments.output)[1])
+    record("peft mixed batch", in_process.mixed_batch(model, prompts, arguments.output)[1])
+    record("peft switching adapters", in_process.switching(model, prompts, arguments.output)[1])
     del model
     gc.collect()
     dora = pack_with_magnitudes(base, scratch, count, "bfloat16")
-    assembled = assemble(base, [*packed, *dora], "bfloat16", threads)
-    digests: list[str | None] = [one.digest for one in packed]
-    dora_digests: list[str | None] = [one.digest for one in dora]
-    for warm_up in (digests, dora_digests):
-        run_loramux(assembled, prompts, 4, warm_up)
-    # Alternate, so that drift in the machine's speed affects all methods alike.
-    for _ in range(arguments.repeats):
-        record("loramux, base only", run_loramux(assembled, prompts, arguments.output, [None] * count)[1])
-        record("loramux, distinct adapters", run_loramux(assembled, prompts, arguments.output, digests)[1])
-        record("loramux, distinct DoRA adapters", run_loramux(assembled, prompts, arguments.output, dora_digests)[1])
-        record("loramux, one adapter", run_loramux(assembled, prompts, arguments.output, digests[:1] * count)[1])
-    assembled.adapters.close()
+    kinds = {
+        "loramux, base only": None,
+        "loramux, distinct adapters": [one.digest for one in packed],
+        "loramux, distinct DoRA adapters": [one.digest for one in dora],
+        "loramux, one adapter": [packed[0].digest] * count,
+    }
+    with open_engine(base, [*packed, *dora], "bfloat16", threads) as engine:
+        engine.load(one.digest for one in (*packed, *dora))
+        for digests in list(kinds.values())[1:3]:
+            run_loramux(engine, prompts, 4, digests)
+        # Alternate, so that drift in the machine's speed affects all methods alike.
+        for _ in range(arguments.repeats):
+            for name, digests in kinds.items():
+                record(name, run_loramux(engine, prompts, arguments.output, digests)[1])
     workload = (
         f"{arguments.model} ({shape.num_layers} layers, hidden {shape.hidden_size}), bfloat16: {count} requests with "
         f"{count} adapters of rank {rank} on all seven linears, prompt {arguments.prompt}, output {arguments.output}, "
@@ -200,38 +186,33 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way],
     return list(ways.values()), workload
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(SHAPES), default="1b")
-    parser.add_argument("--adapters", type=int, default=16)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--output", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3, help="runs per loramux method; the median is reported")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--skip-float32", action="store_true", help="do not time peft in float32")
-    add_allow_busy(parser)
-    parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
-    arguments = parser.parse_args()
+@reports_failure
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = new_parser("mixed_batch", __doc__)
+    add = parser.add_argument
+    add("--model", choices=sorted(SHAPES), default="1b")
+    add("--adapters", type=int, default=16)
+    add("--rank", type=int, default=16)
+    add("--prompt", type=int, default=64)
+    add("--output", type=int, default=32)
+    add("--repeats", type=int, default=3, help="runs per loramux method; the median is reported")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--skip-float32", action="store_true", help="do not time peft in float32")
+    add("--save", type=Path, dest="out", help="the same as --out")
+    run = begin(parser.parse_args(argv))
     # peft uses names that are deprecated in transformers 5. Ignore the warnings.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    console = Console()
-    machine = describe()
-    busy_before = require_idle(arguments.allow_busy)
-    with peft_ways.quiet_transformers():
-        ways, workload = measure(arguments, console)
+    with in_process.quiet_transformers():
+        ways, workload = measure(run.arguments, run.console)
     speed = {way.name: way.tokens_per_second for way in ways}
-    table = Table(title=workload)
-    for heading in ("way", "tokens/s", "relative to loramux with adapters"):
-        table.add_column(heading, justify="left" if heading == "way" else "right")
-    ours = speed["loramux, distinct adapters"]
-    for name, value in sorted(speed.items(), key=lambda item: item[1]):
-        table.add_row(name, f"{value:.1f}", f"{value / ours:.2f}")
-    console.print(table)
+    ours, base = speed["loramux, distinct adapters"], speed["loramux, base only"]
+    rows = [
+        (name, f"{value:.1f}", f"{value / ours:.2f}") for name, value in sorted(speed.items(), key=lambda item: item[1])
+    ]
+    run.console.print(table(workload, ("way", "tokens/s", "relative to loramux with adapters"), rows))
     # On a CPU without bfloat16 arithmetic, peft and transformers are faster in float32, so use the better dtype.
     best_peft = max(value for name, value in speed.items() if name.startswith("peft"))
     best_static = max(value for name, value in speed.items() if name.startswith("transformers"))
-    base = speed["loramux, base only"]
     ratios = {
         "distinct adapters over the better peft way": ours / best_peft,
         "base only over transformers' better static batch": base / best_static,
@@ -239,22 +220,16 @@ def main() -> None:
         "time of distinct DoRA adapters over distinct adapters": ours / speed["loramux, distinct DoRA adapters"],
         "time of one adapter over base only": base / speed["loramux, one adapter"],
     }
-    for name, value in ratios.items():
-        console.print(f"{name}: {value:.2f}")
-    for name, value in machine.items():
-        console.print(f"[dim]{name}: {value}[/dim]")
-    if arguments.save:
-        document = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "workload": workload,
-            "machine": machine,
-            "busy_share": {"before": round(busy_before, 3), "after": round(busy_share(), 3)},
-            "seconds": {way.name: [round(value, 3) for value in way.seconds] for way in ways},
-            "tokens_per_second": {name: round(value, 2) for name, value in speed.items()},
-            "ratios": {name: round(value, 3) for name, value in ratios.items()},
-        }
-        arguments.save.write_text(json.dumps(document, indent=2) + "\n")
+    run.say({name: f"{value:.2f}" for name, value in ratios.items()})
+    figures = {
+        "workload": workload,
+        "seconds": {way.name: [round(value, 3) for value in way.seconds] for way in ways},
+        "tokens_per_second": {name: round(value, 2) for name, value in speed.items()},
+        "ratios": {name: round(value, 3) for name, value in ratios.items()},
+    }
+    run.write(figures)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -8,31 +8,27 @@ dequantised to float32.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.answers import CheckError
+from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure
 from benchmarks.random_model import SHAPES, Shape, make_base
-from benchmarks.tables import open_console
+from benchmarks.running_engine import RunningEngine, greedy_adds, start_engine
+from benchmarks.tables import table
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.device.backend import Linear, open_backend
-from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.protocol.messages import Add, SamplingParams, StepOutput
 from loramux.kernels.cpu.instructions.integer_blocks import HAS_VNNI
 from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.linear.linear import PackedLinear
@@ -41,7 +37,6 @@ from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
 from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 from loramux.kernels.reference.quantized import round_to_bytes
 
-FOLDER = Path(__file__).parent
 LARGEST_BLOCK = BLOCKS[0]
 PROMPT = 16
 CHECKED_TOKENS = 4
@@ -53,10 +48,6 @@ of about this size.
 
 COLD_BYTES, MAX_COPIES = 128 << 20, 16
 """Total size of a weight's copies in bytes, which exceeds the caches, and the maximum number of copies."""
-
-
-class CheckError(Exception):
-    """A result is wrong, so there are no figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +130,7 @@ def products_of(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def take_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def take_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Return the median seconds of each function. The first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
@@ -185,39 +176,14 @@ def measure_products(shape: Shape, forms: list[Format], rows: list[int], rounds:
     return {"largest_error": worst, "cases": cases}
 
 
-def assemble(base: Path, make_linear: Callable[..., Linear], dtype: str, threads: int) -> AssembledEngine:
+def open_base(
+    base: Path, make_linear: Callable[..., Linear], dtype: str, threads: int
+) -> AbstractContextManager[RunningEngine]:
     backend = replace(open_backend("cpu"), make_linear=make_linear)
     config = EngineConfig(
         model_dir=str(base), blob_url="", cache_dir="", dtype=dtype, pool_bytes=256 << 20, num_threads=threads
     )
-    return assemble_engine(config, lambda: None, MemoryStager({}), backend=backend)
-
-
-def start(assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int) -> dict[str, list[int]]:
-    """Add the prompts and run until each has its first token."""
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-    for row, prompt in enumerate(prompts.tolist()):
-        add = Add(sequence_id=str(row), prompt=tuple(prompt), max_tokens=num_tokens, sampling=sampling, digest=None)
-        assembled.engine.add(b"", add)
-    answers: dict[str, list[int]] = {}
-    while len(answers) < len(prompts):
-        step(assembled, answers)
-    return answers
-
-
-def step(assembled: AssembledEngine, answers: dict[str, list[int]]) -> None:
-    assembled.engine.step()
-    for outbound in assembled.engine.take_outbox():
-        if isinstance(outbound.message, StepOutput):
-            for output in outbound.message.outputs:
-                answers.setdefault(output.sequence_id, []).extend(output.token_ids)
-
-
-def answers_of(assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int) -> dict[str, list[int]]:
-    answers = start(assembled, prompts, num_tokens)
-    while assembled.engine.has_work:
-        step(assembled, answers)
-    return answers
+    return start_engine(config, MemoryStager({}), backend=backend)
 
 
 def make_linears(form: Format, head: Format, vocab_size: int, is_dequantized: bool = False) -> Callable[..., Linear]:
@@ -239,10 +205,11 @@ def check_tokens(base: Path, form: Format, head: Format, vocab_size: int, prompt
     """Compare the tokens of two float32 engines: one multiplies by codes, the other by dequantised weights."""
     answers = []
     for is_dequantized in (False, True):
-        assembled = assemble(base, make_linears(form, head, vocab_size, is_dequantized), "float32", threads)
-        answers.append(answers_of(assembled, prompts, CHECKED_TOKENS))
-        assembled.adapters.close()
-        del assembled
+        make_linear = make_linears(form, head, vocab_size, is_dequantized)
+        with open_base(base, make_linear, "float32", threads) as engine:
+            found = engine.answer(greedy_adds(prompts.tolist(), CHECKED_TOKENS))
+        answers.append({name: answer.tokens for name, answer in found.items()})
+        del engine
         gc.collect()
     if answers[0] != answers[1]:
         raise CheckError(f"the tokens of {form.name} differ from those of the dequantised weights")
@@ -254,78 +221,64 @@ def measure_steps(
     """Median milliseconds of a decode step with each format."""
     generator = torch.Generator().manual_seed(2)
     prompts = torch.randint(10, shape.vocab_size, (max(rows), PROMPT), generator=generator)
-    engines: dict[str, AssembledEngine] = {}
-    for form in forms:
-        own_head = form if form.bits == 16 else head
-        if form.bits < 16:
-            check_tokens(base, form, own_head, shape.vocab_size, prompts[:2], threads)
-        engines[form.name] = assemble(base, make_linears(form, own_head, shape.vocab_size), "bfloat16", threads)
     cases: list[dict[str, Any]] = []
-    for num_rows in rows:
-        for assembled in engines.values():
-            start(assembled, prompts[:num_rows], rounds + 4)
-        milliseconds = take_turns({name: assembled.engine.step for name, assembled in engines.items()}, rounds)
-        cases.append({"rows": num_rows, "ms": {name: 1000 * value for name, value in milliseconds.items()}})
-        for assembled in engines.values():
-            assembled.engine.abort_all()
-            while assembled.engine.has_work:
-                assembled.engine.step()
-            assembled.engine.take_outbox()
+    with ExitStack() as stack:
+        engines: dict[str, RunningEngine] = {}
+        for form in forms:
+            own_head = form if form.bits == 16 else head
+            if form.bits < 16:
+                check_tokens(base, form, own_head, shape.vocab_size, prompts[:2], threads)
+            make_linear = make_linears(form, own_head, shape.vocab_size)
+            engines[form.name] = stack.enter_context(open_base(base, make_linear, "bfloat16", threads))
+        for num_rows in rows:
+            for engine in engines.values():
+                engine.prefill(greedy_adds(prompts[:num_rows].tolist(), rounds + 4))
+            steps = {name: engine.assembled.engine.step for name, engine in engines.items()}
+            milliseconds = {name: 1000 * value for name, value in take_turns(steps, rounds).items()}
+            cases.append({"rows": num_rows, "ms": milliseconds})
+            for engine in engines.values():
+                engine.abort()
     return {"head": head.name, "checked_tokens": 2 * CHECKED_TOKENS, "cases": cases}
 
 
 def print_cases(title: str, cases: list[dict[str, Any]], console: Console) -> None:
     """Print each case with the speed of each format relative to bfloat16, and add these ratios to the cases."""
     names = list(cases[0]["ms"])
-    table = Table(*(key for key in cases[0] if key != "ms"), "bfloat16, ms", *names[1:], title=title)
+    headings = (*(key for key in cases[0] if key != "ms"), "bfloat16, ms", *names[1:])
+    rows = []
     for case in cases:
+        labels = [str(value) for key, value in case.items() if key != "ms"]
         case["speedup"] = {name: case["ms"][names[0]] / case["ms"][name] for name in names[1:]}
-        labels = [str(value) for key, value in case.items() if key not in ("ms", "speedup")]
-        table.add_row(*labels, f"{case['ms'][names[0]]:.2f}", *(f"{value:.2f}x" for value in case["speedup"].values()))
-    console.print(table)
+        speeds = (f"{value:.2f}x" for value in case["speedup"].values())
+        rows.append([*labels, f"{case['ms'][names[0]]:.2f}", *speeds])
+    console.print(table(title, headings, rows))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(SHAPES), default="1b")
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS)[1:], default=list(FORMATS)[1:])
-    parser.add_argument("--head", choices=list(FORMATS), default="bfloat16", help="format of the quantised bases' head")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="rows per step")
-    parser.add_argument(
-        "--prefill", type=int, nargs="*", default=[512], help="additional numbers of rows for the products"
-    )
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the figures to this file")
-    add_allow_busy(parser)
-    parsed = parser.parse_args(arguments)
-    busy = require_idle(parsed.allow_busy)
+@reports_failure
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = new_parser("quantized", __doc__)
+    add = parser.add_argument
+    add("--model", choices=sorted(SHAPES), default="1b")
+    add("--formats", nargs="+", choices=list(FORMATS)[1:], default=list(FORMATS)[1:])
+    add("--head", choices=list(FORMATS), default="bfloat16", help="format of the quantised bases' head")
+    add("--rows", type=int, nargs="+", default=[1, 4, 16], help="rows per step")
+    add("--prefill", type=int, nargs="*", default=[512], help="additional numbers of rows for the products")
+    add("--rounds", type=int, default=21)
+    add("--threads", type=int, default=2)
+    run = begin(parser.parse_args(argv))
+    parsed, console = run.arguments, run.console
     set_num_threads(parsed.threads)
-    console = open_console()
     shape, forms = SHAPES[parsed.model], [FORMATS["bfloat16"], *(FORMATS[name] for name in parsed.formats)]
-    base = FOLDER / "scratch" / parsed.model / "base"
-    try:
-        products = measure_products(shape, forms, [*parsed.rows, *parsed.prefill], parsed.rounds)
-        print_cases("products", products["cases"], console)
-        make_base(shape, base)
-        steps = measure_steps(shape, base, forms, FORMATS[parsed.head], parsed.rows, parsed.rounds, parsed.threads)
-        print_cases(f"decode steps, head in {parsed.head}", steps["cases"], console)
-    except CheckError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if parsed.out is not None:
-        document = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": describe(),
-            "busy_share": {"before": round(busy, 3), "after": round(busy_share(), 3)},
-            "workload": {name: getattr(parsed, name) for name in ("model", "rounds", "threads")},
-            "products": products,
-            "steps": steps,
-        }
-        parsed.out.parent.mkdir(parents=True, exist_ok=True)
-        parsed.out.write_text(json.dumps(document, indent=2) + "\n")
+    base = SCRATCH / parsed.model / "base"
+    products = measure_products(shape, forms, [*parsed.rows, *parsed.prefill], parsed.rounds)
+    print_cases("products", products["cases"], console)
+    make_base(shape, base)
+    steps = measure_steps(shape, base, forms, FORMATS[parsed.head], parsed.rows, parsed.rounds, parsed.threads)
+    print_cases(f"decode steps, head in {parsed.head}", steps["cases"], console)
+    workload = {name: getattr(parsed, name) for name in ("model", "rounds", "threads")}
+    run.write({"workload": workload, "products": products, "steps": steps})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -10,38 +10,18 @@ the device should generate for its prompt.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.console import Console
-
-from benchmarks.gpu.bench import CheckError
-from benchmarks.machine import add_allow_busy, describe, require_idle
-from loramux.engine.adapters.adapter_pool import AdapterPool
-from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.constraints.grammars import Grammars
-from loramux.engine.execution.simulation import GREEDY, SimulatedExecutor, SimulatedPages, simulated_adapters
-from loramux.engine.loop.engine import Engine, EngineParts, Observers
-from loramux.engine.loop.engine_stats import EngineStats
-from loramux.engine.pages.eviction import LeastRecentlyUsed
-from loramux.engine.pages.kv_pages import KvPages
-from loramux.engine.pages.page_pool import PagePool
-from loramux.engine.pages.prefix_cache import PrefixCache
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser
 from loramux.engine.protocol.messages import Add, Finished, StepOutput
-from loramux.engine.scheduling.fair_queue import FairQueue
-from loramux.engine.scheduling.request_limits import EngineLimits
-from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.sequences.cache_groups import cache_layout
+from tests.engine.simulated_engine import GREEDY, simulate_engine
 
 VOCAB_SIZE = 97
-PAGE_TOKENS = 16
-NUM_PAGES = 800
-MAX_MODEL_LEN = 512
 GATEWAY = b"gateway"
 ADAPTERS = {f"adapter{number}": 3 for number in range(24)}
 CHUNK_STEPS = 200
@@ -54,25 +34,17 @@ class SteadyLoad:
     def __init__(self, num_running: int, is_ahead: bool) -> None:
         self._rng = random.Random(1)
         self._num_wanted = num_running + num_running // 8
-        pages = PagePool(NUM_PAGES)
-        policy, queue = LeastRecentlyUsed(), FairQueue()
-        stager, adapter_pages = MemoryStager(simulated_adapters(ADAPTERS)), SimulatedPages()
-        adapters = AdapterPool(pages, 16, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
-        prefixes = PrefixCache(pages, policy, PAGE_TOKENS)
-        cache = cache_layout((None,), MAX_MODEL_LEN)
-        kv = KvPages(pages, adapters.reclaimer, prefixes, cache, max_step_tokens=256)
-        self._scheduler = Scheduler(queue, kv, adapters, SchedulerLimits(256, num_running, look_ahead=num_running))
-        self._executor = SimulatedExecutor(VOCAB_SIZE, cache, NUM_PAGES, adapter_pages)
-        limits = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, (), PAGE_TOKENS)
-        grammars = Grammars((), {}, VOCAB_SIZE)
-        self._engine = Engine(
-            limits,
-            EngineParts(pages, adapters, prefixes, self._scheduler, self._executor, grammars),
-            Observers(EngineStats(pages, adapters, prefixes, self._scheduler)),
-            random.Random(0),
-            lambda: 0.0,
-            is_ahead,
+        self._simulation = simulate_engine(
+            num_pages=800,
+            num_slots=16,
+            adapters=ADAPTERS,
+            max_batch_tokens=256,
+            max_sequences=num_running,
+            lookahead=is_ahead,
+            vocab_size=VOCAB_SIZE,
+            grammar_process=(),
         )
+        self._engine, self._executor = self._simulation.engine, self._simulation.executor
         self._adds: dict[str, Add] = {}
         self._tokens: defaultdict[str, list[int]] = defaultdict(list)
         self._num_asked = 0
@@ -89,7 +61,7 @@ class SteadyLoad:
             self._engine.step()
             outbox = self._engine.take_outbox()
             seconds += time.process_time() - started_s
-            self.num_running += len(self._scheduler.running)
+            self.num_running += len(self._simulation.scheduler.running)
             for outbound in outbox:
                 match outbound.message:
                     case StepOutput(outputs=outputs):
@@ -123,20 +95,17 @@ class SteadyLoad:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
+    parser = new_parser("simulation", __doc__)
     parser.add_argument("--running", type=int, default=32, help="sequences running at any time")
     parser.add_argument(
         "--steps", type=int, default=10_000, help="steps in each mode, rounded down to a multiple of 200"
     )
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    add_allow_busy(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse(argv)
-    require_idle(arguments.allow_busy)
-    console = Console()
+    run = begin(parse(argv))
+    arguments = run.arguments
     results = {}
     for name, is_ahead in (("at once", False), ("one step ahead", True)):
         load = SteadyLoad(arguments.running, is_ahead)
@@ -153,10 +122,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "running_on_average": round(load.num_running / (num_chunks * CHUNK_STEPS), 1),
             "answers_checked": load.num_checked,
         }
-        console.print(f"{name}: {results[name]}")
-    if arguments.out:
-        document = {"machine": describe(), "target_steps_per_s": TARGET_STEPS_S, "results": results}
-        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+        run.console.print(f"{name}: {results[name]}")
+    run.write({"target_steps_per_s": TARGET_STEPS_S, "results": results})
 
 
 if __name__ == "__main__":

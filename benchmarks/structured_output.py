@@ -22,10 +22,8 @@ import json
 import os
 import random
 import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +31,19 @@ import httpx
 from llguidance import LLMatcher, LLTokenizer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
-from benchmarks.peers.http_questions import Document, completion_body, post_all, require_lengths
+from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure
+from benchmarks.peers.http_questions import Document
 from benchmarks.peers.loramux_server import LoramuxServer, open_loramux
 from benchmarks.peers.model_files import ModelFiles, make_model_files
 from benchmarks.peers.system import LORAMUX, SystemFailed
 from benchmarks.peers.vllm_server import VllmServer, find_vllm, open_vllm
 from benchmarks.peers.workload import DISTINCT, Load, draw_work
 from benchmarks.random_model import SHAPES
-from benchmarks.tables import open_console
+from benchmarks.sharing.traffic import Sample, stream
+from benchmarks.tables import table
 from loramux.engine.constraints.vocabulary import load_vocabulary
 
-FOLDER = Path(__file__).parent
 EOS = 2
 """End-of-sequence token of the random models."""
 
@@ -126,36 +123,22 @@ class Figures:
 
 
 def answer_all(
-    server: LoramuxServer | VllmServer, name: str, kind: str, load: Load, files: ModelFiles, seed: str
+    server: LoramuxServer | VllmServer, kind: str, load: Load, files: ModelFiles, seed: str
 ) -> tuple[float, list[str]]:
     """Seconds that a system takes to answer sixteen requests with distinct adapters, and the answers."""
     work = draw_work(DISTINCT, load, files.num_adapters, files.shape.vocab_size, seed)
-    own = isinstance(server, LoramuxServer)
-    bodies = [
-        completion_body(question, work.num_output, server.models[question.adapter or ""] if own else question.adapter)
-        | ({"structured_outputs": {"json": LONG_SCHEMA}} if kind == SCHEMA else {})
-        for question in work.questions
-    ]
-    headers = {"authorization": f"Bearer {server.api_key}"} if own else {}
-    documents, seconds = post_all(f"{server.url}/v1/completions", bodies, headers)
-    require_lengths(name, [document["usage"]["completion_tokens"] for document in documents], work)
+    extra: Document = {"structured_outputs": {"json": LONG_SCHEMA}} if kind == SCHEMA else {}
+    documents, seconds = server.complete(work, extra)
     return seconds, [document["choices"][0]["text"] for document in documents]
 
 
 async def first_token(client: httpx.AsyncClient, body: Document) -> float:
-    """Seconds from sending a request to its first token."""
-    started = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        if response.status_code != 200:
-            raise SystemFailed(f"{response.status_code}: {(await response.aread()).decode()[:500]}")
-        seconds = None
-        # Read the whole answer, so that it does not slow down the next request.
-        async for line in response.aiter_lines():
-            if seconds is None and line.startswith("data: {"):
-                seconds = time.perf_counter() - started
-    if seconds is None:
-        raise SystemFailed("an answer has no token")
-    return seconds
+    """Seconds from sending a request to its first token. The whole answer is read, so that it does not slow down the
+    next request.
+    """
+    sample = Sample()
+    await stream(client, "/v1/completions", body | {"stream": True}, sample)
+    return sample.first_token_s[0]
 
 
 async def measure_first_tokens(
@@ -195,11 +178,11 @@ def measure(arguments: argparse.Namespace, files: ModelFiles, logs: Path, consol
 
     def rounds(server: LoramuxServer | VllmServer, name: str) -> None:
         for kind in (PLAIN, SCHEMA):
-            answer_all(server, name, kind, Load(8, 4), files, f"warm {kind}")
+            answer_all(server, kind, Load(8, 4), files, f"warm {kind}")
         broken = figures.broken[name] = []
         for number in track(range(arguments.rounds), description=name, console=console):
             for kind in (PLAIN, SCHEMA) if number % 2 else (SCHEMA, PLAIN):
-                seconds, texts = answer_all(server, name, kind, arguments.load, files, f"{number}")
+                seconds, texts = answer_all(server, kind, arguments.load, files, f"{number}")
                 figures.seconds.setdefault((name, kind), []).append(seconds)
                 broken += [text for text in texts if kind == SCHEMA and not check.is_beginning(text)]
         if broken and name == LORAMUX:
@@ -225,12 +208,12 @@ def measure(arguments: argparse.Namespace, files: ModelFiles, logs: Path, consol
 def report(figures: Figures, num_tokens: int, console: Console) -> dict[str, Any]:
     """Print the tables, and return the figures with their goals."""
     speeds = {key: figures.speed(*key, num_tokens) for key in figures.seconds}
-    table = Table(title="sixteen requests with distinct adapters, output tokens/s, median")
-    for heading in ("system", PLAIN, SCHEMA):
-        table.add_column(heading, justify="left" if heading == "system" else "right")
-    for name in dict.fromkeys(name for name, _ in speeds):
-        table.add_row(name, *(f"{speeds[name, kind]:.1f}" for kind in (PLAIN, SCHEMA)))
-    console.print(table)
+    by_system: dict[str, dict[str, float]] = {}
+    for (name, kind), speed in speeds.items():
+        by_system.setdefault(name, {})[kind] = round(speed, 2)
+    rows = [[name, *(f"{found[kind]:.1f}" for kind in (PLAIN, SCHEMA))] for name, found in by_system.items()]
+    title = "sixteen requests with distinct adapters, output tokens/s, median"
+    console.print(table(title, ("system", PLAIN, SCHEMA), rows))
     values = {
         "every row": speeds[LORAMUX, SCHEMA] / speeds[LORAMUX, PLAIN],
         "over vLLM": speeds[LORAMUX, SCHEMA] / speeds["vLLM", SCHEMA] if ("vLLM", SCHEMA) in speeds else None,
@@ -243,23 +226,21 @@ def report(figures: Figures, num_tokens: int, console: Console) -> dict[str, Any
         "first use": "additional time to first token of the first use of a schema",
         "neighbour": "additional time to first token of a request that arrives together with a first use",
     }
-    table = Table(title="goals")
-    for heading in ("figure", "value", "goal", ""):
-        table.add_column(heading, justify="left" if heading == "figure" else "right")
+    rows = []
     for name, value in values.items():
         is_time = name in ("first use", "neighbour")
         goal = GOALS.get(name)
         verdict = "" if value is None or goal is None else ("met" if (value <= goal) == is_time else "missed")
         written = "-" if value is None else (f"{1000 * value:+.0f} ms" if is_time else f"{value:.2f}")
         limit = "" if goal is None else (f"<= {1000 * goal:.0f} ms" if is_time else f">= {goal:.2f}")
-        table.add_row(shown[name], written, limit, verdict)
-    console.print(table)
+        rows.append([shown[name], written, limit, verdict])
+    console.print(table("goals", ("figure", "value", "goal", ""), rows))
     for name, broken in figures.broken.items():
         console.print(f"{name}: {len(broken)} answers break the schema")
     medians = {name: statistics.median(times) for name, times in figures.first_token_s.items()}
     console.print("time to first token, median: " + ", ".join(f"{k} {1000 * s:.0f} ms" for k, s in medians.items()))
     return {
-        "tokens_per_second": _by_system(speeds),
+        "tokens_per_second": by_system,
         "values": values,
         "goals": GOALS,
         "first_token_s": medians,
@@ -267,15 +248,8 @@ def report(figures: Figures, num_tokens: int, console: Console) -> dict[str, Any
     }
 
 
-def _by_system(speeds: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for (name, kind), speed in speeds.items():
-        found.setdefault(name, {})[kind] = round(speed, 2)
-    return found
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("structured_output", __doc__)
     add = parser.add_argument
     add("--size", choices=sorted(SHAPES), default="1b", help="shape of the random model")
     add("--load", type=Load.parse, default=Load(32, 128), help="tokens per prompt and answer, like 32/128")
@@ -286,33 +260,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--schema-bytes", type=int, default=20_000, help="size of each new schema, in bytes")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="directory for models and logs")
-    add("--out", type=Path, help="write the figures as JSON")
-    add_allow_busy(parser)
+    add("--scratch", type=Path, default=SCRATCH / "peers", help="directory for models and logs")
     return parser.parse_args(argv)
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    console = open_console()
-    machine, busy_before = describe(), require_idle(arguments.allow_busy)
+    run = begin(parse(argv))
+    arguments = run.arguments
     files = make_model_files(arguments.scratch, arguments.size, arguments.adapters, arguments.rank)
-    try:
-        figures = measure(arguments, files, arguments.scratch.absolute() / "logs", console)
-    except SystemFailed as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
-        return 1
-    found = report(figures, arguments.adapters * arguments.load.num_output, console)
-    if arguments.out is not None:
-        workload = {
-            name: str(getattr(arguments, name))
-            for name in ("size", "load", "adapters", "rank", "rounds", "pairs", "schema_bytes", "dtype", "threads")
-        }
-        head = {"date": datetime.now(UTC).date().isoformat(), "workload": workload, "machine": machine}
-        seconds = {f"{name}, {kind}": times for (name, kind), times in figures.seconds.items()}
-        busy = {"before": round(busy_before, 3), "after": round(busy_share(), 3)}
-        document = head | {"busy_share": busy} | found | {"seconds": seconds, "first_tokens": figures.first_token_s}
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    figures = measure(arguments, files, arguments.scratch.absolute() / "logs", run.console)
+    found = report(figures, arguments.adapters * arguments.load.num_output, run.console)
+    names = ("size", "load", "adapters", "rank", "rounds", "pairs", "schema_bytes", "dtype", "threads")
+    workload = {name: str(getattr(arguments, name)) for name in names}
+    seconds = {f"{name}, {kind}": times for (name, kind), times in figures.seconds.items()}
+    run.write({"workload": workload, **found, "seconds": seconds, "first_tokens": figures.first_token_s})
     return 0
 
 

@@ -8,21 +8,18 @@ rows. Then the logits of trained tokens are replaced. Both are timed in turn, an
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.machine import add_allow_busy, describe, require_idle
-from benchmarks.tables import open_console
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser, reports_failure
+from benchmarks.tables import table
 from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear.linear import PackedLinear
@@ -38,10 +35,6 @@ OTHER_BYTES = 512 << 20
 
 TOLERANCE = 0.02
 """Largest accepted error, relative to the largest logit. The base's head may round its input to bfloat16."""
-
-
-class CheckError(Exception):
-    """A logit is wrong, so nothing is measured."""
 
 
 class HeadBench:
@@ -107,7 +100,7 @@ class HeadBench:
         return worst
 
 
-def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def measure(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Return the shortest time of each method, in seconds. The methods alternate and start with cold caches."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     others = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
@@ -121,7 +114,7 @@ def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
     return {name: min(taken) for name, taken in times.items()}
 
 
-def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure_all(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     whole = arguments.vocabulary
     bench = HeadBench(whole, arguments.hidden, [whole, whole, whole, whole, FEW])
     cases: list[dict[str, Any]] = []
@@ -137,10 +130,8 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             del wanted["four whole heads"]
         worst = max(worst, *(bench.check(x, slots) for slots in wanted.values()))
         y = bench.base(x)
-        ways: dict[str, Callable[[], object]] = {
-            name: lambda x=x, slots=slots, y=y: bench.replace(x, slots, y) for name, slots in wanted.items()
-        }
-        seconds = measure({"base": lambda x=x: bench.base(x), **ways}, arguments.rounds)
+        ways = {name: partial(bench.replace, x, slots, y) for name, slots in wanted.items()}
+        seconds = measure({"base": partial(bench.base, x), **ways}, arguments.rounds)
         relative = {name: seconds[name] / seconds["base"] for name in ways}
         cases.append({"rows": num_rows, "base_ms": 1000 * seconds["base"], **relative})
     print_cases(cases, console)
@@ -152,44 +143,29 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def print_cases(cases: list[dict[str, Any]], console: Console) -> None:
     ways = [name for name in cases[-1] if name not in ("rows", "base_ms")]
-    shown = Table("rows", "base, ms", *(f"{name}, relative to the base" for name in ways))
-    for case in cases:
-        ratios = (f"{case[name]:.4f}" if name in case else "" for name in ways)
-        shown.add_row(str(case["rows"]), f"{case['base_ms']:.2f}", *ratios)
-    console.print(shown)
+    rows = [
+        (str(case["rows"]), f"{case['base_ms']:.2f}", *(f"{case[name]:.4f}" if name in case else "" for name in ways))
+        for case in cases
+    ]
+    headings = ("rows", "base, ms", *(f"{name}, relative to the base" for name in ways))
+    console.print(table("replacing the logits of trained rows", headings, rows))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@reports_failure
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = new_parser("trained_rows", __doc__)
     parser.add_argument("--vocabulary", type=int, default=128_256, help="number of rows of the head")
     parser.add_argument("--hidden", type=int, default=1024, help="width of the head")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="rows per step")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the figures to this file")
-    add_allow_busy(parser)
-    parsed = parser.parse_args(arguments)
-    busy = require_idle(parsed.allow_busy)
-    set_num_threads(parsed.threads)
-    console = open_console()
-    try:
-        figures = run(parsed, console)
-    except CheckError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if parsed.out is not None:
-        workload = {name: getattr(parsed, name) for name in ("vocabulary", "hidden", "rounds", "threads")}
-        document = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": describe(),
-            "busy_share": busy,
-            "workload": workload,
-            **figures,
-        }
-        parsed.out.parent.mkdir(parents=True, exist_ok=True)
-        parsed.out.write_text(json.dumps(document, indent=2) + "\n")
+    run = begin(parser.parse_args(argv))
+    set_num_threads(run.arguments.threads)
+    figures = measure_all(run.arguments, run.console)
+    workload = {name: getattr(run.arguments, name) for name in ("vocabulary", "hidden", "rounds", "threads")}
+    run.write({"workload": workload, **figures})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

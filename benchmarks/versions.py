@@ -7,26 +7,23 @@ the time per step are compared. Before that, both must generate the same tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.table import Table
-
-from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.answers import CheckError
+from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure
+from benchmarks.machine import commit
 from benchmarks.peers.model_files import ModelFiles, make_model_files
 from benchmarks.random_model import SHAPES
-from benchmarks.tables import open_console
+from benchmarks.tables import table
 
-FOLDER = Path(__file__).parent
 NUM_ROWS = 16
 PROMPT = 64
 KINDS = ("base only", "distinct adapters")
@@ -35,40 +32,52 @@ WORKER = """
 import json, sys, time
 from pathlib import Path
 import torch
-from loramux.adapter_store.formats.packed.canonical import write_canonical
-from loramux.adapter_store.formats.packed.packing import pack
-from loramux.adapter_store.validation.validation import validate_files
-from loramux.engine.adapters.stager import MemoryStager
-from loramux.engine.loop.assembly import assemble_engine
-from loramux.engine.loop.config import EngineConfig, pack_target
-from loramux.engine.protocol.messages import Add, Load, SamplingParams, StepOutput
-from loramux.engine.architectures.model_config import ModelConfig
+from importlib import import_module
+
+def module_of(*names):
+    # Modules have moved: take the first of these names that this version has.
+    for name in names:
+        try:
+            return import_module("loramux." + name)
+        except ModuleNotFoundError:
+            if name == names[-1]:
+                raise
+
+formats = "adapter_store.formats."
+write_canonical = module_of(formats + "packed.canonical", formats + "canonical").write_canonical
+pack = module_of(formats + "packed.packing", formats + "packing").pack
+validate_files = module_of("adapter_store.validation.validation").validate_files
+MemoryStager = module_of("engine.adapters.stager").MemoryStager
+assemble_engine = module_of("engine.loop.assembly", "engine.assembly").assemble_engine
+config = module_of("engine.loop.config", "engine.config")
+messages = module_of("engine.protocol.messages", "engine.messages")
+ModelConfig = module_of("engine.architectures.model_config", "engine.model.model_config").ModelConfig
 
 base, adapters, canonical, threads, prompt, vocabulary = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
-target = pack_target(ModelConfig.load(Path(base)), "bfloat16")
+target = config.pack_target(ModelConfig.load(Path(base)), "bfloat16")
 packed = []
 for directory in map(Path, adapters):
     tensors = directory / "adapter_model.safetensors"
     report = validate_files((directory / "adapter_config.json").read_bytes(), tensors, target)
     write_canonical(tensors, report.scales, Path(canonical))
     packed.append(pack(Path(canonical), target))
-config = EngineConfig(
+settings = config.EngineConfig(
     model_dir=base, blob_url="", cache_dir="", dtype="bfloat16", pool_bytes=640 << 20, num_threads=threads
 )
-assembled = assemble_engine(config, lambda: None, MemoryStager({one.digest: one for one in packed}))
+assembled = assemble_engine(settings, lambda: None, MemoryStager({one.digest: one for one in packed}))
 engine = assembled.engine
 for one in packed:
-    engine.load(b"", Load(call_id=one.digest, digest=one.digest))
+    engine.load(b"", messages.Load(call_id=one.digest, digest=one.digest))
 while engine.has_work:
     engine.step()
 digests = {"base only": [None] * len(packed), "distinct adapters": [one.digest for one in packed]}
-sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+sampling = messages.SamplingParams(temperature=0.0, ignore_eos=True)
 
 def step(answers):
     engine.step()
     for outbound in engine.take_outbox():
-        if isinstance(outbound.message, StepOutput):
+        if isinstance(outbound.message, messages.StepOutput):
             for output in outbound.message.outputs:
                 answers.setdefault(output.sequence_id, []).extend(output.token_ids)
 
@@ -78,7 +87,7 @@ for line in sys.stdin:
     size = (len(packed), prompt)
     prompts = torch.randint(10, vocabulary, size, generator=torch.Generator().manual_seed(seed)).tolist()
     for row, digest in enumerate(digests[kind]):
-        add = Add(
+        add = messages.Add(
             sequence_id=str(row), prompt=tuple(prompts[row]), max_tokens=num_steps + 8, sampling=sampling, digest=digest
         )
         engine.add(b"", add)
@@ -96,10 +105,6 @@ for line in sys.stdin:
     print(json.dumps([seconds / num_steps, [answers[str(row)][:num_steps] for row in range(len(packed))]]), flush=True)
 """
 """The program of each process. It runs with the code of either version, so it uses only names that exist in both."""
-
-
-class CheckError(Exception):
-    """The versions generate different tokens, so there are no figures."""
 
 
 class Decoder(Protocol):
@@ -157,13 +162,6 @@ def open_version(checkout: Path, files: ModelFiles, threads: int) -> Iterator[Ve
         canonical.unlink(missing_ok=True)
 
 
-def commit_of(checkout: Path) -> str:
-    asked = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-    )
-    return asked.stdout.strip()
-
-
 def compare(before: Decoder, after: Decoder, rounds: int, num_steps: int) -> list[dict[str, Any]]:
     """Milliseconds per step of both versions in each round, and the ratio of their medians, by kind of work."""
     cases = []
@@ -191,50 +189,35 @@ def compare(before: Decoder, after: Decoder, rounds: int, num_steps: int) -> lis
     return cases
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, help="checkout of the other version, with compiled kernels")
-    parser.add_argument("--model", choices=sorted(SHAPES), default="1b")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=16, help="decode steps per turn")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="directory for models")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    add_allow_busy(parser)
-    parsed = parser.parse_args()
-    busy = require_idle(parsed.allow_busy)
+@reports_failure
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = new_parser("versions", __doc__)
+    add = parser.add_argument
+    add("before", type=Path, help="checkout of the other version, with compiled kernels")
+    add("--model", choices=sorted(SHAPES), default="1b")
+    add("--rounds", type=int, default=12)
+    add("--steps", type=int, default=16, help="decode steps per turn")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--scratch", type=Path, default=SCRATCH / "peers", help="directory for models")
+    run = begin(parser.parse_args(argv))
+    parsed = run.arguments
     files = make_model_files(parsed.scratch, parsed.model, NUM_ROWS, 16)
-    checkouts = parsed.before.absolute(), FOLDER.parent
-    try:
-        with ExitStack() as stack:
-            before, after = (stack.enter_context(open_version(each, files, parsed.threads)) for each in checkouts)
-            cases = compare(before, after, parsed.rounds, parsed.steps)
-    except CheckError as error:
-        print(error, file=sys.stderr)
-        return 1
-    table = Table("rows", "before, ms", "after, ms", "after / before", "by round", title="decode step, medians")
+    checkouts = parsed.before.absolute(), SCRATCH.parents[1]
+    with ExitStack() as stack:
+        before, after = (stack.enter_context(open_version(each, files, parsed.threads)) for each in checkouts)
+        cases = compare(before, after, parsed.rounds, parsed.steps)
+    rows = []
     for case in cases:
-        middle = case["median_ms"]
-        ratio = f"{case['after_over_before']:.3f}", f"{case['after_over_before_by_round']:.3f}"
-        table.add_row(f"{NUM_ROWS}, {case['kind']}", f"{middle['before']:.2f}", f"{middle['after']:.2f}", *ratio)
-    open_console().print(table)
-    if parsed.out is not None:
-        document = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": describe(),
-            "before": commit_of(checkouts[0]),
-            "busy_share": {"before": round(busy, 3), "after": round(busy_share(), 3)},
-            "workload": {
-                **{name: getattr(parsed, name) for name in ("model", "rounds", "steps", "threads")},
-                "rows": NUM_ROWS,
-                "prompt": PROMPT,
-            },
-            "cases": cases,
-        }
-        parsed.out.parent.mkdir(parents=True, exist_ok=True)
-        parsed.out.write_text(json.dumps(document, indent=2) + "\n")
+        times = (f"{case['median_ms'][name]:.2f}" for name in ("before", "after"))
+        ratios = f"{case['after_over_before']:.3f}", f"{case['after_over_before_by_round']:.3f}"
+        rows.append([f"{NUM_ROWS}, {case['kind']}", *times, *ratios])
+    headings = ("rows", "before, ms", "after, ms", "after / before", "by round")
+    run.console.print(table("decode step, medians", headings, rows))
+    workload = {name: getattr(parsed, name) for name in ("model", "rounds", "steps", "threads")}
+    workload |= {"rows": NUM_ROWS, "prompt": PROMPT}
+    run.write({"before": commit(checkouts[0]), "workload": workload, "cases": cases})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

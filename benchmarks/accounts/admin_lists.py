@@ -7,29 +7,24 @@ SQL, and validation of the response against the documented schema, but not over 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
-import numpy as np
-from rich.table import Table
 from sqlalchemy import insert
 
-from benchmarks.accounts.databases import KINDS as DATABASES
-from benchmarks.accounts.databases import open_database
-from benchmarks.accounts.registry_world import Filled, World, digest_of, fill
-from benchmarks.gpu.bench import CheckError
-from benchmarks.machine import add_allow_busy, describe, require_idle
-from benchmarks.tables import open_console
+from benchmarks.accounts.databases import KINDS, open_database_at
+from benchmarks.accounts.registry_world import Filled, World, add_world, digest_of, fill, key_row, world_of
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser, percentiles_ms, require_below
+from benchmarks.tables import table_by_database
 from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary
@@ -122,15 +117,7 @@ def add_keys_and_requests(database: Database, filled: Filled) -> None:
     """Insert one key per tenant and NUM_RUNNING in-flight requests, spread over the tenants."""
     key_ids = {tenant_id: new_id("key") for tenant_id in filled.tenant_ids}
     keys = [
-        {
-            "id": key_id,
-            "tenant_id": tenant_id,
-            "public_id": f"{number:016d}",
-            "secret_sha256": bytes(32),
-            "name": "default",
-            "scopes": ["adapters", "base"],
-            "created_us": 1,
-        }
+        key_row(key_id, tenant_id, "default", f"{number:016d}")
         for number, (tenant_id, key_id) in enumerate(key_ids.items())
     ]
     running = [
@@ -197,64 +184,27 @@ async def measure(services: AdminServices, filled: Filled, calls: int) -> dict[s
                     raise CheckError(f"{name}: {response.status_code} with {len(body.get('data', []))} items")
                 if turn > 1:
                     times.setdefault(name, []).append(took)
-    return {name: _figures(samples) for name, samples in times.items()}
+    return {name: percentiles_ms(samples, 50, 95) for name, samples in times.items()}
 
 
-def _figures(samples: list[float]) -> dict[str, float]:
-    p50, p95 = np.percentile(np.array(samples) * 1e3, [50, 95])
-    return {"p50_ms": round(float(p50), 2), "p95_ms": round(float(p95), 2)}
-
-
-def main() -> None:
-    arguments = _arguments()
-    require_idle(arguments.allow_busy)
-    world = World(arguments.tenants, arguments.adapters_each, arguments.versions_each)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = new_parser("accounts.admin_lists", __doc__)
+    add_world(parser)
+    parser.add_argument("--calls", type=int, default=100, help="calls per list")
+    run = begin(parser.parse_args(argv))
+    world = world_of(run.arguments)
     results: dict[str, Any] = {}
-    for kind in DATABASES:
-        with open_database(kind) as database:
+    for kind in KINDS:
+        with open_database_at(kind) as (database, _):
             filled = fill(database, world)
             add_keys_and_requests(database, filled)
             with open_services(database, world) as services:
                 freeze_gc()
-                results[kind] = asyncio.run(measure(services, filled, arguments.calls))
-    shape = {"tenants": world.num_tenants, "adapters": world.num_adapters, "versions": world.num_versions}
-    document = {
-        "machine": describe(),
-        "is_idle": not arguments.allow_busy,
-        "world": shape,
-        "calls": arguments.calls,
-        "results": results,
-    }
-    _print(document)
-    if arguments.out is not None:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    worst = max(figures["p95_ms"] for result in results.values() for figures in result.values())
-    if worst > TARGET_MS:
-        raise SystemExit(f"a list took {worst:.1f} ms at p95; the target is {TARGET_MS:g} ms")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tenants", type=int, default=1000)
-    parser.add_argument("--adapters-each", type=int, default=10)
-    parser.add_argument("--versions-each", type=int, default=10)
-    parser.add_argument("--calls", type=int, default=100, help="calls per list")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    add_allow_busy(parser)
-    return parser.parse_args()
-
-
-def _print(document: dict[str, Any]) -> None:
-    table = Table(title="{tenants} tenants, {adapters} adapters, {versions} versions".format(**document["world"]))
-    table.add_column("list")
-    for kind in document["results"]:
-        for column in ("p50", "p95"):
-            table.add_column(f"{kind} {column}, ms", justify="right")
-    first = next(iter(document["results"].values()))
-    for name in first:
-        cells = [result[name] for result in document["results"].values()]
-        table.add_row(name, *(f"{cell[key]:.1f}" for cell in cells for key in ("p50_ms", "p95_ms")))
-    open_console().print(table)
+                results[kind] = asyncio.run(measure(services, filled, run.arguments.calls))
+    run.console.print(table_by_database(str(world), "list", results))
+    run.write({"world": world.document, "calls": run.arguments.calls, "results": results})
+    slowest = {kind: max(figures["p95_ms"] for figures in found.values()) for kind, found in results.items()}
+    require_below(TARGET_MS, {f"the slowest list on {kind} at p95": value for kind, value in slowest.items()})
 
 
 if __name__ == "__main__":

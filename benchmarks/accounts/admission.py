@@ -21,19 +21,14 @@ import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-from rich.console import Console
-from rich.table import Table
 from sqlalchemy import func, select
 
 from benchmarks.accounts.databases import KINDS, open_database_at
-from benchmarks.gpu.bench import CheckError
-from benchmarks.machine import add_allow_busy, describe, require_idle
-from benchmarks.tables import open_console
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser, percentiles_ms
+from benchmarks.tables import table
 from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -61,12 +56,18 @@ _start: Any = None
 """The gateway processes wait at this barrier to start together."""
 
 
-def main() -> None:
-    arguments = _arguments()
-    require_idle(arguments.allow_busy)
+def main(argv: Sequence[str] | None = None) -> None:
+    run = begin(_parse(argv))
+    arguments = run.arguments
     # Freeze the garbage collector, as every gateway does when it starts.
     freeze_gc()
-    cases = []
+    cases: list[dict[str, Any]] = []
+
+    def keep(rounds: Sequence[dict[str, Any]], **setting: Any) -> None:
+        cases.append({**setting, **_pooled(rounds)})
+        named = ", ".join(f"{name} {value}" for name, value in setting.items())
+        run.console.print(f"{named}: {cases[-1]['pairs_s']:.0f}/s")
+
     for kind in KINDS:
         for num_tenants in (1, arguments.tenants):
             with open_database_at(kind) as (database, url):
@@ -82,28 +83,23 @@ def main() -> None:
                     ]
                     setting = {"database": kind, "tenants": num_tenants, "clients": clients}
                     for index, way in enumerate(WAYS):
-                        cases.append({**setting, "way": way, "gateways": 1, **_pooled(rounds[index::2])})
-                        _tell(cases[-1])
+                        keep(rounds[index::2], **setting, way=way, gateways=1)
                     if not database.is_sqlite and arguments.gateways > 1:
                         together = _measure_together(database, url, accounts, clients, arguments)
-                        cases.append({**setting, "way": GROUP, "gateways": arguments.gateways, **_pooled(together)})
-                        _tell(cases[-1])
-    document = {"machine": describe(), "seconds": arguments.seconds, "cases": cases}
-    _print(cases)
-    if arguments.out is not None:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+                        keep(together, **setting, way=GROUP, gateways=arguments.gateways)
+    rows = [[str(value) for value in case.values()] for case in cases]
+    run.console.print(table("reserve and settle", cases[0], rows))
+    run.write({"seconds": arguments.seconds, "cases": cases})
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser("accounts.admission", __doc__)
     parser.add_argument("--tenants", type=int, default=1000, help="tenants in the case with many tenants")
     parser.add_argument("--clients", type=int, nargs="+", default=[64, 256], help="requests in flight")
     parser.add_argument("--gateways", type=int, default=4, help="gateway processes on PostgreSQL; 1 skips that case")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of each measurement")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    add_allow_busy(parser)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def _accounts(database: Database, num_tenants: int) -> list[tuple[str, str]]:
@@ -264,26 +260,9 @@ def _pooled(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "pairs_s": round(sum(one["num_pairs"] for one in rounds) / sum(one["seconds"] for one in rounds), 1)
     }
     for name in ("reserved", "settled"):
-        p50, p99 = np.percentile(np.concatenate([one[name] for one in rounds]) * 1e3, [50, 99])
-        figures[f"{name}_p50_ms"], figures[f"{name}_p99_ms"] = round(float(p50), 2), round(float(p99), 2)
+        found = percentiles_ms([each for one in rounds for each in one[name]], 50, 99)
+        figures |= {f"{name}_{figure}": value for figure, value in found.items()}
     return figures
-
-
-def _tell(case: dict[str, Any]) -> None:
-    named = f"{case['database']}, {case['tenants']} tenants, {case['clients']} clients, {case['way']}"
-    Console(stderr=True).print(f"{named}, {case['gateways']} gateways: {case['pairs_s']:.0f}/s")
-
-
-def _print(cases: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="reserve and settle")
-    columns = ("pairs_s", "reserved_p50_ms", "reserved_p99_ms", "settled_p50_ms", "settled_p99_ms")
-    for column in ("database", "tenants", "clients", "way", "gateways", *columns):
-        table.add_column(column, justify="left" if column in ("database", "way") else "right")
-    for case in cases:
-        table.add_row(
-            *(str(case[column]) for column in ("database", "tenants", "clients", "way", "gateways", *columns))
-        )
-    open_console().print(table)
 
 
 if __name__ == "__main__":

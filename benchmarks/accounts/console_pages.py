@@ -6,27 +6,23 @@ moment later. Requests go through the whole app, but not over a network.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import re
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import msgspec
-import numpy as np
 from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks.accounts.admin_lists import ADMIN_KEY, open_services
-from benchmarks.accounts.databases import KINDS
 from benchmarks.accounts.registry_world import World
-from benchmarks.accounts.usage_world import UsageWorld, add_folder, open_usage_world
-from benchmarks.gpu.bench import CheckError
-from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
-from benchmarks.tables import open_console
+from benchmarks.accounts.usage_world import UsageWorld, add_usage_world, describe_usage_world, open_usage_world
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser, percentiles_ms, require_below
+from benchmarks.machine import busy_share
+from benchmarks.tables import table_by_database
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.serving.app import create_admin_app
 from loramux.engine.server.gc_freeze import freeze_gc
@@ -76,14 +72,17 @@ async def measure(services: AdminServices, made: UsageWorld, rounds: int, progre
                 for name, path in pages(made).items():
                     started = time.perf_counter()
                     response = await client.get(path)
-                    times.setdefault(name, []).append((time.perf_counter() - started) * 1e3)
+                    times.setdefault(name, []).append(time.perf_counter() - started)
                     # A section that could not be loaded shows an alert in a page with status 200.
                     if response.status_code != 200 or 'role="alert"' in response.text:
                         raise CheckError(f"{name}: {response.status_code}, {response.text[-300:]}")
     # The first round compiles templates and statements and is not counted.
     return {
-        name: {"first_p50_ms": _quantile(first[name], 50), "first_p95_ms": _quantile(first[name], 95)}
-        | {"again_p50_ms": _quantile(again[name], 50), "again_p95_ms": _quantile(again[name], 95)}
+        name: {
+            f"{when}_{figure}": value
+            for when, times in (("first", first), ("again", again))
+            for figure, value in percentiles_ms(times[name][1:], 50, 95, digits=1).items()
+        }
         for name in first
     }
 
@@ -98,16 +97,15 @@ async def _sign_in(client: httpx.AsyncClient) -> None:
         raise CheckError(f"signing in: {answer.status_code}")
 
 
-def _quantile(samples: list[float], percent: int) -> float:
-    return round(float(np.percentile(samples[1:], percent)), 1)
-
-
-def main() -> None:
-    arguments = _arguments()
-    before = require_idle(arguments.allow_busy)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = new_parser("accounts.console_pages", __doc__)
+    add_usage_world(parser)
+    parser.add_argument("--rounds", type=int, default=20, help="rounds, 10 s apart; each requests every page twice")
+    run = begin(parser.parse_args(argv))
+    arguments = run.arguments
     world = World(arguments.tenants, arguments.adapters_each, 10)
     results: dict[str, Any] = {}
-    with Progress() as progress:
+    with Progress(console=run.console) as progress:
         for kind in arguments.databases:
             with (
                 open_usage_world(kind, arguments.folder, arguments.events, world, progress) as (database, made),
@@ -118,52 +116,17 @@ def main() -> None:
                 freeze_gc()
                 figures = asyncio.run(measure(services, made, arguments.rounds, progress, kind))
                 results[kind] = {"busy_share": round(busy_share(), 2), "pages": figures}
-    document = {
-        "machine": describe(),
-        "busy_share_before": round(before, 2),
-        "load_1m_after": round(os.getloadavg()[0], 1),
-        "events": arguments.events,
-        "tenants": arguments.tenants,
-        "adapters": world.num_adapters,
-        "rounds": arguments.rounds,
-        "results": results,
+    load, size = round(os.getloadavg()[0], 1), describe_usage_world(arguments)
+    title = f"{size['events']} events, {size['tenants']} tenants, load {load}"
+    found = {kind: result["pages"] for kind, result in results.items()}
+    run.console.print(table_by_database(title, "page", found))
+    run.write({"load_1m_after": load, **size, "rounds": arguments.rounds, "results": results})
+    p95s = {
+        f"{kind}: {name}": max(figures["first_p95_ms"], figures["again_p95_ms"])
+        for kind, pages_found in found.items()
+        for name, figures in pages_found.items()
     }
-    _print(document)
-    if arguments.out is not None:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    slow = [
-        f"{kind}: {name}, {figures['first_p95_ms']} ms"
-        for kind, result in results.items()
-        for name, figures in result["pages"].items()
-        if max(figures["first_p95_ms"], figures["again_p95_ms"]) > TARGET_MS
-    ]
-    if slow:
-        raise SystemExit(f"slower than {TARGET_MS:g} ms at p95: " + "; ".join(slow))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=10_000_000)
-    parser.add_argument("--tenants", type=int, default=1000)
-    parser.add_argument("--adapters-each", type=int, default=10)
-    parser.add_argument("--databases", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--rounds", type=int, default=20, help="rounds, 10 s apart; each requests every page twice")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    add_folder(parser)
-    add_allow_busy(parser)
-    return parser.parse_args()
-
-
-def _print(document: dict[str, Any]) -> None:
-    table = Table(title=f"{document['events']} events, {document['tenants']} tenants, load {document['load_1m_after']}")
-    table.add_column("page")
-    for kind in document["results"]:
-        for column in ("first p50", "p95", "again p50", "p95"):
-            table.add_column(f"{kind} {column}, ms", justify="right")
-    for name in next(iter(document["results"].values()))["pages"]:
-        cells = [result["pages"][name] for result in document["results"].values()]
-        table.add_row(name, *(f"{value:.1f}" for cell in cells for value in cell.values()))
-    open_console().print(table)
+    require_below(TARGET_MS, p95s)
 
 
 if __name__ == "__main__":

@@ -14,24 +14,17 @@ timed too. Together, the pages of the list of all adapters must contain each ada
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.accounts.databases import KINDS as DATABASES
-from benchmarks.accounts.databases import open_database
-from benchmarks.accounts.registry_world import Filled, World, digest_of, fill
-from benchmarks.gpu.bench import CheckError
-from benchmarks.machine import add_allow_busy, describe, require_idle
-from benchmarks.tables import open_console
+from benchmarks.accounts.databases import open_database_at
+from benchmarks.accounts.registry_world import Filled, World, add_world, digest_of, fill, world_of
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser, percentiles_ms, require_below
+from benchmarks.tables import table_by_database
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 
@@ -78,39 +71,24 @@ class Names:
         return resolve, expected
 
 
-def main() -> None:
-    arguments = _arguments()
-    require_idle(arguments.allow_busy)
-    world = World(arguments.tenants, arguments.adapters_each, arguments.versions_each)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = new_parser("accounts.registry", __doc__)
+    add_world(parser)
+    parser.add_argument("--calls", type=int, default=3000, help="names per kind; each list gets a tenth as many reads")
+    run = begin(parser.parse_args(argv))
+    world = world_of(run.arguments)
     results: dict[str, Any] = {}
     for kind in DATABASES:
-        with open_database(kind) as database:
+        with open_database_at(kind) as (database, _):
             started = time.perf_counter()
             filled = fill(database, world)
-            Console(stderr=True).print(f"{kind}: filled in {time.perf_counter() - started:.1f} s")
-            results[kind] = _measure(database, world, filled, arguments.calls)
-    document = {"machine": describe(), "world": _shape(world), "calls": arguments.calls, "results": results}
-    _print(document)
-    if arguments.out is not None:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    worst = max(figures["p99_ms"] for result in results.values() for figures in result["resolve"].values())
-    if worst > TARGET_MS:
-        raise SystemExit(f"resolving a name took {worst:.2f} ms at p99; the target is {TARGET_MS:g} ms")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tenants", type=int, default=1000)
-    parser.add_argument("--adapters-each", type=int, default=10)
-    parser.add_argument("--versions-each", type=int, default=10)
-    parser.add_argument("--calls", type=int, default=3000, help="names per kind; each list gets a tenth as many reads")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    add_allow_busy(parser)
-    return parser.parse_args()
-
-
-def _shape(world: World) -> dict[str, int]:
-    return {"tenants": world.num_tenants, "adapters": world.num_adapters, "versions": world.num_versions}
+            run.console.print(f"{kind}: filled in {time.perf_counter() - started:.1f} s")
+            results[kind] = _measure(database, world, filled, run.arguments.calls)
+    shown = {kind: {**result["resolve"], **result["lists"]} for kind, result in results.items()}
+    run.console.print(table_by_database(str(world), "call", shown, digits=2))
+    run.write({"world": world.document, "calls": run.arguments.calls, "results": results})
+    slowest = {kind: max(one["p99_ms"] for one in result["resolve"].values()) for kind, result in results.items()}
+    require_below(TARGET_MS, {f"the slowest name on {kind} at p99": value for kind, value in slowest.items()})
 
 
 def _measure(database: Database, world: World, filled: Filled, calls: int) -> dict[str, Any]:
@@ -139,8 +117,8 @@ def _measure(database: Database, world: World, filled: Filled, calls: int) -> di
         lists["far page"].append(_seconds(registry.list_adapters, None, PAGE, far))
         lists["versions"].append(_seconds(registry.list_versions, adapter_id, PAGE))
     return {
-        "resolve": {kind: _figures(samples) for kind, samples in times.items()},
-        "lists": {name: _figures(samples) for name, samples in lists.items()},
+        "resolve": {kind: percentiles_ms(samples, 50, 99, digits=3) for kind, samples in times.items()},
+        "lists": {name: percentiles_ms(samples, 50, 99, digits=3) for name, samples in lists.items()},
     }
 
 
@@ -162,25 +140,6 @@ def _seconds(function: Callable[..., object], *arguments: object) -> float:
     started = time.perf_counter()
     function(*arguments)
     return time.perf_counter() - started
-
-
-def _figures(samples: list[float]) -> dict[str, float]:
-    p50, p99 = np.percentile(np.array(samples) * 1e3, [50, 99])
-    return {"p50_ms": round(float(p50), 3), "p99_ms": round(float(p99), 3)}
-
-
-def _print(document: dict[str, Any]) -> None:
-    table = Table(title="{tenants} tenants, {adapters} adapters, {versions} versions".format(**document["world"]))
-    table.add_column("call")
-    for kind in document["results"]:
-        for column in ("p50", "p99"):
-            table.add_column(f"{kind} {column}, ms", justify="right")
-    first = next(iter(document["results"].values()))
-    for part in ("resolve", "lists"):
-        for name in first[part]:
-            cells = [result[part][name] for result in document["results"].values()]
-            table.add_row(name, *(f"{cell[key]:.2f}" for cell in cells for key in ("p50_ms", "p99_ms")))
-    open_console().print(table)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,13 @@ class World:
     versions_each: int
 
     @property
+    def document(self) -> dict[str, int]:
+        return {"tenants": self.num_tenants, "adapters": self.num_adapters, "versions": self.num_versions}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {name}" for name, count in self.document.items())
+
+    @property
     def num_adapters(self) -> int:
         return self.num_tenants * self.adapters_each
 
@@ -56,6 +64,16 @@ class World:
 
 def digest_of(tenant: int, adapter: int, number: int) -> str:
     return hashlib.sha256(f"{tenant}/{adapter}@{number}".encode()).hexdigest()
+
+
+def add_world(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tenants", type=int, default=1000)
+    parser.add_argument("--adapters-each", type=int, default=10, help="adapters per tenant")
+    parser.add_argument("--versions-each", type=int, default=10, help="versions per adapter")
+
+
+def world_of(arguments: argparse.Namespace) -> World:
+    return World(arguments.tenants, arguments.adapters_each, arguments.versions_each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +156,18 @@ def _tenant(index: int, tenant_id: str) -> dict[str, Any]:
         "state": "active",
         "weight": 1,
         "isolation_secret": bytes(32),
+        "created_us": 1,
+    }
+
+
+def key_row(key_id: str, tenant_id: str, name: str, public_id: str) -> dict[str, Any]:
+    return {
+        "id": key_id,
+        "tenant_id": tenant_id,
+        "public_id": public_id,
+        "secret_sha256": bytes(32),
+        "name": name,
+        "scopes": ["adapters", "base"],
         "created_us": 1,
     }
 

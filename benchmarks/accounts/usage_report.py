@@ -8,32 +8,29 @@ equal those that the database computes in SQL from the same ledger.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 from rich.progress import Progress
-from rich.table import Table
 from sqlalchemy import func, select, text
 
-from benchmarks.accounts.databases import KINDS, open_database
+from benchmarks.accounts.databases import open_database_at
 from benchmarks.accounts.registry_world import World
 from benchmarks.accounts.usage_world import (
     MONTH_US,
     PER_BATCH,
     UsageWorld,
-    add_folder,
+    add_usage_world,
+    describe_usage_world,
     make_usage_world,
     open_usage_world,
 )
-from benchmarks.gpu.bench import CheckError
-from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
-from benchmarks.tables import open_console
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser, percentiles_ms, require_below
+from benchmarks.machine import busy_share
+from benchmarks.tables import table
 from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -54,53 +51,37 @@ and ends mid-hour.
 FOLDED_WORLD = World(50, 4, 2)
 
 
-def main() -> None:
-    arguments = _arguments()
-    before = require_idle(arguments.allow_busy)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = new_parser("accounts.usage_report", __doc__)
+    add_usage_world(parser)
+    parser.add_argument("--repeats", type=int, default=20, help="timed runs of each report")
+    parser.add_argument("--fold", type=int, default=50_000, help="events in the smaller ledger for timing the fold")
+    run = begin(parser.parse_args(argv))
+    arguments = run.arguments
     world = World(arguments.tenants, arguments.adapters_each, 10)
     results = []
-    with Progress() as progress:
+    with Progress(console=run.console) as progress:
         for kind in arguments.databases:
             with open_usage_world(kind, arguments.folder, arguments.events, world, progress) as (database, made):
                 figures = _measure(kind, database, made, arguments.repeats, progress)
-            with open_database(kind) as database:
+            with open_database_at(kind) as (database, _):
                 figures["folded_events_s"] = _fold(kind, database, arguments.fold, progress)
             results.append({"database": kind, **figures})
-    document = {
-        "machine": describe(),
-        "busy_share_before": round(before, 2),
-        "load_1m_after": round(os.getloadavg()[0], 1),
-        "events": arguments.events,
-        "tenants": arguments.tenants,
-        "adapters": world.num_adapters,
-        "results": results,
-    }
     for result in results:
-        _print(result)
-    if arguments.out is not None:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    slow = [
-        f"{result['database']}: {name}, {figures['p95_ms']} ms"
+        title = f"{result['database']}: {result['database_bytes'] / 1e9:.1f} GB, {result['rollup_rows']} rollup rows"
+        shown = {**result["reports"], **result["whole_lists"]}
+        rows = [(name, *map(str, figures.values())) for name, figures in shown.items()]
+        run.console.print(table(title, ("report", *next(iter(shown.values()))), rows))
+        made_s, folded = result["made_s"], result["folded_events_s"]
+        run.console.print(f"created in {made_s} s; a gateway folds {folded} events/s")
+    load = round(os.getloadavg()[0], 1)
+    run.write({"load_1m_after": load, **describe_usage_world(arguments), "results": results})
+    p95s = {
+        f"{result['database']}: {name}": figures["p95_ms"]
         for result in results
         for name, figures in result["reports"].items()
-        if figures["p95_ms"] > TARGET_MS
-    ]
-    if slow:
-        raise SystemExit(f"slower than {TARGET_MS:g} ms at p95: " + "; ".join(slow))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=10_000_000)
-    parser.add_argument("--tenants", type=int, default=1000)
-    parser.add_argument("--adapters-each", type=int, default=10)
-    parser.add_argument("--databases", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--repeats", type=int, default=20, help="timed runs of each report")
-    parser.add_argument("--fold", type=int, default=50_000, help="events in the smaller ledger for timing the fold")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    add_folder(parser)
-    add_allow_busy(parser)
-    return parser.parse_args()
+    }
+    require_below(TARGET_MS, p95s)
 
 
 def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, progress: Progress) -> dict[str, Any]:
@@ -260,9 +241,8 @@ def _timed(ask: Callable[[], Any], repeats: int) -> dict[str, float]:
     for _ in range(repeats + 1):
         started = time.perf_counter()
         ask()
-        times.append((time.perf_counter() - started) * 1e3)
-    p50, p95 = np.percentile(times[1:], [50, 95])
-    return {"p50_ms": round(float(p50), 1), "p95_ms": round(float(p95), 1), "first_ms": round(times[0], 1)}
+        times.append(time.perf_counter() - started)
+    return {**percentiles_ms(times[1:], 50, 95, digits=1), "first_ms": round(times[0] * 1e3, 1)}
 
 
 def _size(kind: str, database: Database) -> int:
@@ -271,19 +251,6 @@ def _size(kind: str, database: Database) -> int:
             return int(connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         return int(pages) * int(connection.exec_driver_sql("PRAGMA page_size").scalar_one())
-
-
-def _print(result: dict[str, Any]) -> None:
-    title = f"{result['database']}: {result['database_bytes'] / 1e9:.1f} GB, {result['rollup_rows']} rollup rows"
-    table = Table(title=title)
-    columns: Sequence[str] = ("p50_ms", "p95_ms", "first_ms")
-    for column in ("report", *columns):
-        table.add_column(column, justify="left" if column == "report" else "right")
-    for name, figures in {**result["reports"], **result["whole_lists"]}.items():
-        table.add_row(name, *(str(figures[column]) for column in columns))
-    console = open_console()
-    console.print(table)
-    console.print(f"created in {result['made_s']} s; a gateway folds {result['folded_events_s']} events/s")
 
 
 if __name__ == "__main__":

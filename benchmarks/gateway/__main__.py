@@ -7,14 +7,11 @@ OpenAI-compatible server, which is also called directly. Answers are checked in 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy import func, select
 
-from benchmarks.accounts.databases import open_database_at
-from benchmarks.gateway.clients import Load, check_answers, run_load
-from benchmarks.gateway.figures import Figures, cases_of, figures_of, judged
-from benchmarks.gateway.report import earlier_run, with_earlier_cases
-from benchmarks.gateway.script import Script
+from benchmarks.accounts.databases import KINDS, open_database_at
+from benchmarks.gateway.clients import Load, Script, check_answers, run_load
+from benchmarks.gateway.figures import Figures, cases_of, earlier_run, figures_of, judged, with_earlier_cases
 from benchmarks.gateway.systems import (
     DIRECT,
     LORAMUX,
@@ -37,15 +32,13 @@ from benchmarks.gateway.systems import (
     open_litellm,
     open_loramux,
 )
-from benchmarks.machine import add_allow_busy, describe, require_idle
-from benchmarks.peers.__main__ import exit_on_signal
+from benchmarks.harness import SCRATCH, begin, exit_on_sigterm, new_parser, reports_failure
 from benchmarks.peers.system import SystemFailed
-from benchmarks.tables import open_console
+from benchmarks.tables import table
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
-FOLDER = Path(__file__).parents[1]
 NUM_CLIENTS = (1, 32, 128)
 WHOLE_TOKENS = 16
 STREAM_TOKENS = 256
@@ -71,37 +64,32 @@ COLUMNS = {
 }
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parse(argv)
-    console = open_console()
-    machine = describe()
-    busy = require_idle(arguments.allow_busy)
+    run = begin(_parse(argv))
+    arguments, console = run.arguments, run.console
     python, version = find_litellm(os.environ)
     console.print(f"LiteLLM: {version}")
     method = {
-        "machine": machine,
+        "machine": run.machine,
         "litellm": version,
         "database": arguments.database,
         "rounds": arguments.rounds,
         "seconds": arguments.seconds,
     }
-    try:
-        earlier = earlier_run(arguments.out, method) if arguments.only else None
-        with ExitStack() as stack:
-            script = Script.of(ModelTokenizer.load(MODEL))
-            logs = arguments.scratch.absolute() / "logs"
-            logs.mkdir(parents=True, exist_ok=True)
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-gateway-")))
-            database, url = stack.enter_context(open_database_at(arguments.database))
-            direct = stack.enter_context(open_direct(script, logs))
-            systems = [stack.enter_context(open_loramux(script, folder, database, url, logs))]
-            if python is not None:
-                systems.append(stack.enter_context(open_litellm(python, direct.address, logs)))
-            systems.append(direct)
-            found = _measure(systems, arguments, script, database, console)
-    except SystemFailed as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
-        return 1
+    earlier = earlier_run(arguments.out, method) if arguments.only else None
+    with ExitStack() as stack:
+        script = Script.of(ModelTokenizer.load(MODEL))
+        logs = arguments.scratch.absolute() / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-gateway-")))
+        database, url = stack.enter_context(open_database_at(arguments.database))
+        direct = stack.enter_context(open_direct(script, logs))
+        systems = [stack.enter_context(open_loramux(script, folder, database, url, logs))]
+        if python is not None:
+            systems.append(stack.enter_context(open_litellm(python, direct.address, logs)))
+        systems.append(direct)
+        found = _measure(systems, arguments, script, database, console)
     cases = with_earlier_cases(cases_of(found, DIRECT), earlier)
     goals = judged(cases, LORAMUX)
     console.print(_table(cases))
@@ -109,16 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         bound = f"at least {goal['least']}" if goal["most"] is None else f"at most {goal['most']}"
         met = "met" if goal["is_met"] else "missed"
         console.print(f"{goal['load']}: {goal['figure']} is {goal['value']}, goal {bound}: {met}")
-    document = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "busy_share": max(round(busy, 3), 0.0 if earlier is None else earlier["busy_share"]),
-        "is_busy_allowed": arguments.allow_busy or (earlier is not None and earlier["is_busy_allowed"]),
+    # A file with several runs reports the busiest.
+    before = {"busy_share": 0.0, "is_busy_allowed": False} if earlier is None else earlier
+    figures = {
+        "busy_share": max(round(run.busy_before or 0.0, 3), before["busy_share"]),
+        "is_busy_allowed": arguments.allow_busy or before["is_busy_allowed"],
         **method,
         "goals": goals,
         "cases": cases,
     }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    run.write(figures)
     return 0
 
 
@@ -178,33 +166,29 @@ def _billed_tokens(database: Database) -> int:
 
 
 def _table(cases: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="p50 and p99 of the time to the whole answer or, for a stream, to the first token")
-    table.add_column("load")
-    table.add_column("system")
-    for title in COLUMNS.values():
-        table.add_column(title, justify="right")
-    for case in cases:
-        shown = ("" if case.get(name) is None else str(case[name]) for name in COLUMNS)
-        table.add_row(case["load"], case["system"], *shown)
-    return table
+    rows = [
+        (
+            case["load"],
+            case["system"],
+            *("" if case.get(name) is None else str(case[name]) for name in COLUMNS),
+        )
+        for case in cases
+    ]
+    title = "p50 and p99 of the time to the whole answer or, for a stream, to the first token"
+    return table(title, ("load", "system", *COLUMNS.values()), rows, num_left=2)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("gateway", __doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="rounds over all loads and systems; medians are reported")
     add("--seconds", type=float, default=3.0, help="seconds in which clients begin requests, per load")
     add("--only", metavar="TEXT", help="measure only loads with this text in their name; the file keeps other loads")
-    add("--database", choices=("sqlite", "postgresql"), default="sqlite")
-    add("--scratch", type=Path, default=FOLDER / "scratch" / "gateway", help="directory for logs")
-    add("--out", type=Path, help="write the figures to this JSON file")
-    add_allow_busy(parser)
+    add("--database", choices=KINDS, default="sqlite")
+    add("--scratch", type=Path, default=SCRATCH / "gateway", help="directory for logs")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    # Raise SystemExit on SIGTERM too, so that the servers are stopped with this process.
-    signal.signal(signal.SIGTERM, exit_on_signal)
+    exit_on_sigterm()
     raise SystemExit(main())

@@ -1,20 +1,25 @@
-"""Clients that create load. Each sends its next request on its connection as soon as the previous answer has ended.
+"""The scripted answers, and clients that create load.
 
-The clients keep what they receive, with the time of each read, and `read_answer` parses it after the clock has stopped.
+Each client sends its next request on its connection as soon as the previous answer has ended. The clients keep what
+they receive, with the time of each read, and `read_answer` parses it after the clock has stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import uvloop
 
-from benchmarks.gateway.script import Script
 from benchmarks.peers.system import SystemFailed
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+
+NUM_DIFFERENT = 64
+"""Number of different tokens. Longer answers repeat them."""
 
 ANSWER_S = 300.0
 """Longest wait for all answers of one load, in seconds."""
@@ -32,6 +37,34 @@ class Load:
     """Time in which clients begin requests. They wait for the answers to all requests that have begun."""
     ramp_s: float = 0.0
     """Time over which the clients start, one after another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The tokens of an answer, in order. `texts[i]` is the text of `token_ids[i]`.
+
+    A request's `seed` is the length of a step in microseconds. Each running answer gains one token per step. With a
+    `seed` of 0, the whole answer is ready at once.
+    """
+
+    token_ids: Sequence[int]
+    texts: Sequence[str]
+
+    @staticmethod
+    def of(tokenizer: ModelTokenizer) -> Script:
+        """A script of tokens that are ASCII words or parts of such words."""
+        found: dict[int, str] = {}
+        for token_id in range(tokenizer.num_tokens):
+            text = tokenizer.text_bytes(token_id).decode("ascii", "replace")
+            if text.strip().isalpha() and text.isascii():
+                found[token_id] = text
+            if len(found) == NUM_DIFFERENT:
+                break
+        return Script(tuple(found), tuple(found.values()))
+
+    def text(self, num_tokens: int) -> str:
+        """The text of an answer of `num_tokens` tokens."""
+        return "".join(self.texts[position % len(self.texts)] for position in range(num_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,19 @@
-"""Figures of one load: rates, latencies, gaps between tokens, and processor time."""
+"""Figures of one load: rates, latencies, gaps between tokens, and processor time. Runs can share a file."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.gateway.clients import Load, Outcome, Received
+from benchmarks.harness import percentiles_ms
+from benchmarks.peers.system import SystemFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +61,14 @@ def figures_of(outcome: Outcome, load: Load, processor_s: float) -> Figures:
         latencies.append(times_s[0] - one.sent_s)
         gaps += [later - earlier for earlier, later in pairwise(times_s)]
         num_events += b"".join(one.data).count(b"data: {") if load.is_streamed else 0
-    p50, p99 = _percentiles_ms(latencies)
-    p50_gap, p99_gap = _percentiles_ms(gaps) if gaps else (None, None)
+    latency = percentiles_ms(latencies, 50, 99)
+    gap: Mapping[str, float] = percentiles_ms(gaps, 50, 99) if gaps else {}
     return Figures(
         requests_per_s=round(num_answers / outcome.seconds, 1),
         tokens_per_s=round(num_tokens / outcome.seconds, 1),
-        p50_ms=p50,
-        p99_ms=p99,
-        p50_gap_ms=p50_gap,
-        p99_gap_ms=p99_gap,
+        **latency,
+        p50_gap_ms=gap.get("p50_ms"),
+        p99_gap_ms=gap.get("p99_ms"),
         tokens_per_event=round(num_tokens / num_events, 2) if num_events else None,
         cores=round(processor_s / outcome.seconds, 2),
         processor_us_per_token=round(1e6 * processor_s / num_tokens, 1),
@@ -111,6 +112,30 @@ def _medians(rounds: Sequence[Figures]) -> dict[str, Any]:
     return shown
 
 
-def _percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
-    p50, p99 = np.percentile(np.array(seconds) * 1e3, [50, 99])
-    return round(float(p50), 2), round(float(p99), 2)
+METHOD = ("machine", "litellm", "database", "rounds", "seconds")
+"""Fields that must be equal for two runs to share a file."""
+
+
+def earlier_run(path: Path | None, method: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The document in the file, if there is one. Raises SystemFailed if its figures were measured under other
+    conditions.
+    """
+    if path is None or not path.exists():
+        return None
+    document: Mapping[str, Any] = json.loads(path.read_text())
+    for name in METHOD:
+        if document[name] != method[name]:
+            raise SystemFailed(
+                f"the figures in {path} were measured with {name} {document[name]}, not {method[name]}: "
+                "name another file, or measure all loads"
+            )
+    return document
+
+
+def with_earlier_cases(
+    cases: Sequence[Mapping[str, Any]], earlier: Mapping[str, Any] | None
+) -> list[Mapping[str, Any]]:
+    """Return these cases, plus the earlier cases of loads that were not measured this time."""
+    measured = {case["load"] for case in cases}
+    others = [] if earlier is None else [case for case in earlier["cases"] if case["load"] not in measured]
+    return sorted([*others, *cases], key=itemgetter("load"))

@@ -13,10 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.gateway.clients import Address
-from benchmarks.gateway.script import Script
+from benchmarks.gateway.clients import Address, Script
 from benchmarks.gateway.scripted_engine import EngineScript
-from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, server_environment
+from benchmarks.peers.child_server import (
+    HOST,
+    ChildServer,
+    child_server,
+    free_port,
+    own_environment,
+    server_environment,
+)
 from benchmarks.peers.system import SystemFailed
 from loramux.engine.architectures.model_files import model_sha256
 from loramux.migrations.database import Database
@@ -49,7 +55,7 @@ def open_direct(script: Script, logs: Path) -> Iterator[Running]:
     port = free_port()
     command = [sys.executable, "-m", "benchmarks.gateway.scripted_server", str(port)]
     command.append(msgspec.json.encode(list(script.texts)).decode())
-    with child_server(DIRECT, command, _own_environment({}), logs / "scripted-server.log") as server:
+    with child_server(DIRECT, command, own_environment({}), logs / "scripted-server.log") as server:
         server.wait_until_ready(f"http://{HOST}:{port}/", START_S)
         yield Running(DIRECT, Address(port, "none"), server.pid)
 
@@ -86,9 +92,9 @@ def open_loramux(script: Script, folder: Path, database: Database, database_url:
         *("--database-url", database_url, "--data-dir", str(folder / "gateway"), "--served-name", "base"),
         *("--host", HOST, "--port", str(port), "--admin-port", str(admin_port)),
     ]
-    with child_server("engine", engine_command, _own_environment({}), logs / "scripted-engine.log") as engine:
+    with child_server("engine", engine_command, own_environment({}), logs / "scripted-engine.log") as engine:
         _wait_for(socket, engine)
-        with child_server(LORAMUX, command, _own_environment({}), logs / "loramux.log") as server:
+        with child_server(LORAMUX, command, own_environment({}), logs / "loramux.log") as server:
             server.wait_until_ready(f"http://{HOST}:{port}/health/ready", START_S)
             yield Running(LORAMUX, Address(port, key), server.pid)
 
@@ -104,10 +110,6 @@ def find_litellm(variables: Mapping[str, str]) -> tuple[Path | None, str]:
     except (OSError, subprocess.CalledProcessError):
         return None, f"{VARIABLE} is {python}, which cannot import litellm: {ADVICE}"
     return python, shown.stdout.strip()
-
-
-def _own_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    return server_environment({"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **extra})
 
 
 def _wait_for(socket: Path, engine: ChildServer) -> None:

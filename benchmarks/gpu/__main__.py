@@ -20,8 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -29,55 +28,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from benchmarks.gpu import attention as gpu_attention
-from benchmarks.gpu import ceilings as gpu_ceilings
-from benchmarks.gpu import codes as gpu_codes
-from benchmarks.gpu import dry_engine as gpu_dry_engine
-from benchmarks.gpu import dry_kernels as gpu_dry_kernels
-from benchmarks.gpu import lora as gpu_lora
-from benchmarks.gpu import prefill as gpu_prefill
-from benchmarks.gpu import s_lora as gpu_s_lora
-from benchmarks.gpu import step as gpu_step
 from benchmarks.gpu.bench import MAX_WARMERS, Bench, Row
 from benchmarks.gpu.cards import PLANNED
 from benchmarks.gpu.dry_run import Limits, dry_run
 from benchmarks.gpu.machine import describe
-from benchmarks.gpu.model import Model, model_of
-from benchmarks.gpu.needs import Need
+from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.report import store, stored, table
 from benchmarks.gpu.table_step import META
 
 PEERS = Path(__file__).parents[1] / "scratch" / "peers"
 TOTAL_S = 460
 WARM_S = 80
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One part of the benchmark. `run` checks `bench.seconds_left` between cases and reports the cases that it skips.
-
-    `needs` lists the memory and time that its cases need, for a dry run. `warm(bench, shard, num_shards)` compiles a
-    share of the kernels that `run` launches, in a separate process.
-    """
-
-    name: str
-    budget_s: float
-    run: Callable[[Bench], Iterator[Row]]
-    needs: Callable[[Bench], Iterator[Need]]
-    warm: Callable[[Bench, int, int], None] | None = None
-    model: Callable[[Bench], Model] = model_of
-
-
-PARTS = (
-    # This part always runs, because the others need the ceilings to compute their floors.
-    Part("ceilings", 15, gpu_ceilings.run, gpu_dry_kernels.ceilings),
-    Part("lora", 55, gpu_lora.run, gpu_dry_kernels.lora, gpu_lora.warm),
-    Part("step", 70, gpu_step.run, gpu_dry_engine.step, gpu_step.warm),
-    Part("s_lora", 215, gpu_s_lora.run, gpu_dry_engine.s_lora, gpu_s_lora.warm, gpu_s_lora.model_of),
-    Part("prefill", 25, gpu_prefill.run, gpu_dry_engine.prefill, gpu_prefill.warm),
-    Part("attention", 40, gpu_attention.run, gpu_dry_kernels.attention, gpu_attention.warm),
-    Part("codes", 35, gpu_codes.run, gpu_dry_kernels.codes, gpu_codes.warm),
-)
 
 
 def run_part(
@@ -225,16 +186,7 @@ def main() -> int:
         print(f"benchmarks.gpu: {problem}", file=sys.stderr)
         return 2
     ends_at = time.monotonic() + arguments.seconds
-    bench = Bench(
-        device=torch.device("cpu" if arguments.tiny else "cuda"),
-        is_tiny=arguments.tiny,
-        is_quick=arguments.quick,
-        is_full=arguments.full,
-        is_timed=not arguments.check_only and not arguments.warm,
-        is_warming=bool(arguments.warm),
-        peers=arguments.peers,
-    )
-    parts = [part for part in PARTS if part.name in arguments.only or part is PARTS[0]]
+    bench, parts = _bench_of(arguments, torch.device("cpu" if arguments.tiny else "cuda")), _parts_of(arguments)
     torch.manual_seed(0)
     if arguments.warm:
         return run_warmer(bench, parts, arguments.warm)
@@ -267,20 +219,27 @@ def main() -> int:
     return 1 if has_failed else 0
 
 
-def list_needs(arguments: argparse.Namespace) -> int:
-    """Perform the dry run, and return 1 if a part exceeds the card's memory or the part's time limit."""
-    bench = Bench(
-        device=META,
-        is_tiny=False,
+def _bench_of(arguments: argparse.Namespace, device: torch.device) -> Bench:
+    return Bench(
+        device=device,
+        is_tiny=arguments.tiny,
         is_quick=arguments.quick,
         is_full=arguments.full,
-        is_timed=True,
-        is_warming=False,
+        is_timed=not arguments.check_only and not arguments.warm,
+        is_warming=bool(arguments.warm),
         peers=arguments.peers,
-        planned=PLANNED[arguments.card],
     )
-    parts = [part for part in PARTS if part.name in arguments.only or part is PARTS[0]]
-    return dry_run(bench, parts, Limits(total_s=arguments.seconds, warm_s=WARM_S), arguments.out)
+
+
+def _parts_of(arguments: argparse.Namespace) -> list[Part]:
+    return [part for part in PARTS if part.name in arguments.only or part is PARTS[0]]
+
+
+def list_needs(arguments: argparse.Namespace) -> int:
+    """Perform the dry run, and return 1 if a part exceeds the card's memory or the part's time limit."""
+    bench, planned = _bench_of(arguments, META), PLANNED[arguments.card]
+    bench = dataclasses.replace(bench, is_tiny=False, is_timed=True, is_warming=False, planned=planned)
+    return dry_run(bench, _parts_of(arguments), Limits(total_s=arguments.seconds, warm_s=WARM_S), arguments.out)
 
 
 def run_warmer(bench: Bench, parts: list[Part], share: str) -> int:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as functional
 
-from benchmarks.gpu.bench import POOL_STD, Bench, CheckError, Row, require_close
+from benchmarks.answers import CheckError
+from benchmarks.gpu.bench import POOL_STD, Bench, Row, require_close
 from benchmarks.gpu.model import Model, model_of
 from loramux.kernels.gpu.attention import paged_attention
 from loramux.kernels.gpu.attention_plan import PAGE_TOKENS, attention_plan
@@ -90,11 +91,7 @@ def run(bench: Bench) -> Iterator[Row]:
     allowed = allowed_bytes(bench)
     # Start with the largest size, so that the pool is allocated only once.
     bench.pool(model.geometry(itemsize), max(pool_bytes_of(model, case, itemsize, allowed) for case in wanted))
-    for number, case in enumerate(wanted):
-        if bench.seconds_left <= 0:
-            yield from bench.left_out(wanted[number:], OURS)
-            return
-        yield from bench.guarded(str(case), OURS, _run_case(bench, model, case, allowed))
+    yield from bench.each(wanted, OURS, lambda case: _run_case(bench, model, case, allowed))
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:

@@ -10,14 +10,17 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.answers import CheckError
 from benchmarks.gpu.cards import PlannedCard
 from loramux.kernels.gpu.launches import supports_pdl
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
+
+C = TypeVar("C")
 
 FLUSH_BYTES = 256 << 20
 """Bytes read between two replays: at least twice the L2 cache of any card in `CARDS`, so that each replay reads its
@@ -41,10 +44,6 @@ CONTEXT_BYTES = 10**9
 
 POOL_STD = 0.02
 """Standard deviation of the pool's random elements, typical of A, B, keys and values."""
-
-
-class CheckError(Exception):
-    """A check of the benchmark's results failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +235,14 @@ class Bench:
             yield Row(case, way, problem=f"{type(error).__name__}: {error}", is_failure=True)
         self.release()
 
+    def each(self, cases: Sequence[C], way: str, run_case: Callable[[C], Iterable[Row]]) -> Iterator[Row]:
+        """Run the cases until the time is over. Failed and skipped cases have a row that says so."""
+        for number, case in enumerate(cases):
+            if self.seconds_left <= 0:
+                yield from self.left_out(cases[number:], way)
+                return
+            yield from self.guarded(str(case), way, run_case(case))
+
     def left_out(self, cases: Iterable[object], way: str) -> Iterator[Row]:
         """A row for each case that was skipped for lack of time."""
         return (Row(str(case), way, problem="left out: no time", is_failure=True) for case in cases)
@@ -244,7 +251,7 @@ class Bench:
         """An event in the device's current stream, with `record()` and `elapsed_time(end)` in milliseconds."""
         return torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else HostEvent()
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, launch: Callable[[], object]) -> Callable[[], object]:
         """Capture `launch` as one CUDA graph. `launch` must have run before, so that nothing is compiled during
         capture.
         """

@@ -41,38 +41,29 @@ class Card:
         return min(self.max_programs, self.max_warps // num_warps, by_registers, by_shared)
 
 
-def _datacenter(name: str, capability: int, bandwidth: float, multiprocessors: int, shared_kib: int) -> Card:
+def _card(
+    name: str, capability: int, bandwidth: float, multiprocessors: int, shared_kib: int = 100, max_warps: int = 48
+) -> Card:
+    """A card with half as many resident programs as warps. The defaults are those of Ada and later consumer cards."""
     return Card(
         name=name,
         capability=capability,
         bandwidth=bandwidth,
         multiprocessors=multiprocessors,
         shared_bytes=shared_kib << 10,
-        max_warps=64,
-        max_programs=32,
-    )
-
-
-def _ada_or_later(name: str, capability: int, bandwidth: float, multiprocessors: int) -> Card:
-    return Card(
-        name=name,
-        capability=capability,
-        bandwidth=bandwidth,
-        multiprocessors=multiprocessors,
-        shared_bytes=100 << 10,
-        max_warps=48,
-        max_programs=24,
+        max_warps=max_warps,
+        max_programs=max_warps // 2,
     )
 
 
 CARDS = {
-    "a100": _datacenter("A100 80 GB SXM", 80, 2.039e12, 108, 164),
-    "h100": _datacenter("H100 80 GB SXM", 90, 3.35e12, 132, 228),
-    "h200": _datacenter("H200 141 GB SXM", 90, 4.8e12, 132, 228),
-    "b200": _datacenter("B200 SXM", 100, 8.0e12, 148, 228),
-    "l4": _ada_or_later("L4", 89, 0.3e12, 58),
-    "4090": _ada_or_later("GeForce RTX 4090", 89, 1.008e12, 128),
-    "5090": _ada_or_later("GeForce RTX 5090", 120, 1.792e12, 170),
+    "a100": _card("A100 80 GB SXM", 80, 2.039e12, 108, 164, 64),
+    "h100": _card("H100 80 GB SXM", 90, 3.35e12, 132, 228, 64),
+    "h200": _card("H200 141 GB SXM", 90, 4.8e12, 132, 228, 64),
+    "b200": _card("B200 SXM", 100, 8.0e12, 148, 228, 64),
+    "l4": _card("L4", 89, 0.3e12, 58),
+    "4090": _card("GeForce RTX 4090", 89, 1.008e12, 128),
+    "5090": _card("GeForce RTX 5090", 120, 1.792e12, 170),
 }
 
 

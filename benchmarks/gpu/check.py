@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.bench import Bench, CheckError, Goal, Row
-from benchmarks.gpu.engine import Answer, RunningEngine, device_backend, open_engine
+from benchmarks.answers import TOLERANCE, Answer, CheckError, compare
+from benchmarks.gpu.bench import Bench, Goal, Row
+from benchmarks.gpu.engine import ObservedEngine, device_backend, open_engine
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, RandomWeights, random_prompt
 from loramux.engine.device.accelerator import HostAccelerator
@@ -22,11 +23,6 @@ TINY = Model(1, 64, 64, 2, 1, 16, 64)
 
 WEIGHTS = RandomWeights(torch.device("cpu"), torch.float32)
 """Weights for both engines, generated on the CPU because generators on other devices produce different numbers."""
-
-TOLERANCE = 1e-3
-"""Largest accepted difference between float32 log-probabilities. Tokens may differ if the two likeliest are this
-close.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +160,7 @@ def reference_backend() -> Backend:
 
 def _open(
     bench: Bench, plan: CheckPlan, adapters: RandomAdapters, backend: Backend
-) -> AbstractContextManager[RunningEngine]:
+) -> AbstractContextManager[ObservedEngine]:
     return open_engine(
         bench,
         plan.model,
@@ -186,32 +182,3 @@ def changed_by(answer: Answer, plain: Answer) -> float:
         return math.inf
     pairs = zip(answer.logprobs, plain.logprobs, strict=True)
     return max(abs(ours.logprob - theirs.logprob) for ours, theirs in pairs)
-
-
-def compare(found: dict[str, Answer], expected: dict[str, Answer]) -> tuple[float, int]:
-    """The largest difference between log-probabilities, and the number of tokens that were compared.
-
-    If the two likeliest tokens are close, a different choice is not an error, and the tokens after it are not compared.
-    Raises CheckError for any other difference, or if fewer than half of the tokens could be compared.
-    """
-    worst, num_compared, num_tokens = 0.0, 0, 0
-    for name, answer in found.items():
-        num_tokens += len(expected[name].tokens)
-        if len(answer.tokens) != len(expected[name].tokens):
-            raise CheckError(f"{name} has {len(answer.tokens)} tokens instead of {len(expected[name].tokens)}")
-        for position, (ours, theirs) in enumerate(zip(answer.logprobs, expected[name].logprobs, strict=True)):
-            if ours.token_id != theirs.token_id:
-                (_, best), (_, second) = theirs.top[:2]
-                if best - second > TOLERANCE:
-                    raise CheckError(f"token {position} of {name} is {ours.token_id} instead of {theirs.token_id}")
-                break
-            difference = abs(ours.logprob - theirs.logprob)
-            if not difference <= TOLERANCE:
-                raise CheckError(
-                    f"the log-probability of token {position} of {name} is {ours.logprob:.5f} instead of "
-                    f"{theirs.logprob:.5f}"
-                )
-            worst, num_compared = max(worst, difference), num_compared + 1
-    if num_compared < num_tokens / 2:
-        raise CheckError(f"near ties: only {num_compared} of {num_tokens} tokens could be compared")
-    return worst, num_compared

@@ -66,12 +66,7 @@ def linears_of(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def run(bench: Bench) -> Iterator[Row]:
-    wanted = cases(bench)
-    for number, case in enumerate(wanted):
-        if bench.seconds_left <= 0:
-            yield from bench.left_out(wanted[number:], "loramux")
-            return
-        yield from bench.guarded(str(case), "loramux", _run_case(bench, case))
+    yield from bench.each(cases(bench), "loramux", lambda case: _run_case(bench, case))
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:

@@ -6,13 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.gpu.bench import CONTEXT_BYTES, MAX_WARMERS, Bench
 from benchmarks.gpu.needs import ASSUMPTIONS, CHECK, CHECK_S, COMPILE_S, Need, compiling_seconds, planned
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.__main__ import Part
+from benchmarks.gpu.parts import Part
 
 
 @dataclass(frozen=True, slots=True)

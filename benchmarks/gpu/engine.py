@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
 
-from benchmarks.gpu.bench import Bench, CheckError
+from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters, RandomWeights, model_directory
+from benchmarks.running_engine import RunningEngine, start_engine
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.decoder.weights import WeightSource
@@ -24,26 +24,10 @@ from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
 from loramux.engine.execution.executor import Executor, Forward, StepResult
 from loramux.engine.execution.sampler import SampledToken
-from loramux.engine.loop.assembly import AssembledEngine, assemble_engine
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.loop.loaded_base import DTYPES
-from loramux.engine.protocol.messages import (
-    AdapterState,
-    Add,
-    Finished,
-    Load,
-    PromptLogprob,
-    SamplingParams,
-    Stats,
-    StatsRequest,
-    StepOutput,
-    TokenLogprobs,
-    Unload,
-)
+from loramux.engine.protocol.messages import Add, PromptLogprob
 from loramux.engine.sequences.batch import Batch
-
-WAKE_S = 0.001
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,72 +121,15 @@ class ObservedExecutor:
         return ObservedForward(forward, self, end)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class RunningEngine:
-    assembled: AssembledEngine
+class ObservedEngine(RunningEngine):
     observed: ObservedExecutor
-    wake: threading.Event
     num_added: Iterator[int] = field(default_factory=itertools.count)
 
     def add(self, request: Add) -> None:
         """Queue a request in its own namespace, so that it never hits the prefix cache."""
         isolation_key = f"request {next(self.num_added)}".encode()
         self.assembled.engine.add(b"", msgspec.structs.replace(request, isolation_key=isolation_key))
-
-    def stats(self) -> Stats:
-        return self.assembled.engine.stats(StatsRequest(call_id=""))
-
-    def step(self) -> None:
-        """Run one step. If adapters are loading and nothing can run, wait briefly."""
-        if not self.assembled.engine.step():
-            self.wake.wait(WAKE_S)
-            self.wake.clear()
-
-    def finish(self) -> list[Any]:
-        """Run steps until no work is left, and return the engine's messages."""
-        said = []
-        while self.assembled.engine.has_work:
-            self.step()
-            said += [outbound.message for outbound in self.assembled.engine.take_outbox()]
-        return said
-
-    def load(self, digests: Iterable[str]) -> None:
-        """Load adapters. Raises CheckError if one cannot be loaded."""
-        for digest in digests:
-            self.assembled.engine.load(b"", Load(call_id=digest, digest=digest))
-        for message in self.finish():
-            if isinstance(message, AdapterState) and message.state != "resident":
-                raise CheckError(f"adapter {message.digest} is {message.state}: {message.message}")
-
-    def unload(self, digests: Iterable[str]) -> None:
-        for digest in digests:
-            self.assembled.engine.unload(b"", Unload(call_id=digest, digest=digest))
-        self.finish()
-
-    def abort(self) -> None:
-        self.assembled.engine.abort_all()
-        self.finish()
-
-    def answer(self, requests: Iterable[Add]) -> dict[str, Answer]:
-        """Run requests to completion. Raises CheckError if one ends for any reason other than reaching its length."""
-        answers = {}
-        for request in requests:
-            answers[request.sequence_id] = Answer([], [])
-            self.add(request)
-        for message in self.finish():
-            if isinstance(message, StepOutput):
-                for output in message.outputs:
-                    answers[output.sequence_id].tokens.extend(output.token_ids)
-                    answers[output.sequence_id].logprobs.extend(output.logprobs)
-            elif isinstance(message, Finished) and message.reason != "length":
-                raise CheckError(f"request {message.sequence_id} ended with {message.reason}: {message.message}")
-        return answers
 
 
 def device_backend(bench: Bench, pdl: bool = True) -> Backend:
@@ -225,10 +152,6 @@ def device_backend(bench: Bench, pdl: bool = True) -> Backend:
     )
 
 
-def device_weights(bench: Bench) -> RandomWeights:
-    return RandomWeights(bench.device, DTYPES[engine_dtype(bench)])
-
-
 def engine_dtype(bench: Bench) -> str:
     """bfloat16, or float32 in a tiny run, because the interpreter cannot multiply bfloat16."""
     return "float32" if bench.is_tiny else "bfloat16"
@@ -239,16 +162,19 @@ def open_engine(
     bench: Bench,
     model: Model,
     adapters: RandomAdapters,
-    backend: Backend,
-    weights: WeightSource,
+    backend: Backend | None = None,
+    weights: WeightSource | None = None,
     *,
-    dtype: str,
+    dtype: str | None = None,
     max_len: int,
     **settings: Any,
-) -> Iterator[RunningEngine]:
-    """An engine of this model on `backend`. `settings` are fields of EngineConfig."""
+) -> Iterator[ObservedEngine]:
+    """An engine of this model with random weights, on the device unless `backend` is given. `settings` are fields of
+    EngineConfig.
+    """
     bench.drop()
-    wake = threading.Event()
+    backend, dtype = backend or device_backend(bench), dtype or engine_dtype(bench)
+    weights = weights or RandomWeights(bench.device, DTYPES[dtype])
     if bench.is_tiny:
         settings["num_threads"] = 1
     # Leave inference mode, because the copying thread writes to tensors that are allocated here.
@@ -262,17 +188,13 @@ def open_engine(
             max_model_len=max_len,
             **settings,
         )
-        with ExitStack() as stack:
-            stack.callback(_leave_stream, bench)
-            assembled = assemble_engine(config, wake.set, MemoryStager(adapters.packed), weights, backend)
-            stack.callback(assembled.adapters.close)
-            observed = ObservedExecutor(bench, assembled.engine._executor)
-            assembled.engine._executor = observed
-            yield RunningEngine(assembled, observed, wake)
-
-
-def _leave_stream(bench: Bench) -> None:
-    """Wait for the engine's work, and switch this thread from the engine's stream back to the default stream."""
-    if bench.device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.default_stream())
-        bench.synchronize()
+        try:
+            with start_engine(config, MemoryStager(adapters.packed), weights, backend) as engine:
+                observed = ObservedExecutor(bench, engine.assembled.engine._executor)
+                engine.assembled.engine._executor = observed
+                yield ObservedEngine(engine.assembled, engine.wake, observed)
+        finally:
+            if bench.device.type == "cuda":
+                # Switch this thread from the engine's stream back to the default stream, and wait for the work.
+                torch.cuda.set_stream(torch.cuda.default_stream())
+                bench.synchronize()

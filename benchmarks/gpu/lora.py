@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.answers import CheckError
 from benchmarks.gpu.adapters import LoraBatch, LoraCase, ResidentAdapters, batch_of, expected_change
-from benchmarks.gpu.bench import Bench, CheckError, Goal, Row, require_close
+from benchmarks.gpu.bench import Bench, Goal, Row, require_close
 from benchmarks.gpu.model import Model, model_of
 from benchmarks.gpu.peers import Peer, load_peers
 from benchmarks.gpu.ways import LayerLaunch, MakeLaunch, OwnPlanes, gather_bmm_way, loramux_way, num_stored_layers
@@ -71,11 +72,7 @@ def run(bench: Bench) -> Iterator[Row]:
     yield from (Row("every case", peer.name, problem=f"loaded: {peer.version}") for peer in peers)
     wanted = cases(bench)
     num_bytes = shared_pool_bytes(bench, model, wanted)
-    for number, case in enumerate(wanted):
-        if bench.seconds_left <= 0:
-            yield from bench.left_out(wanted[number:], OURS)
-            return
-        yield from bench.guarded(str(case), OURS, _run_case(bench, model, case, peers, num_bytes))
+    yield from bench.each(wanted, OURS, lambda case: _run_case(bench, model, case, peers, num_bytes))
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.answers import CheckError
 from benchmarks.gpu import check as gpu_check
-from benchmarks.gpu.bench import Bench, CheckError, Row
-from benchmarks.gpu.engine import GREEDY, RunningEngine, device_backend, device_weights, engine_dtype, open_engine
+from benchmarks.gpu.bench import Bench, Row
+from benchmarks.gpu.engine import ObservedEngine, engine_dtype, open_engine
 from benchmarks.gpu.model import Model, model_of
 from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
 from benchmarks.gpu.warm import WarmStep, warm_steps
-from loramux.engine.protocol.messages import Add
+from benchmarks.running_engine import greedy_adds
 
 RANK = 16
 PAGE_TOKENS = 16
@@ -58,20 +59,14 @@ def run(bench: Bench) -> Iterator[Row]:
     yield gpu_check.require_right_engine(bench)
     if not bench.is_timed:
         return
-    model, wanted, dtype = model_of(bench), cases(bench), engine_dtype(bench)
-    adapters = RandomAdapters(bench, model, dtype)
+    model, wanted = model_of(bench), cases(bench)
+    adapters = RandomAdapters(bench, model, engine_dtype(bench))
     digests = adapters.make([f"a{index}" for index in range(max(case.num_prompts for case in wanted))], RANK)
     num_pages = num_pages_of(wanted, adapters.num_pages(digests[0]))
-    with open_engine(
-        bench, model, adapters, device_backend(bench), device_weights(bench), dtype=dtype,
-        pool_bytes=num_pages * adapters.page_bytes, **settings_of(wanted),
-    ) as engine:  # fmt: skip
+    pool_bytes = num_pages * adapters.page_bytes
+    with open_engine(bench, model, adapters, pool_bytes=pool_bytes, **settings_of(wanted)) as engine:
         engine.load(digests)
-        for number, case in enumerate(wanted):
-            if bench.seconds_left <= 0:
-                yield from bench.left_out(wanted[number:], "engine")
-                return
-            yield from bench.guarded(str(case), "engine", _run_case(bench, model, engine, case, digests))
+        yield from bench.each(wanted, "engine", lambda case: _run_case(bench, model, engine, case, digests))
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
@@ -98,7 +93,7 @@ def num_pages_of(wanted: list[PrefillCase], adapter_pages: int) -> int:
 
 
 def _run_case(
-    bench: Bench, model: Model, engine: RunningEngine, case: PrefillCase, digests: list[str]
+    bench: Bench, model: Model, engine: ObservedEngine, case: PrefillCase, digests: list[str]
 ) -> Iterator[Row]:
     assert bench.ceilings is not None
     base = 0.0
@@ -121,7 +116,7 @@ def _run_case(
         yield Row(str(case), way, figures)
 
 
-def _measure(bench: Bench, model: Model, engine: RunningEngine, case: PrefillCase, digests: list[str]) -> float:
+def _measure(bench: Bench, model: Model, engine: ObservedEngine, case: PrefillCase, digests: list[str]) -> float:
     """Median seconds of the step that computes the case's prompts and samples their next tokens."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
     seconds = []
@@ -131,16 +126,8 @@ def _measure(bench: Bench, model: Model, engine: RunningEngine, case: PrefillCas
         # Reload evicted adapters now, outside the timed section.
         engine.load(digests)
         engine.observed.clear()
-        engine.answer(
-            Add(
-                sequence_id=str(row),
-                prompt=random_prompt(model, case.num_tokens, seed=row),
-                max_tokens=1,
-                sampling=GREEDY,
-                digest=digests[row] if digests else None,
-            )
-            for row in range(case.num_prompts)
-        )
+        prompts = (random_prompt(model, case.num_tokens, seed=row) for row in range(case.num_prompts))
+        engine.answer(greedy_adds(prompts, 1, digests))
         bench.synchronize()
         steps = engine.observed.steps
         if [step.num_tokens for step in steps] != [case.num_rows]:

@@ -69,8 +69,7 @@ class RandomAdapters:
 
     def __init__(self, bench: Bench, model: Model, dtype: str) -> None:
         self._bench = bench
-        with model_directory(model, 1) as directory:
-            self._target = pack_target(ModelConfig.load(directory), dtype)
+        self._target = pack_target(model_config(model, 1), dtype)
         self.packed: dict[str, PackedAdapter] = {}
 
     def make(
@@ -125,6 +124,11 @@ def model_directory(model: Model, max_len: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(config_of(model, max_len)))
         yield Path(name)
+
+
+def model_config(model: Model, max_len: int) -> ModelConfig:
+    with model_directory(model, max_len) as directory:
+        return ModelConfig.load(directory)
 
 
 def random_prompt(model: Model, num_tokens: int, seed: int) -> tuple[int, ...]:

@@ -18,12 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.answers import CheckError
 from benchmarks.gpu import check as gpu_check
-from benchmarks.gpu.bench import Bench, CheckError, Goal, Row
-from benchmarks.gpu.engine import GREEDY, RunningEngine, device_backend, device_weights, engine_dtype, open_engine
+from benchmarks.gpu.bench import Bench, Goal, Row
+from benchmarks.gpu.engine import ObservedEngine, engine_dtype, open_engine
 from benchmarks.gpu.model import LLAMA_7B, TINY, Model
 from benchmarks.gpu.random_models import RandomAdapters
 from benchmarks.gpu.warm import WarmStep, warm_steps
+from benchmarks.running_engine import GREEDY
 from benchmarks.s_lora.workload import DrawnRequest, Lengths, draw_requests
 from loramux.engine.protocol.messages import Add, Finished, StepOutput
 
@@ -177,10 +179,7 @@ def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, No
     digests = _make(adapters, name, max(workload.num_adapters))
     pool_bytes = whole_pool_bytes(bench)
     fewest = None
-    with open_engine(
-        bench, model_of(bench), adapters, device_backend(bench), device_weights(bench), dtype=engine_dtype(bench),
-        pool_bytes=pool_bytes, **settings_of(workload),
-    ) as engine:  # fmt: skip
+    with open_engine(bench, model_of(bench), adapters, pool_bytes=pool_bytes, **settings_of(workload)) as engine:
         pages = engine.stats().num_pages
         if pages < workload.kv_pages:
             raise MemoryError(f"the pool has {pages} pages, but the sequences alone need {workload.kv_pages}")
@@ -211,10 +210,8 @@ def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput)
     if bench.seconds_left <= 0:
         yield from bench.left_out([_case(name, count, num_pages)], "capped pool")
         return
-    with open_engine(
-        bench, model_of(bench), adapters, device_backend(bench), device_weights(bench), dtype=engine_dtype(bench),
-        pool_bytes=num_pages * adapters.page_bytes, **settings_of(workload),
-    ) as engine:  # fmt: skip
+    pool_bytes = num_pages * adapters.page_bytes
+    with open_engine(bench, model_of(bench), adapters, pool_bytes=pool_bytes, **settings_of(workload)) as engine:
         saturate(bench, engine, workload, digests)
         found = saturate(bench, engine, workload, digests)
     goals = (Goal("over_fewest", 0.95, is_upper=False),) if (name, count) == ("S1", 2000) else ()
@@ -256,7 +253,7 @@ def requests_of(workload: Workload, model: Model, digests: list[str]) -> list[Ad
     ]
 
 
-def saturate(bench: Bench, engine: RunningEngine, workload: Workload, digests: list[str]) -> Throughput:
+def saturate(bench: Bench, engine: ObservedEngine, workload: Workload, digests: list[str]) -> Throughput:
     """Queue all requests, run steps until `workload.num_answered` of them are answered, and abort the rest.
 
     No adapter is resident at the start or at the end.
@@ -271,8 +268,7 @@ def saturate(bench: Bench, engine: RunningEngine, workload: Workload, digests: l
     while num_answered < workload.num_answered:
         if time.perf_counter() - started > MAX_SECONDS:
             raise CheckError(f"only {num_answered} requests were answered in {MAX_SECONDS} s")
-        engine.step()
-        for outbound in engine.assembled.engine.take_outbox():
+        for outbound in engine.step():
             match outbound.message:
                 case StepOutput(outputs=outputs):
                     num_tokens += sum(len(output.token_ids) for output in outputs)

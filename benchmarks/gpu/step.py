@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.answers import TOLERANCE, CheckError
 from benchmarks.gpu import check as gpu_check
-from benchmarks.gpu.bench import POOL_STD, Bench, CheckError, Goal, Row
-from benchmarks.gpu.engine import GREEDY, RunningEngine, device_backend, device_weights, engine_dtype, open_engine
+from benchmarks.gpu.bench import POOL_STD, Bench, Goal, Row
+from benchmarks.gpu.engine import ObservedEngine, device_backend, engine_dtype, open_engine
 from benchmarks.gpu.model import Model, model_of
 from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
 from benchmarks.gpu.warm import WarmStep, warm_steps
-from loramux.engine.protocol.messages import Add, SamplingParams
+from benchmarks.running_engine import greedy_adds
+from loramux.engine.protocol.messages import SamplingParams
 
 RANK = 16
 PAGE_TOKENS = 16
@@ -121,15 +123,12 @@ def num_pages_of(settings: dict[str, Any], adapter_pages: int) -> int:
 
 def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]:
     model = model_of(bench)
-    dtype = engine_dtype(bench)
     settings = settings_of(bench, wanted)
-    adapters = RandomAdapters(bench, model, dtype)
+    adapters = RandomAdapters(bench, model, engine_dtype(bench))
     digests = adapters.make([f"a{index}" for index in range(settings["max_resident_adapters"])], RANK)
     num_pages = num_pages_of(settings, adapters.num_pages(digests[0]))
-    with open_engine(
-        bench, model, adapters, device_backend(bench, pdl), device_weights(bench), dtype=dtype,
-        pool_bytes=num_pages * adapters.page_bytes, **settings,
-    ) as engine:  # fmt: skip
+    pool_bytes, backend = num_pages * adapters.page_bytes, device_backend(bench, pdl)
+    with open_engine(bench, model, adapters, backend, pool_bytes=pool_bytes, **settings) as engine:
         # Prompts are not computed, so fill the pool with random keys and values.
         for part in engine.assembled.views.kv.view(-1).split(1 << 29):
             part.normal_(0.0, POOL_STD)
@@ -138,15 +137,11 @@ def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]
             yield _check_full_size(model, engine, digests)
         if not bench.is_timed:
             return
-        for number, case in enumerate(wanted):
-            if bench.seconds_left <= 0:
-                yield from bench.left_out(wanted[number:], "engine")
-                return
-            yield from bench.guarded(str(case), "engine", _run_case(bench, model, engine, case, digests, pdl))
+        yield from bench.each(wanted, "engine", lambda case: _run_case(bench, model, engine, case, digests, pdl))
 
 
 def _run_case(
-    bench: Bench, model: Model, engine: RunningEngine, case: StepCase, digests: list[str], pdl: bool
+    bench: Bench, model: Model, engine: ObservedEngine, case: StepCase, digests: list[str], pdl: bool
 ) -> Iterator[Row]:
     assert bench.ceilings is not None
     itemsize = engine.assembled.views.kv.element_size()
@@ -179,7 +174,7 @@ def _run_case(
         yield Row(str(case), way, figures, tuple(goals))
 
 
-def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[str]) -> Measured:
+def _measure(bench: Bench, engine: ObservedEngine, case: StepCase, digests: list[str]) -> Measured:
     """Measure steady decode steps. The sequences use these adapters in turn, or the base if there are none."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
     # Centre the measured steps, and the sequences' lengths, on the case's context.
@@ -188,16 +183,9 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
     engine.abort()
     # Reload evicted adapters now, outside the timed section.
     engine.load(digests)
-    for row in range(case.batch):
-        engine.add(
-            Add(
-                sequence_id=str(row),
-                prompt=(0,) * num_prompt,
-                max_tokens=case.num_skipped + num_warm + num_measured + 4,
-                sampling=GREEDY,
-                digest=digests[row % len(digests)] if digests else None,
-            )
-        )
+    num_tokens = case.num_skipped + num_warm + num_measured + 4
+    for add in greedy_adds([(0,) * num_prompt] * case.batch, num_tokens, digests):
+        engine.add(add)
     observed = engine.observed
     observed.skips, observed.num_decoding = True, 0
     for _ in range(case.num_skipped + 2):
@@ -210,9 +198,8 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
     observed.clear()
     started = time.perf_counter()
     for _ in range(num_measured):
+        # This empties the outbox, as the engine process does after each step.
         engine.step()
-        # Empty the outbox after each step, as the engine process does.
-        engine.assembled.engine.take_outbox()
     wall_s = time.perf_counter() - started
     waited_s, steps = observed.waited_s, observed.steps
     engine.abort()
@@ -230,7 +217,7 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
     )
 
 
-def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) -> Row:
+def _check_full_size(model: Model, engine: ObservedEngine, digests: list[str]) -> Row:
     """Check that the timed model's answers to four prompts are finite, and that adapters change each of them.
 
     Whether answers depend on the batch is checked only on the small model in float32. Loading the timed model in
@@ -238,22 +225,10 @@ def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) ->
     """
     prompts = [random_prompt(model, 24, seed) for seed in range(4)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=0)
-    answers = []
-    for count in (0, len(digests)):
-        adds = [
-            Add(
-                sequence_id=str(row),
-                prompt=prompt,
-                max_tokens=2,
-                sampling=sampling,
-                digest=digests[row % count] if count else None,
-            )
-            for row, prompt in enumerate(prompts)
-        ]
-        answers.append(engine.answer(adds))
+    answers = [engine.answer(greedy_adds(prompts, 2, used, sampling)) for used in (None, digests)]
     plain, adapted = answers
     change = min(gpu_check.changed_by(adapted[name], plain[name]) for name in plain)
-    if change <= gpu_check.TOLERANCE:
+    if change <= TOLERANCE:
         raise CheckError(f"an adapter changed its row's log-probabilities by only {change:.2e}")
     case = f"{len(prompts)} prompts of the timed model, {model.num_layers} layers"
     return Row(case, "adapters against base", {"least_change": change} if math.isfinite(change) else {})

@@ -153,33 +153,35 @@ def _list_pairs(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 
 def _multiply(launch: TritonLaunch, step: RecordedStep) -> Bytes:
-    a, counts = launch.arguments, _pairs_by_expert(step)
-    weights = a["IN"] * a["OUT"] * a["weight_ptr"].itemsize
-    num_tiles = int(-(-counts // a["ROWS"]).sum())
-    x, y = (int(counts.sum()) * size * a["x_ptr"].itemsize for size in (a["IN"], a["OUT"]))
-    blocks = math.ceil(a["OUT"] / a["BLOCK_N"])
-    least = int((counts > 0).sum()) * weights + x / a["PAIRS_PER_ROW"] + y
-    return Bytes(least, num_tiles * weights + blocks * x + y)
+    a = launch.arguments
+    return _product(a, _pairs_by_expert(step), a["IN"] * a["OUT"] * a["weight_ptr"].itemsize)
 
 
 def _multiply_codes(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     counts = _pairs_by_expert(step) if a["HAS_ROUTING"] else np.array([a["num_rows"]])
-    tensors = [a["codes_ptr"], a["scales_ptr"], *([a["zeros_ptr"]] if a["HAS_ZEROS"] else [])]
-    weights = sum(one.nbytes for one in tensors) / len(a["codes_ptr"])
+    weights = _code_bytes(a) / len(a["codes_ptr"])
+    return _product(a, counts, weights, launch.grid[2] * FLOAT / a["x_ptr"].itemsize if a["IS_SPLIT"] else 1)
+
+
+def _product(a: dict[str, Any], counts: npt.NDArray[np.int64], weights: float, planes: float = 1) -> Bytes:
+    """The bytes of a product of `counts` rows with each of several weights. `planes` is the size of its output."""
     num_tiles = int(-(-counts // a["ROWS"]).sum())
     x, y = (int(counts.sum()) * size * a["x_ptr"].itemsize for size in (a["IN"], a["OUT"]))
     blocks = math.ceil(a["OUT"] / a["BLOCK_N"])
-    y *= launch.grid[2] * FLOAT / a["x_ptr"].itemsize if a["IS_SPLIT"] else 1
-    least = int((counts > 0).sum()) * weights + x / a["PAIRS_PER_ROW"] + y
-    return Bytes(least, num_tiles * weights + blocks * x + y)
+    least = int((counts > 0).sum()) * weights + x / a["PAIRS_PER_ROW"] + y * planes
+    return Bytes(least, num_tiles * weights + blocks * x + y * planes)
+
+
+def _code_bytes(a: dict[str, Any]) -> int:
+    tensors = [a["codes_ptr"], a["scales_ptr"], *([a["zeros_ptr"]] if a["HAS_ZEROS"] else [])]
+    return sum(one.nbytes for one in tensors)
 
 
 def _dequantize_codes(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
     num_columns = a["end"] - a["first"]
-    tensors = [a["codes_ptr"], a["scales_ptr"], *([a["zeros_ptr"]] if a["HAS_ZEROS"] else [])]
-    read = sum(one.nbytes for one in tensors) * num_columns / a["codes_ptr"].shape[1]
+    read = _code_bytes(a) * num_columns / a["codes_ptr"].shape[1]
     return once(read + num_columns * a["IN"] * a["weight_ptr"].itemsize)
 
 

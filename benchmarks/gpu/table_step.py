@@ -5,12 +5,9 @@ The executor, the decoder and the kernels' launchers are the engine's own, so th
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +20,9 @@ from triton.runtime.jit import compute_cache_key
 from benchmarks.gpu.cards import Card
 from benchmarks.gpu.code_formats import CodeFormat, SharedCodes
 from benchmarks.gpu.model import Experts, Model
-from benchmarks.gpu.random_models import config_of
+from benchmarks.gpu.random_models import model_config
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.decoder.decoder import Decoder
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear
@@ -147,7 +143,7 @@ class MetaEngine:
         form: CodeFormat | None = None,
     ) -> None:
         self.card = card
-        config = _config(model, max_len)
+        config = model_config(model, max_len)
         self.target = pack_target(config, "bfloat16")
         accelerator = UncomputingAccelerator()
         backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens=sample_tokens)
@@ -198,12 +194,6 @@ def record_step(model: Model, card: Card, case: TableCase, form: CodeFormat | No
         form=form,
     )  # fmt: skip
     return engine.record(case)
-
-
-def _config(model: Model, max_len: int) -> ModelConfig:
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config_of(model, max_len)))
-        return ModelConfig.load(Path(directory))
 
 
 def _batch(case: TableCase, pages_each: int) -> Batch:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.engine import GREEDY, device_backend, engine_dtype, open_engine
+from benchmarks.gpu.engine import device_backend, engine_dtype, open_engine
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters
+from benchmarks.running_engine import GREEDY
 from loramux.engine.device.backend import DenseLinear
 from loramux.engine.loop.loaded_base import DTYPES
 from loramux.engine.protocol.messages import Add
@@ -65,10 +66,8 @@ def warm_steps(
     num_pages = 1 + sum(adapters.num_pages(f"r{rank}") for rank in ranks)
     backend = dataclasses.replace(device_backend(bench, pdl), make_linear=SharedLinears())
     weights = ZeroWeights(bench.device, DTYPES[dtype])
-    with open_engine(
-        bench, model, adapters, backend, weights, dtype=dtype,
-        pool_bytes=num_pages * adapters.page_bytes, **settings,
-    ) as engine:  # fmt: skip
+    pool_bytes = num_pages * adapters.page_bytes
+    with open_engine(bench, model, adapters, backend, weights, pool_bytes=pool_bytes, **settings) as engine:
         engine.load(f"r{rank}" for rank in ranks)
         resident = {one.digest: one.slot for one in engine.stats().adapters}
         # Unused slots have rank 0 and launch the same kernels.

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.answers import CheckError
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.system import System
-from benchmarks.peers.workload import (
-    BASE,
-    DISTINCT,
-    Load,
-    Question,
-    Work,
-    adapters_of,
-    draw_work,
-)
+from benchmarks.peers.workload import BASE, DISTINCT, Load, Question, Work, adapters_of, draw_work
 
 LOAD = Load(24, 8)
 LEAST_SHARE = 0.5
@@ -25,10 +18,6 @@ A peer with a lower share is probably running another model, or no adapters, so 
 """
 
 TokenIds = tuple[tuple[int, ...], ...]
-
-
-class CheckFailed(Exception):
-    """An answer is wrong, so nothing is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +59,12 @@ def check_work(kind: str, files: ModelFiles) -> Work:
 
 
 def require_effect(reference: Mapping[str, TokenIds]) -> None:
-    """Raise CheckFailed if an adapter does not change the base's answer, because the check could then not notice a
+    """Raise CheckError if an adapter does not change the base's answer, because the check could then not notice a
     missing adapter.
     """
     for kind, answers in reference.items():
         if kind != BASE and any(map(tuple.__eq__, answers, reference[BASE])):
-            raise CheckFailed(f"with {kind}, one of the reference's answers is the base's own")
+            raise CheckError(f"with {kind}, one of the reference's answers is the base's own")
 
 
 def compare(reference: Mapping[str, TokenIds], found: Mapping[str, TokenIds]) -> Agreement:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -115,6 +116,11 @@ def server_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
     return kept | dict(extra)
+
+
+def own_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a server that runs the code of this checkout."""
+    return server_environment({"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **extra})
 
 
 def free_port() -> int:

@@ -51,6 +51,21 @@ def completion_body(question: Question, num_output: int, model: str) -> Document
     }
 
 
+def complete_all(
+    name: str, url: str, work: Work, models: Mapping[str | None, str], extra: Document, api_key: str = ""
+) -> tuple[list[Document], float]:
+    """Send all questions to `/v1/completions`, and return the answers and the total seconds. `models` maps adapters to
+    model names. Raises SystemFailed if an answer has the wrong length.
+    """
+    bodies = [
+        completion_body(question, work.num_output, models[question.adapter]) | extra for question in work.questions
+    ]
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    documents, seconds = post_all(f"{url}/v1/completions", bodies, headers)
+    require_lengths(name, [document["usage"]["completion_tokens"] for document in documents], work)
+    return documents, seconds
+
+
 def require_lengths(name: str, lengths: Sequence[int], work: Work) -> None:
     """Raise SystemFailed unless all answers have the requested length, from which throughput is computed."""
     if any(length != work.num_output for length in lengths):

@@ -1,10 +1,13 @@
-"""Runs peft's mixed batch and transformers' static batch in this process. All requests start and end together."""
+"""Runs peft's two methods of serving many adapters and transformers' static batch in this process. In a static batch,
+all requests start and end together.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import importlib.metadata
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +17,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import peft_ways
 from benchmarks.peers.http_questions import require_lengths
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.system import Peer, Running, System
@@ -22,6 +24,62 @@ from benchmarks.peers.workload import PEER_KINDS, Answers, Work
 
 NAME = "peft"
 DTYPES = ("float32", "bfloat16")
+
+
+@torch.inference_mode()
+def generate(
+    model: Any, prompts: torch.Tensor, num_tokens: int, adapter_names: list[str] | None
+) -> tuple[list[list[int]], float]:
+    """Decode a static batch greedily, and return each row's tokens and the total time in seconds.
+
+    `adapter_names` contains one name per row (`__base__` for no adapter). If it is None, all rows use the active
+    adapter.
+    """
+    extra: dict[str, Any] = {} if adapter_names is None else {"adapter_names": adapter_names}
+    started = time.perf_counter()
+    output = model.generate(
+        input_ids=prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **extra,
+    )
+    elapsed = time.perf_counter() - started
+    return output[:, prompts.shape[1] :].tolist(), elapsed
+
+
+def base_only(model: Any, prompts: torch.Tensor, num_tokens: int) -> tuple[list[list[int]], float]:
+    with model.disable_adapter():
+        return generate(model, prompts, num_tokens, None)
+
+
+def mixed_batch(model: Any, prompts: torch.Tensor, num_tokens: int) -> tuple[list[list[int]], float]:
+    """Run one static batch, each row with its own adapter."""
+    return generate(model, prompts, num_tokens, [f"a{row}" for row in range(len(prompts))])
+
+
+def switching(model: Any, prompts: torch.Tensor, num_tokens: int) -> tuple[list[list[int]], float]:
+    """Run one request after another, with `set_adapter` before each."""
+    answers, total = [], 0.0
+    for row in range(len(prompts)):
+        started = time.perf_counter()
+        model.set_adapter(f"a{row}")
+        total += time.perf_counter() - started
+        answer, elapsed = generate(model, prompts[row : row + 1], num_tokens, None)
+        answers += answer
+        total += elapsed
+    return answers, total
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +90,10 @@ class StaticBatch:
         prompts = torch.tensor([question.prompt for question in work.questions])
         adapters = [question.adapter for question in work.questions]
         if not any(adapters):
-            answers, seconds = peft_ways.base_only(self.model, prompts, work.num_output)
+            answers, seconds = base_only(self.model, prompts, work.num_output)
         else:
             names = ["__base__" if adapter is None else adapter for adapter in adapters]
-            answers, seconds = peft_ways.generate(self.model, prompts, work.num_output, names)
+            answers, seconds = generate(self.model, prompts, work.num_output, names)
         require_lengths(NAME, [len(answer) for answer in answers], work)
         return Answers(seconds, tuple(map(tuple, answers)) if needs_token_ids else None)
 
@@ -43,7 +101,7 @@ class StaticBatch:
 @contextlib.contextmanager
 def open_peft(dtype: str, threads: int, files: ModelFiles, is_check: bool) -> Iterator[Running]:
     torch.set_num_threads(threads)
-    with peft_ways.quiet_transformers(), warnings.catch_warnings():
+    with quiet_transformers(), warnings.catch_warnings():
         # peft uses names that are deprecated in transformers 5. Ignore the warnings.
         warnings.simplefilter("ignore", FutureWarning)
         adapters = files.adapters | (files.attention_adapters if is_check else {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 import tempfile
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, server_environment
-from benchmarks.peers.http_questions import completion_body, post_all, require_lengths
+from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, own_environment
+from benchmarks.peers.http_questions import Document, complete_all
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.system import LORAMUX, Running, System
 from benchmarks.peers.vocabulary import token_ids_of
@@ -34,15 +33,14 @@ class LoramuxServer:
     models: Mapping[str, str]
     """The model name to request, by adapter."""
 
+    def complete(self, work: Work, extra: Document) -> tuple[list[Document], float]:
+        adapters = {question.adapter for question in work.questions}
+        models = {adapter: self.models[adapter] if adapter else BASE_NAME for adapter in adapters}
+        return complete_all(LORAMUX, self.url, work, models, extra, self.api_key)
+
     def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
-        bodies = [
-            completion_body(question, work.num_output, self.models[question.adapter] if question.adapter else BASE_NAME)
-            | ({"logprobs": 0} if needs_token_ids else {})
-            for question in work.questions
-        ]
-        headers = {"authorization": f"Bearer {self.api_key}"}
-        documents, seconds = post_all(f"{self.url}/v1/completions", bodies, headers)
-        require_lengths(LORAMUX, [document["usage"]["completion_tokens"] for document in documents], work)
+        extra = {"logprobs": 0} if needs_token_ids else {}
+        documents, seconds = self.complete(work, extra)
         if not needs_token_ids:
             return Answers(seconds, None)
         spelled = [document["choices"][0]["logprobs"]["tokens"] for document in documents]
@@ -67,6 +65,19 @@ def loramux_command(
     ]
 
 
+def loramux_environment(admin_key: str, threads: int, pool_bytes: str) -> dict[str, str]:
+    settings = {"ADMIN_KEY": admin_key, "NUM_THREADS": str(threads), "POOL_BYTES": pool_bytes}
+    return own_environment({f"LORAMUX_{name}": value for name, value in settings.items()})
+
+
+def push_adapters(admin_url: str, admin_key: str, directories: Mapping[str, Path]) -> tuple[str, dict[str, str]]:
+    """Create a tenant with these adapters. Return its API key, and the model name to request for each adapter."""
+    with AdminClient(admin_url, admin_key) as client:
+        client.post("tenants", {"slug": TENANT})
+        api_key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
+        return api_key, {name: push_adapter(client, path, TENANT, name).model for name, path in directories.items()}
+
+
 @contextlib.contextmanager
 def open_loramux(
     dtype: str,
@@ -79,26 +90,13 @@ def open_loramux(
     activations: str | None = None,
 ) -> Iterator[Running]:
     port, admin_port, admin_key = free_port(), free_port(), secrets.token_urlsafe(32)
-    environment = server_environment(
-        {
-            "LORAMUX_ADMIN_KEY": admin_key,
-            "LORAMUX_NUM_THREADS": str(threads),
-            "LORAMUX_POOL_BYTES": pool_bytes,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
-    )
+    environment = loramux_environment(admin_key, threads, pool_bytes)
     with tempfile.TemporaryDirectory(prefix="loramux-peers-") as folder:
         command = loramux_command(files, Path(folder), dtype, port, admin_port, quantization, activations)
         with child_server(LORAMUX, command, environment, logs / f"loramux-{dtype}.log") as server:
             admin_url = f"http://{HOST}:{admin_port}"
             server.wait_until_ready(f"{admin_url}/health/ready", START_S)
-            with AdminClient(admin_url, admin_key) as client:
-                client.post("tenants", {"slug": TENANT})
-                api_key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
-                directories = files.adapters | files.attention_adapters
-                models = {
-                    name: push_adapter(client, directory, TENANT, name).model for name, directory in directories.items()
-                }
+            api_key, models = push_adapters(admin_url, admin_key, files.adapters | files.attention_adapters)
             yield LoramuxServer(server, f"http://{HOST}:{port}", api_key, models)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from benchmarks.answers import RunFailed
 from benchmarks.machine import BUSY_SHARE, busy_share
 from benchmarks.peers.figures import Cell, is_hopeless, near_the_best, tokens_per_second
 from benchmarks.peers.model_files import ModelFiles
@@ -30,7 +31,7 @@ PATIENCE_S = 120.0
 """Longest wait for a busy machine to become idle, in seconds."""
 
 
-class MachineBusy(Exception):
+class MachineBusy(RunFailed):
     """Other processes keep the machine busy, so figures would be distorted."""
 
 

@@ -11,29 +11,23 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.peers.model_files import CONFIG, TENSORS
-from benchmarks.peers.vocabulary import write_tokenizer
+from benchmarks.peers.model_files import ATTENTION, CONFIG, TENSORS, ModelFiles, make_once
+from benchmarks.random_model import Shape
 
 Tensors = dict[str, torch.Tensor]
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT = ("gate_proj", "up_proj", "down_proj")
 SPREAD, ADAPTER_SPREAD = 0.05, 0.15
 """Standard deviations of the base's and the adapters' weights. They are larger than usual, so that adapters change
 greedy choices but rounding does not."""
 
 
-@dataclass(frozen=True, slots=True)
-class MixtureShape:
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureShape(Shape):
     head_dim: int
     expert_size: int
     num_experts: int
     top_k: int
-    vocab_size: int = 32000
 
     def linears(self, layer: int) -> Iterator[tuple[str, int, int]]:
         """Yield the name and the numbers of inputs and outputs of each linear layer that the adapters target."""
@@ -51,55 +45,29 @@ class MixtureShape:
 
 
 SHAPES = {
-    "4b": MixtureShape(2048, 16, 32, 4, 128, 768, 48, 8),
-    "small": MixtureShape(256, 4, 8, 2, 32, 96, 16, 4),
+    "4b": MixtureShape(2048, 16, 32, 4, 6144, head_dim=128, expert_size=768, num_experts=48, top_k=8),
+    "small": MixtureShape(256, 4, 8, 2, 384, head_dim=32, expert_size=96, num_experts=16, top_k=4),
 }
 """`4b` has 4.0 billion parameters. A token uses 1.0 billion of them. Its layers have the shape of Qwen3-30B-A3B's
 layers, but with 48 experts instead of 128.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class MixtureFiles:
+def make_mixture_files(scratch: Path, size: str, num_adapters: int, rank: int) -> ModelFiles:
     """A base with adapters `a0`, `a1`, ... on attention and on all experts, in files with a tensor for each expert."""
-
-    directory: Path
-    shape: MixtureShape
-    num_adapters: int
-    rank: int
-
-    @property
-    def base(self) -> Path:
-        return self.directory / "base"
-
-    @property
-    def adapters(self) -> dict[str, Path]:
-        return {name: self.directory / "adapters" / name for name in (f"a{i}" for i in range(self.num_adapters))}
-
-    @property
-    def attention_adapters(self) -> dict[str, Path]:
-        return {}
-
-
-def make_mixture_files(scratch: Path, size: str, num_adapters: int, rank: int) -> MixtureFiles:
     directory = scratch.absolute() / f"mixture-{size}-{num_adapters}-adapters-rank{rank}"
-    files = MixtureFiles(directory, SHAPES[size], num_adapters, rank)
-    made = directory / "made"
-    if made.exists():
-        return files
-    # Files from an interrupted run may be incomplete.
-    shutil.rmtree(directory, ignore_errors=True)
-    files.base.mkdir(parents=True)
-    _write_base(files.shape, files.base)
-    write_tokenizer(files.base, files.shape.vocab_size)
-    for seed, adapter in enumerate(files.adapters.values()):
-        adapter.mkdir(parents=True)
-        _write_adapter(files.shape, rank, seed, adapter)
-    made.touch()
-    return files
+    shape = SHAPES[size]
+
+    def write(files: ModelFiles) -> None:
+        _write_base(shape, files.base)
+        for seed, adapter in enumerate(files.adapters.values()):
+            adapter.mkdir(parents=True)
+            _write_adapter(shape, rank, seed, adapter)
+
+    return make_once(ModelFiles(directory, shape, num_adapters, rank, has_attention_adapters=False), write)
 
 
-def write_merged(files: MixtureFiles, adapter: Path, directory: Path) -> None:
+def write_merged(files: ModelFiles, adapter: Path, directory: Path) -> None:
     """Write a copy of the base with the adapter's products B A added to the weights in float32."""
     shutil.copytree(files.base, directory)
     factors = {name: tensor.float() for name, tensor in load_file(adapter / TENSORS).items()}
@@ -124,7 +92,7 @@ def _write_base(shape: MixtureShape, directory: Path) -> None:
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
-        "intermediate_size": shape.expert_size * shape.top_k,
+        "intermediate_size": shape.intermediate_size,
         "moe_intermediate_size": shape.expert_size,
         "num_experts": shape.num_experts,
         "num_experts_per_tok": shape.top_k,

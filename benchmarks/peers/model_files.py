@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class ModelFiles:
     shape: Shape
     num_adapters: int
     rank: int
+    has_attention_adapters: bool = True
 
     @property
     def base(self) -> Path:
@@ -39,7 +41,7 @@ class ModelFiles:
 
     @property
     def attention_adapters(self) -> dict[str, Path]:
-        names = [f"attention{index}" for index in range(self.num_adapters)]
+        names = [f"attention{index}" for index in range(self.num_adapters if self.has_attention_adapters else 0)]
         return {name: self._adapter(name) for name in names}
 
     def _adapter(self, name: str) -> Path:
@@ -47,24 +49,31 @@ class ModelFiles:
 
 
 def make_model_files(scratch: Path, size: str, num_adapters: int, rank: int) -> ModelFiles:
-    files = ModelFiles(
-        scratch.absolute() / f"{size}-{num_adapters}-adapters-rank{rank}", SHAPES[size], num_adapters, rank
-    )
+    directory = scratch.absolute() / f"{size}-{num_adapters}-adapters-rank{rank}"
+    return make_once(ModelFiles(directory, SHAPES[size], num_adapters, rank), _write)
+
+
+def make_once(files: ModelFiles, write: Callable[[ModelFiles], None]) -> ModelFiles:
+    """Write the files, unless an earlier run has written them completely."""
     made = files.directory / "made"
-    if made.exists():
-        return files
-    # Files from an interrupted run may be incomplete.
-    shutil.rmtree(files.directory, ignore_errors=True)
+    if not made.exists():
+        # Files from an interrupted run may be incomplete.
+        shutil.rmtree(files.directory, ignore_errors=True)
+        files.base.mkdir(parents=True)
+        write(files)
+        write_tokenizer(files.base, files.shape.vocab_size)
+        made.touch()
+    return files
+
+
+def _write(files: ModelFiles) -> None:
     make_base(files.shape, files.base)
-    write_tokenizer(files.base, files.shape.vocab_size)
-    model = load_peft(files.base, num_adapters, rank, torch.bfloat16)
+    model = load_peft(files.base, files.num_adapters, files.rank, torch.bfloat16)
     model.save_pretrained(files.directory / "adapters")
     del model
     gc.collect()
     for whole, cut in zip(files.adapters.values(), files.attention_adapters.values(), strict=True):
         _cut_to_attention(whole, cut)
-    made.touch()
-    return files
 
 
 def _cut_to_attention(whole: Path, cut: Path) -> None:

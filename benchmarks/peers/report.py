@@ -5,41 +5,56 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import BUSY_SHARE
 from benchmarks.peers.agreement import Agreement
 from benchmarks.peers.figures import FLOAT_GOALS, Cell, Goals, Ratio, ratios, tokens_per_second
 from benchmarks.peers.measurement import Measurement
-from benchmarks.peers.picture import draw_bars
 from benchmarks.peers.system import LORAMUX, Peer
 from benchmarks.peers.workload import KINDS, Load
+from benchmarks.pictures import draw_bars
+from benchmarks.tables import table
+
+
+def print_report(
+    peers: Sequence[Peer],
+    agreements: Mapping[str, Agreement],
+    measurement: Measurement,
+    console: Console,
+    goals: Goals = FLOAT_GOALS,
+) -> dict[Cell, float]:
+    """Print the tables and notes, and return the speed of each cell."""
+    loads, num_questions = measurement.loads, measurement.files.num_adapters
+    speeds = tokens_per_second(measurement.samples, num_questions)
+    console.print(speed_table(speeds, loads, peers))
+    own_speeds = tokens_per_second(measurement.own_samples, num_questions)
+    console.print(ratio_table(ratios(speeds, own_speeds, loads, goals)))
+    for note in notes(peers, agreements, measurement):
+        console.print(f"[yellow]{note}[/yellow]", highlight=False)
+    return speeds
 
 
 def speed_table(speeds: Mapping[Cell, float], loads: Sequence[Load], peers: Sequence[Peer]) -> Table:
     """One row per system and dtype, and one per peer that was not found."""
-    table = Table(title="output tokens/s, median")
-    table.add_column("system")
     columns = [(load, kind) for load in loads for kind in KINDS]
-    for load, kind in columns:
-        table.add_column(f"{load} {kind}", justify="right")
+    rows = []
     for system in dict.fromkeys(cell.system for cell in speeds):
         cells = [Cell(system, load, kind) for load, kind in columns]
-        table.add_row(system.label, *(f"{speeds[cell]:.1f}" if cell in speeds else "-" for cell in cells))
-    for peer in peers:
-        if peer.missing is not None:
-            table.add_row(f"{peer.name}, not found", *("-" for _ in columns))
-    return table
+        rows.append([system.label, *(f"{speeds[cell]:.1f}" if cell in speeds else "-" for cell in cells)])
+    rows += [[f"{peer.name}, not found", *("-" for _ in columns)] for peer in peers if peer.missing is not None]
+    return table("output tokens/s, median", ("system", *(f"{load} {kind}" for load, kind in columns)), rows)
 
 
 def ratio_table(found: Sequence[Ratio]) -> Table:
-    table = Table(title=f"{LORAMUX} and its targets")
-    for heading in ("load", "figure", "over", "value", "target", ""):
-        table.add_column(heading, justify="right" if heading in ("value", "target") else "left")
-    for ratio in found:
-        verdict = {True: "[green]met[/green]", False: "[red]missed[/red]", None: ""}[ratio.is_met]
-        table.add_row(str(ratio.load), ratio.name, ratio.against, shown(ratio, ratio.value), _target(ratio), verdict)
-    return table
+    verdicts = {True: "[green]met[/green]", False: "[red]missed[/red]", None: ""}
+    rows = [
+        (str(one.load), one.name, one.against, shown(one, one.value), _target(one), verdicts[one.is_met])
+        for one in found
+    ]
+    headings = ("load", "figure", "over", "value", "target", "")
+    return table(f"{LORAMUX} and its targets", headings, rows, num_left=3)
 
 
 def shown(ratio: Ratio, value: float | None) -> str:

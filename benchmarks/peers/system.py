@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from benchmarks.answers import RunFailed
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.workload import Answers, Work
 
 LORAMUX = "loramux"
 
 
-class SystemFailed(Exception):
+class SystemFailed(RunFailed):
     """A system did not start, ended early, or gave a wrong answer. The message says why."""
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, server_environment
-from benchmarks.peers.http_questions import completion_body, post_all, require_lengths
+from benchmarks.peers.http_questions import Document, complete_all
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.system import Peer, Running, System, missing_peer
 from benchmarks.peers.workload import BASE, MAX_TOKENS, PEER_KINDS, Answers, Work
@@ -30,14 +30,12 @@ class VllmServer:
     server: ChildServer
     url: str
 
+    def complete(self, work: Work, extra: Document) -> tuple[list[Document], float]:
+        models = {question.adapter: question.adapter or BASE_NAME for question in work.questions}
+        return complete_all(NAME, self.url, work, models, extra)
+
     def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
-        bodies = [
-            completion_body(question, work.num_output, question.adapter or BASE_NAME)
-            | ({"return_token_ids": True} if needs_token_ids else {})
-            for question in work.questions
-        ]
-        documents, seconds = post_all(f"{self.url}/v1/completions", bodies)
-        require_lengths(NAME, [document["usage"]["completion_tokens"] for document in documents], work)
+        documents, seconds = self.complete(work, {"return_token_ids": True} if needs_token_ids else {})
         ids = tuple(tuple(document["choices"][0]["token_ids"]) for document in documents) if needs_token_ids else None
         return Answers(seconds, ids)
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.machine import describe
+from benchmarks.harness import begin, new_parser
 from benchmarks.routing.figures import MAX_IMBALANCE, MIN_HIT_RATE, best_hit_rate, measure
 from benchmarks.routing.fleet import Fleet, MakePolicy
 from benchmarks.routing.policies import POLICIES
 from benchmarks.routing.scenarios import Scenario, cold_burst, replica_dies, replica_joins
 from benchmarks.routing.setting import Setting
-from benchmarks.tables import open_console
+from benchmarks.tables import table
 
 COLD_SETTLE_S = 300.0
 """Simulated seconds for empty pools to fill before the measurement begins."""
@@ -36,7 +32,7 @@ SCENARIOS: dict[str, Callable[[Setting, MakePolicy], Scenario]] = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
+    parser = new_parser("routing", __doc__, is_timed=False)
     defaults = Setting()
     parser.add_argument("--adapters", type=int, default=defaults.num_adapters)
     parser.add_argument("--replicas", type=int, default=defaults.num_replicas)
@@ -59,15 +55,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--settle-s", type=float, help="simulated seconds before measuring (default 60, cold 300)")
     parser.add_argument("--measure-s", type=float, default=defaults.measure_s, help="simulated seconds measured")
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse(argv)
-    console = open_console()
-    table = Table("start", "zipf", "load", "gateways", "policy", "hits", "imbalance", "p99 wait", "loads/s", "queues")
-    rows = []
+    started = begin(parse(argv))
+    arguments, console = started.arguments, started.console
+    headings = ("start", "zipf", "load", "gateways", "policy", "hits", "imbalance", "p99 wait", "loads/s", "queues")
+    rows, shown = [], []
     started_s = time.process_time()
     base = Setting(
         num_adapters=arguments.adapters,
@@ -84,21 +79,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             base, is_warm=start == "warm", zipf=zipf, load=load, num_gateways=num_gateways, settle_s=settle_s
         )
         bound = best_hit_rate(setting)
-        table.add_row(start, str(zipf), str(load), str(num_gateways), "bound", f"{bound:.4f}", str(MAX_IMBALANCE))
+        shown.append([start, str(zipf), str(load), str(num_gateways), "bound", f"{bound:.4f}", str(MAX_IMBALANCE)])
         for policy in arguments.policies:
             row = run(setting, policy)
             figures = row["figures"]
             rows.append({**row, "best_hit_rate": bound})
-            table.add_row(
-                *("", "", "", "", policy),
-                f"{figures['hit_rate']:.4f}",
-                f"{figures['imbalance']:.2f}",
-                f"{figures['p99_wait_s']:.2f} s",
-                f"{figures['loads_per_s']:.1f}",
-                "diverge" if row["is_diverging"] else "",
-            )
+            numbers = (f"{figures['hit_rate']:.4f}", f"{figures['imbalance']:.2f}", f"{figures['p99_wait_s']:.2f} s")
+            queues = "diverge" if row["is_diverging"] else ""
+            shown.append([*("", "", "", "", policy), *numbers, f"{figures['loads_per_s']:.1f}", queues])
     if rows:
-        console.print(table)
+        console.print(table("simulated fleet", headings, shown))
     events = [dataclasses.asdict(SCENARIOS[name](base, POLICIES["router"])) for name in arguments.scenarios]
     for event in events:
         console.print(event["name"], event["remarks"])
@@ -107,15 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     routed = [row for row in rows if row["policy"] == "router"]
     num_met = sum(row["meets_goals"] for row in routed)
     console.print(f"the router meets the goals in {num_met} of {len(routed)} settings")
-    if arguments.out:
-        document = {
-            "machine": describe(),
-            "goals": {"min_hit_rate": MIN_HIT_RATE, "max_imbalance": MAX_IMBALANCE},
-            "cpu_s": round(time.process_time() - started_s, 1),
-            "rows": rows,
-            "scenarios": events,
-        }
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    goals = {"min_hit_rate": MIN_HIT_RATE, "max_imbalance": MAX_IMBALANCE}
+    cpu_s = round(time.process_time() - started_s, 1)
+    started.write({"goals": goals, "cpu_s": cpu_s, "rows": rows, "scenarios": events})
 
 
 def run(setting: Setting, policy: str) -> dict[str, Any]:

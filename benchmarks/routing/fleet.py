@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 from random import Random
 
-from benchmarks.gpu.bench import CheckError
+from benchmarks.answers import CheckError
 from benchmarks.routing.policies import Policy
 from benchmarks.routing.replica import Report, Request, SimulatedReplica
 from benchmarks.routing.setting import Setting

@@ -9,29 +9,25 @@ throughput, and at about 70 % of it, for latencies. See `workload.py` for the so
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.gpu.bench import CheckError
-from benchmarks.machine import busy_share, describe, require_idle
+from benchmarks.harness import begin, new_parser, reports_failure, write_svg
+from benchmarks.pictures import draw_lines
+from benchmarks.running_engine import RunningEngine
 from benchmarks.s_lora.adapters import AdapterFiles
-from benchmarks.s_lora.engine import OpenEngine, PoolPlan, open_engine
-from benchmarks.s_lora.figures import Figures, Goal, latency_figures, throughput_figures
-from benchmarks.s_lora.plot import draw_plot
-from benchmarks.s_lora.report import Case, summaries, tables
+from benchmarks.s_lora.engine import PoolPlan, open_engine
+from benchmarks.s_lora.figures import Case, Figures, Goal, latency_figures, summaries, tables, throughput_figures
 from benchmarks.s_lora.run import Arrival, Drive, drive, drive_in_turns
-from benchmarks.s_lora.setting import add_engine, check_answers, describe_base, lengths, open_files
+from benchmarks.s_lora.setting import add_engine, check_answers, describe_workload, open_files, require_sound
 from benchmarks.s_lora.traffic import Traffic
 from benchmarks.s_lora.workload import Lengths
-from benchmarks.tables import open_console
 from loramux.engine.pages.eviction import POLICIES
 
 SATURATED = 1.5
@@ -66,13 +62,13 @@ class Measurement:
         self.arguments = arguments
         self.files = files
         self.traffic = Traffic(
-            prompts=arguments.input,
-            outputs=arguments.output,
+            arguments.input,
+            arguments.output,
+            files.model.vocab_size,
             alpha=arguments.alpha,
             cv=arguments.cv,
             num_prefix=arguments.prefix,
             is_one_share=arguments.shares == "one",
-            vocab_size=files.model.vocab_size,
         )
         self.plan = PoolPlan(
             arguments.pool_adapters,
@@ -106,7 +102,7 @@ class Measurement:
     def _digests(self, num_adapters: int) -> Sequence[str]:
         return self.files.digests[:num_adapters]
 
-    def saturate(self, engines: Sequence[tuple[Case, OpenEngine]], rate: float, number: int) -> list[Figures]:
+    def saturate(self, engines: Sequence[tuple[Case, RunningEngine]], rate: float, number: int) -> list[Figures]:
         """Measure the throughput of all engines in one round, in turns of less than a second."""
         end_s = self.warm_s + self.arguments.seconds
         drives = []
@@ -117,7 +113,7 @@ class Measurement:
             drives.append(Drive(engine, arrivals, self.warm_s, end_s, 0.0))
         return [{**throughput_figures(window), "rate": rate} for window in drive_in_turns(drives, TURN_S)]
 
-    def calm(self, case: Case, engine: OpenEngine, rate: float, number: int) -> Figures:
+    def calm(self, case: Case, engine: RunningEngine, rate: float, number: int) -> Figures:
         """Measure one engine's latencies in one round, while the other engines are idle."""
         end_s = self.warm_s + self.arguments.seconds
         arrivals = self.traffic.arrivals(self._digests(case.num_adapters), rate, end_s, seed=142 + number * SEED_STRIDE)
@@ -162,104 +158,75 @@ def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dic
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.s_lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("s_lora", __doc__)
     add = parser.add_argument
     add("--adapters", type=_numbers, default=[5, 100, 1000, 2000], help="numbers of adapters to compare")
     add("--pool-adapters", type=int, default=50, help="adapters that fit in the pool in addition to K and V")
     add("--host-adapters", type=int, default=200, help="adapters that fit in the host tier")
     add("--max-sequences", type=int, default=32, help="sequence slots")
-    add("--seconds", type=float, default=20.0, help="length of each window; the warm-up is a quarter of it")
-    add("--repeats", type=int, default=1, help="rounds over all cases; medians are reported")
     add("--alpha", type=float, default=1.0, help="popularity: 1 is uniform, lower is more skewed (numpy.random.power)")
     add("--cv", type=float, default=1.0, help="coefficient of variation of the time between arrivals")
     add("--rate", type=_rate, default=None, help="requests/s for measuring latencies; auto: 70 %% of capacity")
-    add("--input", type=lengths, default=Lengths(8, 128), metavar="LO-HI", help="prompt tokens in [LO, HI)")
-    add("--output", type=lengths, default=Lengths(8, 128), metavar="LO-HI", help="new tokens in [LO, HI)")
     add("--prefix", type=int, default=0, help="additional prompt tokens that an adapter's requests share")
     add("--shares", choices=("adapter", "one"), default="adapter", help="one account per adapter, or one for all")
     add("--policy", type=_policies, default=list(POLICIES), help=",".join(POLICIES))
     add("--slo", type=_goal, default=Goal(1.0, 0.05), metavar="TTFT,TPOT", help="goodput limits, in seconds")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--plot", type=Path, help="plot throughput by number of adapters to this SVG file")
-    add_engine(parser)
+    whole, cores = Lengths(8, 128), len(os.sched_getaffinity(0))
+    add_engine(parser, repeats=1, seconds=20.0, inputs=whole, outputs=whole, threads=cores)
     arguments = parser.parse_args(argv)
-    if arguments.plot is not None and arguments.plot.suffix != ".svg":
-        parser.error("--plot writes SVG only: name a file that ends in .svg")
-    if min(arguments.alpha, arguments.cv, arguments.seconds) <= 0 or min(arguments.adapters) < 1:
-        parser.error("--alpha, --cv, --seconds and the numbers of adapters must be above 0")
+    require_sound(parser, arguments)
+    if min(arguments.alpha, arguments.cv) <= 0 or min(arguments.adapters) < 1:
+        parser.error("--alpha, --cv and the numbers of adapters must be above 0")
     return arguments
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    console = open_console()
-    machine = describe()
-    busy_before = require_idle(arguments.allow_busy)
+    run = begin(parse(argv))
+    arguments, console = run.arguments, run.console
     files = open_files(arguments, max(arguments.adapters), console)
     measurement = Measurement(arguments, files)
-    try:
-        checked = check_answers(arguments, files, measurement.traffic, arguments.policy)
-        for policy, one in checked.items():
-            console.print(
-                f"checked, {policy}: {one['num_tokens']} float32 tokens are equal alone and in a batch with "
-                f"{one['num_evictions']} evictions"
-            )
-        cases, rates = measure(measurement, console)
-    except CheckError as error:
-        console.print(f"[red]nothing was measured: {error}[/red]")
-        return 1
+    checked = check_answers(arguments, files, measurement.traffic, arguments.policy, console)
+    cases, rates = measure(measurement, console)
     found = summaries(cases)
     workload = _workload(measurement)
     titles = (f"saturated, {rates['saturated_rate']:.1f} requests/s", f"calm, {rates['calm_rate']:.1f} requests/s")
     for table in tables(found, *titles):
         console.print(table)
     console.print(f"goodput counts requests with TTFT <= {arguments.slo.ttft_s} s and TPOT <= {arguments.slo.tpot_s} s")
-    for name, value in (workload | machine).items():
-        console.print(f"[dim]{name}: {value}[/dim]", highlight=False)
-    if arguments.out is not None:
-        document = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": machine,
-            "busy_share": {"before": round(busy_before, 3), "after": round(busy_share(), 3)},
-            "workload": workload,
-            "check": checked,
-            "capacity": rates,
-            "cases": found,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    run.say(workload)
+    run.write({"workload": workload, "check": checked, "capacity": rates, "cases": found})
     if arguments.plot is not None:
-        lines: dict[str, list[tuple[int, float]]] = {policy: [] for policy in arguments.policy}
+        lines: dict[str, list[tuple[float, float]]] = {policy: [] for policy in arguments.policy}
         for one in found:
             lines[one["policy"]].append((one["adapters"], one["throughput"]["tokens_s"]))
         title = f"S-LoRA workload, alpha {arguments.alpha:g}, a pool of {arguments.pool_adapters} adapters"
-        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        arguments.plot.write_text(draw_plot(title, lines))
+        write_svg(arguments.plot, draw_plot(title, lines))
     return 0
+
+
+def draw_plot(title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Draw `lines`, which maps each policy to its (adapters, tokens/s) points, with a logarithmic horizontal axis."""
+    numbers = sorted({number for points in lines.values() for number, _ in points})
+    span = math.log(numbers[-1] / numbers[0]) or 1.0
+    return draw_lines(
+        title, ("adapters", "tokens/s"), lines, lambda x: math.log(x / numbers[0]) / span, numbers, has_dots=True
+    )
 
 
 def _workload(measurement: Measurement) -> dict[str, Any]:
     arguments, plan = measurement.arguments, measurement.plan
     pages = measurement.files.num_pages(arguments.dtype)
     return {
-        **describe_base(arguments.base),
-        "dtype": arguments.dtype,
-        "threads": arguments.threads,
-        "rank": arguments.rank,
+        **describe_workload(arguments),
         "pool": f"{plan.num_adapters} adapters of {pages} pages, {plan.kv_pages} pages of K and V",
         "host_adapters": plan.num_host_adapters,
         "max_sequences": plan.num_sequences,
         "alpha": arguments.alpha,
         "cv": arguments.cv,
-        "prompt_tokens": str(arguments.input),
-        "output_tokens": str(arguments.output),
         "shared_prefix_tokens": arguments.prefix,
         "shares": arguments.shares,
         "slo": asdict(arguments.slo),
-        "seconds": arguments.seconds,
-        "repeats": arguments.repeats,
     }
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from benchmarks.gpu.bench import CheckError
-from benchmarks.gpu.check import compare
-from benchmarks.gpu.engine import Answer
-from benchmarks.s_lora.engine import OpenEngine, PoolPlan
+from benchmarks.answers import Answer, CheckError, compare
+from benchmarks.running_engine import RunningEngine
+from benchmarks.s_lora.engine import PoolPlan
 from benchmarks.s_lora.traffic import Traffic
 from benchmarks.s_lora.workload import Lengths
-from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StepOutput
+from loramux.engine.protocol.messages import Add, SamplingParams
 
 NUM_PAIRS = 6
 POOL_ADAPTERS = 4
@@ -64,15 +63,15 @@ def pairs_of(traffic: Traffic, digests: Sequence[str]) -> list[Add]:
     ]
 
 
-def answer_alone(engine: OpenEngine, pairs: Sequence[Add]) -> dict[str, Answer]:
+def answer_alone(engine: RunningEngine, pairs: Sequence[Add]) -> dict[str, Answer]:
     """Answer each pair alone. Raises CheckError if an adapter does not change the base's answer, or if two adapters
     give the same answer to a prompt.
     """
     answers: dict[str, Answer] = {}
     for pair in pairs:
-        answers |= _answer(engine, [pair])
+        answers |= engine.answer([pair])
         plain = msgspec.structs.replace(pair, digest=None, isolation_key=b"base")
-        if _answer(engine, [plain])[pair.sequence_id].tokens == answers[pair.sequence_id].tokens:
+        if engine.answer([plain])[pair.sequence_id].tokens == answers[pair.sequence_id].tokens:
             raise CheckError(f"the adapter of {pair.sequence_id} does not change the base's answer")
     for even, odd in zip(pairs[::2], pairs[1::2], strict=True):
         if answers[even.sequence_id].tokens == answers[odd.sequence_id].tokens:
@@ -81,7 +80,7 @@ def answer_alone(engine: OpenEngine, pairs: Sequence[Add]) -> dict[str, Answer]:
 
 
 def check_mixed(
-    engine: OpenEngine, traffic: Traffic, digests: Sequence[str], pairs: Sequence[Add], expected: dict[str, Answer]
+    engine: RunningEngine, traffic: Traffic, digests: Sequence[str], pairs: Sequence[Add], expected: dict[str, Answer]
 ) -> Checked:
     """Answer the pairs among other requests while adapters are evicted. Raises CheckError if an answer differs or no
     adapter was evicted.
@@ -93,7 +92,7 @@ def check_mixed(
         msgspec.structs.replace(pair, sequence_id=again[pair.sequence_id], isolation_key=b"again " + pair.isolation_key)
         for pair in pairs
     ]
-    found = _answer(engine, [*pairs, *others, *repeated])
+    found = engine.answer([*pairs, *others, *repeated])
     wanted = expected | {again[name]: answer for name, answer in expected.items()}
     worst, num_tokens = compare({name: found[name] for name in wanted}, wanted)
     stats = engine.stats()
@@ -107,20 +106,3 @@ def _requests(traffic: Traffic, count: int, digests: Sequence[str], seed: int) -
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=2)
     traffic = replace(traffic, prompts=PROMPTS, outputs=OUTPUTS, alpha=1.0, num_prefix=0)
     return traffic.requests(count, digests[:NUM_ADAPTERS], sampling, seed)
-
-
-def _answer(engine: OpenEngine, adds: Sequence[Add]) -> dict[str, Answer]:
-    """Run requests to completion. Raises CheckError if one ends for a reason other than `length`."""
-    answers = {add.sequence_id: Answer([], []) for add in adds}
-    for add in adds:
-        engine.add(add)
-    while engine.num_sequences:
-        for outbound in engine.step():
-            match outbound.message:
-                case StepOutput(outputs=outputs):
-                    for output in outputs:
-                        answers[output.sequence_id].tokens.extend(output.token_ids)
-                        answers[output.sequence_id].logprobs.extend(output.logprobs)
-                case Finished(sequence_id=sequence_id, reason=reason, message=message) if reason != "length":
-                    raise CheckError(f"request {sequence_id} ended with {reason}: {message}")
-    return answers

@@ -1,22 +1,40 @@
-"""Drives an engine with a list of arrivals, and records the times of each request."""
+"""Drives an engine with timed messages and continuous streams of requests, and records when tokens arrive.
+
+Messages are sent on the engine's own thread between steps, when an engine process would read its socket. The engine
+therefore shares the cores and the interpreter only with the threads that load adapters.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.gpu.bench import CheckError
-from benchmarks.s_lora.engine import WAKE_S, OpenEngine
-from loramux.engine.protocol.messages import Add, Finished, FromEngine, Stats, StepOutput
+import msgspec
+
+from benchmarks.answers import CheckError
+from benchmarks.running_engine import WAKE_S, RunningEngine
+from loramux.engine.protocol.messages import AdapterState, Add, Finished, FromEngine, Load, Stats, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A client that keeps `num_open` requests in the engine: when a request ends, it immediately sends another."""
+
+    requests: Iterator[Add]
+    num_open: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
+    """A message, and the time at which it is sent, in seconds."""
+
     at_s: float
-    add: Add
+    message: Add | Load
+    is_counted: bool = True
+    """True if the request is measured, and False if it is part of the background load."""
 
 
 @dataclass(slots=True)
@@ -30,6 +48,8 @@ class Journey:
     latest_s: float = math.inf
     end_s: float = math.inf
     num_tokens: int = 0
+    is_counted: bool = True
+    stream: Stream | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -51,22 +71,27 @@ class Snapshot:
     stats: Stats
     cpu_s: float
 
-    @classmethod
-    def of(cls, engine: OpenEngine) -> Snapshot:
-        return cls(engine.stats(), time.process_time())
-
 
 @dataclass(slots=True)
 class Window:
-    """Observations of a run in [begin_s, end_s)."""
+    """Observations of a run in [begin_s, end_s). All times are in seconds."""
 
     begin_s: float
     end_s: float
     journeys: list[Journey] = field(default_factory=list)
-    """The requests that arrived in the window, even if they finished after it."""
+    """The timed requests that arrived in the window, even if they finished after it."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Times between a measured request's tokens, if the later token arrived in the window."""
+    load_gaps_s: list[float] = field(default_factory=list)
+    """Times between tokens of the background load's requests, if the later token arrived in the window."""
+    loads_s: list[float] = field(default_factory=list)
+    """Times between a Load message and its answer. Infinity if no answer arrived."""
+    num_cold: int = 0
+    """Number of timed requests whose adapter was not in the pool when they arrived."""
     num_tokens: int = 0
     num_first_tokens: int = 0
     num_finished: int = 0
+    """Number of requests of any kind that ended in the window."""
     fewest_sequences: int = 1 << 62
     """The lowest number of waiting and running sequences at any time in the window."""
     before: Snapshot | None = None
@@ -77,11 +102,21 @@ class Window:
         return self.end_s - self.begin_s
 
     @property
+    def first_tokens_s(self) -> list[float]:
+        """Times to first token of the measured requests. Infinity if no token arrived."""
+        return [one.ttft_s for one in self.journeys if one.is_counted]
+
+    @property
     def cpu_s(self) -> float:
         """CPU time of all threads of this process during the window."""
         assert self.before is not None
         assert self.after is not None
         return self.after.cpu_s - self.before.cpu_s
+
+    @property
+    def processor_share(self) -> float:
+        """CPU time of all threads, divided by the window's length."""
+        return self.cpu_s / self.seconds
 
     def counted(self, name: str) -> int:
         """The increase of one of the engine's counters during the window."""
@@ -90,40 +125,67 @@ class Window:
         return int(getattr(self.after.stats, name)) - int(getattr(self.before.stats, name))
 
 
-class Drive:
-    """One engine and its arrivals. The clock runs only during this engine's turns, so several engines can alternate.
+CLOCKS = ("wall", "processor")
+"""`processor` is the CPU time of the calling thread, which other processes barely affect. It does not count time spent
+waiting for other threads, so use it only with a single-threaded engine.
+"""
 
-    Nothing arrives after the window has closed. Requests that are still unfinished `patience_s` later are aborted.
+
+class Drive:
+    """One engine, its arrivals and its streams. The clock runs only during this engine's turns, so several engines can
+    alternate.
+
+    After the window, the run continues for at most `patience_s`, until the measured requests have ended or, unless
+    `awaits_ends`, have their first tokens, and each Load has its answer. Then everything is aborted.
     """
 
     def __init__(
-        self, engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s: float, patience_s: float
+        self,
+        engine: RunningEngine,
+        arrivals: Iterable[Arrival],
+        begin_s: float,
+        end_s: float,
+        patience_s: float,
+        streams: Sequence[Stream] = (),
+        clock: str = "wall",
+        awaits_ends: bool = True,
     ) -> None:
         self._engine = engine
         self._left = deque(arrivals)
         self._patience_s = patience_s
+        self._clock = clock
+        self._awaits_ends = awaits_ends
         self._window = Window(begin_s, end_s)
         self._journeys: dict[str, Journey] = {}
-        self._num_open = 0
+        self._loads: dict[str, float] = {}
+        self._num_awaited = 0
         self._now_s = 0.0
         self._cpu_s = 0.0
+        for stream in streams:
+            for _ in range(stream.num_open):
+                self._continue(stream)
 
     @property
     def is_over(self) -> bool:
         end_s = self._window.end_s
-        return self._now_s >= end_s and not (self._num_open and self._now_s < end_s + self._patience_s)
+        is_waiting = self._left or self._num_awaited or self._loads
+        return self._now_s >= end_s and not (is_waiting and self._now_s < end_s + self._patience_s)
 
     def run(self, seconds: float) -> None:
         """Step for `seconds` or until the run is over. Raises CheckError if a request ends for a reason other than
-        `length`.
+        `length`, or a load fails.
         """
         until_s = self._now_s + seconds
-        started, cpu_started = time.perf_counter() - self._now_s, time.process_time() - self._cpu_s
+        read = time.perf_counter if self._clock == "wall" else time.thread_time
+        started, cpu_started = read() - self._now_s, time.process_time() - self._cpu_s
         while self._now_s < until_s and not self.is_over:
-            self._add()
+            self._send()
             self._look(time.process_time() - cpu_started)
+            if self._clock == "processor" and self._left and not self._engine.num_sequences:
+                # An idle engine takes no CPU time, so advance the clock to the next message.
+                started -= max(0.0, self._left[0].at_s - (read() - started))
             outbox = self._engine.step(self._wait_s())
-            self._now_s = time.perf_counter() - started
+            self._now_s = read() - started
             for outbound in outbox:
                 self._take(outbound.message)
         self._cpu_s = time.process_time() - cpu_started
@@ -131,19 +193,34 @@ class Drive:
     def end(self) -> Window:
         self._window.before = self._window.before or self._snapshot(self._cpu_s)
         self._window.after = self._window.after or self._snapshot(self._cpu_s)
+        self._window.loads_s += [math.inf] * len(self._loads)
         self._engine.abort()
         return self._window
 
-    def _add(self) -> None:
+    def _send(self) -> None:
         window = self._window
-        while self._left and self._left[0].at_s <= self._now_s < window.end_s:
+        while self._left and self._left[0].at_s <= self._now_s:
             arrival = self._left.popleft()
-            was_resident = self._engine.is_resident(arrival.add.digest)
-            journey = self._journeys[arrival.add.sequence_id] = Journey(arrival.at_s, was_resident)
-            if window.begin_s <= arrival.at_s < window.end_s:
-                window.journeys.append(journey)
-            self._num_open += 1
-            self._engine.add(arrival.add)
+            match arrival.message:
+                case Load() as load:
+                    self._loads[load.call_id] = arrival.at_s
+                    self._engine.assembled.engine.load(b"", load)
+                case Add() as add:
+                    was_resident = self._engine.is_resident(add.digest)
+                    journey = Journey(arrival.at_s, was_resident, is_counted=arrival.is_counted)
+                    if window.begin_s <= arrival.at_s < window.end_s:
+                        window.journeys.append(journey)
+                    window.num_cold += not was_resident
+                    self._num_awaited += arrival.is_counted
+                    self._add(add, journey)
+
+    def _continue(self, stream: Stream) -> None:
+        self._add(next(stream.requests), Journey(self._now_s, True, is_counted=False, stream=stream))
+
+    def _add(self, add: Add, journey: Journey) -> None:
+        sequence_id = str(len(self._journeys))
+        self._journeys[sequence_id] = journey
+        self._engine.add(msgspec.structs.replace(add, sequence_id=sequence_id))
 
     def _look(self, cpu_s: float) -> None:
         window = self._window
@@ -166,22 +243,39 @@ class Drive:
         match message:
             case StepOutput(outputs=outputs):
                 for output in outputs:
-                    journey = self._journeys[output.sequence_id]
-                    if not journey.num_tokens:
-                        journey.first_s = self._now_s
-                        window.num_first_tokens += is_inside
-                    journey.latest_s = self._now_s
-                    journey.num_tokens += len(output.token_ids)
-                    window.num_tokens += is_inside * len(output.token_ids)
+                    self._note(self._journeys[output.sequence_id], len(output.token_ids), is_inside)
             case Finished(sequence_id=sequence_id, reason="length"):
-                self._journeys[sequence_id].end_s = self._now_s
+                journey = self._journeys[sequence_id]
+                journey.end_s = self._now_s
                 window.num_finished += is_inside
-                self._num_open -= 1
-            case Finished(sequence_id=sequence_id, reason=reason, message=message):
-                raise CheckError(f"request {sequence_id} ended with {reason}: {message}")
+                self._num_awaited -= journey.is_counted and self._awaits_ends
+                if journey.stream is not None:
+                    self._continue(journey.stream)
+            case Finished(sequence_id=sequence_id, reason=reason, message=text):
+                raise CheckError(f"request {sequence_id} ended with {reason}: {text}")
+            case AdapterState(call_id=call_id, state="resident"):
+                window.loads_s.append(self._now_s - self._loads.pop(call_id))
+            case AdapterState(message=text):
+                raise CheckError(f"an adapter could not be loaded: {text}")
+
+    def _note(self, journey: Journey, num_tokens: int, is_inside: bool) -> None:
+        """Record that tokens of a request have arrived."""
+        window = self._window
+        if not journey.num_tokens:
+            journey.first_s = self._now_s
+            window.num_first_tokens += is_inside
+            self._num_awaited -= journey.is_counted and not self._awaits_ends
+        elif is_inside:
+            gaps = window.gaps_s if journey.is_counted else window.load_gaps_s
+            gaps.append(self._now_s - journey.latest_s)
+        journey.latest_s = self._now_s
+        journey.num_tokens += num_tokens
+        window.num_tokens += is_inside * num_tokens
 
 
-def drive(engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s: float, patience_s: float) -> Window:
+def drive(
+    engine: RunningEngine, arrivals: Iterable[Arrival], begin_s: float, end_s: float, patience_s: float
+) -> Window:
     """Run one `Drive` from start to end without turns."""
     one = Drive(engine, arrivals, begin_s, end_s, patience_s)
     one.run(math.inf)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.running_engine import GREEDY
 from benchmarks.s_lora.run import Arrival
 from benchmarks.s_lora.workload import Lengths, draw_arrivals, draw_requests
 from loramux.engine.protocol.messages import Add, SamplingParams
-
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +24,11 @@ class Traffic:
 
     prompts: Lengths
     outputs: Lengths
-    alpha: float
-    cv: float
-    num_prefix: int
-    is_one_share: bool
     vocab_size: int
+    alpha: float = 1.0
+    cv: float = 1.0
+    num_prefix: int = 0
+    is_one_share: bool = False
 
     @property
     def full_prompts(self) -> Lengths:

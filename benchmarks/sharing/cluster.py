@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,11 +14,8 @@ import httpx
 
 from benchmarks.accounts.databases import open_database_at
 from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, server_environment
-from loramux.admin.client.client import AdminClient
-from loramux.admin.client.push import push_adapter
+from benchmarks.peers.loramux_server import BASE_NAME, loramux_environment, push_adapters
 
-TENANT = "bench"
-BASE_NAME = "base"
 BUCKET = "adapters"
 START_S = 300.0
 LOADS = "loramux_engine_adapter_loads_total"
@@ -80,28 +76,18 @@ def open_store(setting: ClusterSetting, adapters: Sequence[Path], folder: Path) 
     """Start the database and the object store, and push the adapters through a server that is then stopped."""
     with _open_bucket(setting.logs) as bucket, open_database_at("postgresql") as (_, database_url):
         admin_key = secrets.token_urlsafe(32)
-        environment = server_environment(
-            {
-                "LORAMUX_ADMIN_KEY": admin_key,
-                "LORAMUX_NUM_THREADS": str(setting.threads),
-                "LORAMUX_POOL_BYTES": "1GiB",
-                "LORAMUX_MAX_RESIDENT_ADAPTERS": str(setting.num_resident),
-                "LORAMUX_DISK_TIER_BYTES": str(setting.disk_tier_bytes),
-                "LORAMUX_HOST_TIER_BYTES": "0",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                **bucket,
-            }
-        )
+        environment = {
+            **loramux_environment(admin_key, setting.threads, "1GiB"),
+            "LORAMUX_MAX_RESIDENT_ADAPTERS": str(setting.num_resident),
+            "LORAMUX_DISK_TIER_BYTES": str(setting.disk_tier_bytes),
+            "LORAMUX_HOST_TIER_BYTES": "0",
+            **bucket,
+        }
         store = Store(database_url, environment, admin_key, "", ())
-        with (
-            open_server(setting, store, folder / "upload", "upload") as server,
-            AdminClient(server.admin_url, admin_key) as client,
-        ):
+        with open_server(setting, store, folder / "upload", "upload") as server:
             server.wait_until_ready()
-            client.post("tenants", {"slug": TENANT})
-            api_key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
-            models = tuple(push_adapter(client, path, TENANT, path.name).model for path in adapters)
-        yield Store(database_url, environment, admin_key, api_key, models)
+            api_key, models = push_adapters(server.admin_url, admin_key, {path.name: path for path in adapters})
+        yield Store(database_url, environment, admin_key, api_key, tuple(models.values()))
 
 
 @contextlib.contextmanager

@@ -18,16 +18,15 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from rich.table import Table
 
-from benchmarks.machine import add_allow_busy, describe, require_idle
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser, reports_failure
 from benchmarks.sharing.stamping_engine import now_us
-from benchmarks.tables import open_console
+from benchmarks.tables import table
 from loramux.engine.protocol.messages import Add, Finished, SamplingParams
 from loramux.platform.engine_link.engine_connection import EngineConnection
 from loramux.platform.engine_link.engine_session import EngineSession
@@ -35,10 +34,6 @@ from loramux.platform.replicas.certificates import OwnCertificates, read_certifi
 from loramux.platform.replicas.peer_connection import PeerConnection
 
 PROMPT = tuple(range(512))
-
-
-class CheckError(Exception):
-    """An answer is wrong, so nothing is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,9 @@ async def ask(session: EngineSession, name: str, num_tokens: int, sample: Sample
         raise CheckError(f"{num_received} tokens arrived instead of {num_tokens}")
 
 
-async def run(session: EngineSession, num_clients: int, num_requests: int, num_tokens: int, sample: Sample) -> None:
+async def run_clients(
+    session: EngineSession, num_clients: int, num_requests: int, num_tokens: int, sample: Sample
+) -> None:
     async def client(number: int) -> None:
         for turn in range(num_requests):
             await ask(session, f"{number}-{turn}", num_tokens, sample)
@@ -119,7 +116,7 @@ async def measure(options: argparse.Namespace, path: Path, server: subprocess.Po
             samples = {way: Sample([], []) for way in sessions}
             for _ in range(options.rounds):
                 for way, session in sessions.items():
-                    await run(session, num_clients, options.requests, options.tokens, samples[way])
+                    await run_clients(session, num_clients, options.requests, options.tokens, samples[way])
             for way, sample in samples.items():
                 rows.append(
                     {
@@ -132,40 +129,32 @@ async def measure(options: argparse.Namespace, path: Path, server: subprocess.Po
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--requests", type=int, default=20, help="requests of each client per round")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--interval-ms", type=float, default=20.0, help="time between two steps")
-    parser.add_argument("--out", type=Path)
-    add_allow_busy(parser)
-    options = parser.parse_args()
-    busy = require_idle(options.allow_busy)
+@reports_failure
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = new_parser("sharing.forwarding", __doc__)
+    add = parser.add_argument
+    add("--clients", type=int, nargs="+", default=[1, 32])
+    add("--requests", type=int, default=20, help="requests of each client per round")
+    add("--tokens", type=int, default=32, help="tokens of each answer")
+    add("--rounds", type=int, default=3)
+    add("--interval-ms", type=float, default=20.0, help="time between two steps")
+    run = begin(parser.parse_args(argv))
     with (
-        processes(options.interval_ms) as (path, server),
+        processes(run.arguments.interval_ms) as (path, server),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        rows = runner.run(measure(options, path, server))
-    table = Table(title="Forwarding, in microseconds", title_justify="left")
-    for name in ("clients", "way", "request p50", "request p99", "chunk p50", "chunk p99"):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    for row in rows:
-        cells = [row[kind][cut] for kind in ("request", "chunk") for cut in ("p50_us", "p99_us")]
-        table.add_row(str(row["clients"]), row["way"], *map(str, cells))
-    open_console().print(table)
-    workload = {name: getattr(options, name) for name in ("requests", "tokens", "rounds", "interval_ms")}
-    report = {
-        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "busy_share": busy,
-        "machine": describe(),
-        "workload": {**workload, "prompt_tokens": len(PROMPT)},
-        "rows": rows,
-    }
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        rows = runner.run(measure(run.arguments, path, server))
+    kinds, cuts = ("request", "chunk"), ("p50", "p99")
+    shown = [
+        [str(row["clients"]), row["way"], *(str(row[kind][f"{cut}_us"]) for kind in kinds for cut in cuts)]
+        for row in rows
+    ]
+    headings = ("clients", "way", *(f"{kind} {cut}" for kind in kinds for cut in cuts))
+    run.console.print(table("forwarding, in microseconds", headings, shown, num_left=2))
+    workload = {name: getattr(run.arguments, name) for name in ("requests", "tokens", "rounds", "interval_ms")}
+    run.write({"workload": {**workload, "prompt_tokens": len(PROMPT)}, "rows": rows})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -19,29 +19,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.machine import add_allow_busy, describe, require_idle
+from benchmarks.answers import CheckError
+from benchmarks.harness import SCRATCH, begin, new_parser, percentile, reports_failure
 from benchmarks.peers.http_questions import post_all
 from benchmarks.peers.model_files import make_model_files
-from benchmarks.peers.system import SystemFailed
 from benchmarks.random_model import SHAPES
 from benchmarks.sharing.cluster import LOADS, ClusterSetting, Server, Store, open_servers, open_store
 from benchmarks.sharing.traffic import Traffic, run_arrivals, run_clients
-from benchmarks.tables import open_console
-from benchmarks.tenants.figures import percentile
+from benchmarks.tables import table
 
-FOLDER = Path(__file__).parent.parent
 ROUND_ROBIN, ROUTED = "round robin", "routed"
 THROUGHPUT_GOAL, FIRST_TOKEN_GOAL = 2.0, 0.5
 """Goals for throughput and for the p99 of the time to first token, relative to round robin. One of the two must be
@@ -97,7 +92,7 @@ def check_answers(servers: Sequence[Server], store: Store, vocab_size: int) -> l
         for number, document in zip(asked, documents, strict=True):
             answers[number] = document["choices"][0]["text"]
     if len(set(answers)) < len(answers) // 2:
-        raise SystemFailed("different adapters give the same answers")
+        raise CheckError("different adapters give the same answers")
     return answers
 
 
@@ -174,7 +169,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Found:
                     with open_servers(setting, store, data, variant == ROUTED) as servers:
                         answers = check_answers(servers, store, files.shape.vocab_size)
                         if answers != (expected := expected or answers):
-                            raise SystemFailed("an adapter's answer depends on the server that gives it")
+                            raise CheckError("an adapter's answer depends on the server that gives it")
                         for alpha, rounds in found.items():
                             first = next(iter(rounds[ROUND_ROBIN].requests_s), None)
                             measure_popularity(
@@ -184,18 +179,20 @@ def measure(arguments: argparse.Namespace, console: Console) -> Found:
 
 
 def report(found: Found, console: Console) -> bool:
-    table = Table("popularity", "variant", "hit rate", "tokens/s", "first token p50", "p90", "p99")
+    rows = [
+        (
+            popularity(alpha),
+            variant,
+            f"{statistics.median(one.hit_rates):.3f}",
+            f"{statistics.median(one.tokens_s):.1f}",
+            *(f"{one.first_token_ms(percent):.0f} ms" for percent in (50, 90, 99)),
+        )
+        for alpha, rounds in found.items()
+        for variant, one in rounds.items()
+    ]
+    headings = ("popularity", "variant", "hit rate", "tokens/s", "first token p50", "p90", "p99")
+    console.print(table("servers that share requests", headings, rows, num_left=2))
     are_met = []
-    for alpha, rounds in found.items():
-        for variant, one in rounds.items():
-            table.add_row(
-                popularity(alpha),
-                variant,
-                f"{statistics.median(one.hit_rates):.3f}",
-                f"{statistics.median(one.tokens_s):.1f}",
-                *(f"{one.first_token_ms(percent):.0f} ms" for percent in (50, 90, 99)),
-            )
-    console.print(table)
     for alpha, rounds in found.items():
         throughput = statistics.median(rounds[ROUTED].tokens_s) / statistics.median(rounds[ROUND_ROBIN].tokens_s)
         tail = rounds[ROUTED].first_token_ms(99) / rounds[ROUND_ROBIN].first_token_ms(99)
@@ -213,11 +210,7 @@ def popularity(alpha: float) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sharing.round_robin",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("sharing.round_robin", __doc__)
     add = parser.add_argument
     add("--servers", type=int, default=3, help="number of servers")
     add("--adapters", type=int, default=60, help="number of adapters")
@@ -233,36 +226,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompt", type=int, default=32, help="prompt tokens of a request")
     add("--output", type=int, default=16, help="new tokens of a request")
     add("--rounds", type=int, default=2, help="rounds, each with both variants")
-    add("--scratch", type=Path, default=FOLDER / "scratch" / "sharing", help="folder for models and logs")
-    add("--out", type=Path, help="write the figures to this JSON file")
-    add_allow_busy(parser)
+    add("--scratch", type=Path, default=SCRATCH / "sharing", help="folder for models and logs")
     return parser.parse_args(argv)
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    console = open_console()
-    busy_before = require_idle(arguments.allow_busy)
-    try:
-        found = measure(arguments, console)
-    except SystemFailed as error:
-        console.print(f"[red]nothing was measured: {error}[/red]")
-        return 1
-    is_met = report(found, console)
-    if arguments.out is not None:
-        hidden = {"scratch", "out", "allow_busy"}
-        document = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": describe(),
-            "busy_before": round(busy_before, 3),
-            "setting": {name: value for name, value in vars(arguments).items() if name not in hidden},
-            "figures": {
-                popularity(alpha): {variant: one.document() for variant, one in rounds.items()}
-                for alpha, rounds in found.items()
-            },
-            "met": is_met,
-        }
-        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+    run = begin(parse(argv))
+    found = measure(run.arguments, run.console)
+    is_met = report(found, run.console)
+    hidden = {"scratch", "out", "allow_busy"}
+    figures = {
+        popularity(alpha): {variant: one.document() for variant, one in rounds.items()}
+        for alpha, rounds in found.items()
+    }
+    setting = {name: value for name, value in vars(run.arguments).items() if name not in hidden}
+    run.write({"setting": setting, "figures": figures, "met": is_met})
     return 0
 
 

@@ -54,7 +54,7 @@ def main() -> None:
 
     next_s = time.monotonic() + interval_s
     while True:
-        if socket.poll(max(0.0, next_s - time.monotonic()) * 1000):
+        if socket.poll(int(max(0.0, next_s - time.monotonic()) * 1000)):
             owner, data = socket.recv_multipart()
             if owner not in known:
                 known.add(owner)

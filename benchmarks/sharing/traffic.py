@@ -67,7 +67,7 @@ async def run_clients(urls: Sequence[str], api_key: str, bodies: Sequence[dict[s
 
         async def work() -> None:
             for body, url in queue:
-                await _stream(client, f"{url}/v1/completions", body, sample)
+                await stream(client, f"{url}/v1/completions", body, sample)
 
         started = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -91,7 +91,7 @@ async def run_arrivals(
             for body, url in zip(bodies, itertools.cycle(urls), strict=False):
                 due += dice.expovariate(requests_per_s)
                 await asyncio.sleep(due - time.perf_counter())
-                group.create_task(_stream(client, f"{url}/v1/completions", body, sample))
+                group.create_task(stream(client, f"{url}/v1/completions", body, sample))
         sample.seconds = time.perf_counter() - started
     return sample
 
@@ -102,7 +102,8 @@ def _open_client(api_key: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT_S, trust_env=False)
 
 
-async def _stream(client: httpx.AsyncClient, url: str, body: dict[str, Any], sample: Sample) -> None:
+async def stream(client: httpx.AsyncClient, url: str, body: dict[str, Any], sample: Sample) -> None:
+    """Stream one answer. Raises SystemFailed if it fails, or has not the requested number of tokens."""
     sent = last = time.perf_counter()
     num_tokens = 0
     asks_usage = body | {"stream_options": {"include_usage": True}}

@@ -22,11 +22,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,24 +32,23 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.gpu.bench import CheckError
-from benchmarks.machine import require_idle
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser, reports_failure, rotated
+from benchmarks.hot_load_files import drop_cached
+from benchmarks.running_engine import RunningEngine
 from benchmarks.s_lora.adapters import AdapterFiles
-from benchmarks.s_lora.engine import OpenEngine, PoolPlan, open_engine
-from benchmarks.s_lora.setting import lengths, open_files
+from benchmarks.s_lora.engine import PoolPlan, open_engine
+from benchmarks.s_lora.run import Arrival, Stream, Window
+from benchmarks.s_lora.setting import add_engine, describe_workload, lengths, open_files, require_sound
 from benchmarks.s_lora.workload import Lengths
-from benchmarks.tables import open_console
-from benchmarks.tenants.figures import Target, compare, pooled, spread, table
-from benchmarks.tenants.plot import draw_tails
-from benchmarks.tenants.run import Drive, Observed, Stream, Timed, keep_only
+from benchmarks.tenants.figures import Target, compare, pooled, spread, spread_table
 from benchmarks.tenants.setting import (
-    Outcome,
-    add_common,
     check,
-    common_workload,
+    draw_tails,
+    keep_only,
     leave,
     longest,
-    require_sound,
+    observe,
     say_disturbed,
     traffic_of,
 )
@@ -60,7 +57,6 @@ from loramux.engine.protocol.messages import Load
 QUIET, LOADS, WARM, STORM = WAYS = ("quiet", "loads", "warm", "storm")
 COLD_WAYS = (LOADS, STORM)
 TARGETS = (Target(LOADS, QUIET, 1.1), Target(STORM, WARM, 1.1), Target(STORM, QUIET, 1.1))
-PATIENCE_S = 30.0
 
 NUM_REQUESTS = 32
 """Number of distinct requests of one resident stream. Prefixes are not cached, so a repeated request is computed in
@@ -94,7 +90,7 @@ class Measurement:
         ]
         return [Stream(itertools.cycle(adds[place::count])) for place in range(count)]
 
-    def timed(self, way: str, number: int) -> list[Timed]:
+    def timed(self, way: str, number: int) -> list[Arrival]:
         """The extra traffic in round `number`, at random times that are the same in all variants."""
         if way == QUIET:
             return []
@@ -113,7 +109,7 @@ class Measurement:
                 msgspec.structs.replace(add, digest=digest, share_key=digest, isolation_key=b"")
                 for add, digest in zip(short.requests(count, digests, seed=300 + number), digests, strict=True)
             ]
-        return [Timed(at_s, message) for at_s, message in zip(times, messages, strict=True)]
+        return [Arrival(at_s, message) for at_s, message in zip(times, messages, strict=True)]
 
 
 def _forget(files: AdapterFiles, digests: Sequence[str], source: str) -> None:
@@ -126,39 +122,31 @@ def _forget(files: AdapterFiles, digests: Sequence[str], source: str) -> None:
             if source == "blobs":
                 path.unlink()
             else:
-                _drop_cached(path)
+                drop_cached(path)
         for path in files.packed_blobs(digest):
-            _drop_cached(path)
+            drop_cached(path)
 
 
-def _drop_cached(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-
-
-def measure(measurement: Measurement, console: Console) -> dict[str, list[Observed]]:
+def measure(measurement: Measurement, console: Console) -> dict[str, list[Window]]:
     """Run all rounds, and return each variant's observations, one per round."""
     arguments = measurement.arguments
-    found: dict[str, list[Observed]] = {way: [] for way in WAYS}
+    found: dict[str, list[Window]] = {way: [] for way in WAYS}
     with open_engine(
         arguments.base, measurement.files, measurement.plan, arguments.dtype, "lru", arguments.threads
     ) as engine:
         for number in track(range(arguments.repeats), "Rounds", console=console):
-            # The order rotates from round to round, so that drift in the machine's speed affects all variants alike.
-            place = number % len(WAYS)
-            for way in (*WAYS[place:], *WAYS[:place]):
+            for way in rotated(WAYS, number):
                 observed = _window(engine, measurement, way, number)
                 found[way].append(observed)
                 say_disturbed(observed, console)
     return found
 
 
-def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int) -> Observed:
+def _window(engine: RunningEngine, measurement: Measurement, way: str, number: int) -> Window:
     arguments = measurement.arguments
     timed = measurement.timed(way, number)
     keep_only(engine, (*measurement.resident, *measurement.warm))
-    observed = Drive(engine, arguments.settle, arguments.seconds, PATIENCE_S).run(measurement.streams(), timed)
+    observed = observe(engine, measurement.streams(), timed, arguments.settle, arguments.seconds)
     if way in COLD_WAYS:
         # Count answers, because the last few adapters may arrive after the end of the window.
         num_answered = sum(math.isfinite(one) for one in (*observed.loads_s, *observed.first_tokens_s))
@@ -170,24 +158,19 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tenants.cold_storm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("tenants.cold_storm", __doc__)
     add = parser.add_argument
     add("--residents", type=int, default=16, help="resident streams")
     add("--resident-adapters", type=int, default=8, help="adapters of the resident streams")
     add("--from", dest="source", choices=("disk", "blobs"), default="disk", help="source of new adapters")
     add("--loads", type=int, default=40, help="adapters loaded for the first time in each window")
-    add("--seconds", type=float, default=2.0, help="length of each window")
     add("--settle", type=float, default=0.4, help="seconds of resident streams alone before each window")
     add("--seats", type=int, default=16, help="sequence slots in addition to those of the resident streams")
     add("--pool-adapters", type=int, default=50, help="adapters that fit in the pool in addition to K and V")
     add("--spare-adapters", type=int, default=4, help="part of --pool-adapters to keep free for loads")
     add("--host-adapters", type=int, default=50, help="adapters that fit in the host tier")
     add("--storm-output", type=lengths, default=Lengths(4, 12), metavar="LO-HI", help="new tokens in [LO, HI)")
-    add_common(parser, repeats=20, outputs=Lengths(64, 128))
+    add_engine(parser, repeats=20, seconds=2.0, inputs=Lengths(8, 32), outputs=Lengths(64, 128), threads=1)
     arguments = parser.parse_args(argv)
     require_sound(parser, arguments)
     if not 0 < arguments.resident_adapters < arguments.pool_adapters - arguments.spare_adapters:
@@ -195,55 +178,43 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    console = open_console()
-    busy_before = require_idle(arguments.allow_busy)
+    run = begin(parse(argv))
+    arguments, console = run.arguments, run.console
     num_fresh = len(COLD_WAYS) * arguments.loads * arguments.repeats
     files = open_files(arguments, arguments.pool_adapters + num_fresh, console)
     measurement = Measurement(arguments, files)
-    try:
-        checked = check(arguments, files)
-        console.print(f"checked: {checked['num_tokens']} float32 tokens are equal alone and in a batch with evictions")
-        found = measure(measurement, console)
-    except CheckError as error:
-        console.print(f"[red]nothing was measured: {error}[/red]")
-        return 1
+    checked = check(run, files)
+    found = measure(measurement, console)
     gaps = {way: [one.load_gaps_s for one in rounds] for way, rounds in found.items()}
     first_tokens = {way: [one.first_tokens_s for one in rounds] for way, rounds in found.items()}
     loads = {way: [one.loads_s for one in rounds] for way, rounds in found.items()}
-    for way, rounds in found.items():
-        num_loaded = sum(one.counted("num_adapter_loads") for one in rounds)
-        num_evicted = sum(one.counted("num_adapter_evictions") for one in rounds)
-        steps_s = statistics.median(one.counted("num_steps") / one.seconds for one in rounds)
-        console.print(f"  {way}: {num_loaded} adapters loaded, {num_evicted} evicted, {steps_s:.0f} steps/s")
-    console.print(table("time between a resident stream's tokens", {"gaps": gaps}))
-    console.print(table("extra requests and loads", {"TTFT": first_tokens, "Load": loads}))
-    outcome = Outcome(
-        busy_before,
-        _workload(measurement),
-        checked,
-        {
-            way: {
-                "between_resident_tokens": spread(gaps[way]),
-                "ttft": spread(first_tokens[way]),
-                "load": spread(loads[way]),
-                "steps_s": [round(one.counted("num_steps") / one.seconds, 1) for one in rounds],
-                "loads": [one.counted("num_adapter_loads") for one in rounds],
-                "evictions": [one.counted("num_adapter_evictions") for one in rounds],
-                "preemptions": [one.counted("num_preemptions") for one in rounds],
-                "processor_share": [round(one.processor_share, 3) for one in rounds],
-            }
-            for way, rounds in found.items()
-        },
-        [compare(gaps, target) for target in TARGETS],
-        draw_tails(
-            f"Resident streams while {arguments.loads / arguments.seconds:g} adapters arrive per second",
-            "time between tokens",
-            {way: pooled(rounds) for way, rounds in gaps.items()},
-        ),
+    figures: dict[str, dict[str, Any]] = {
+        way: {
+            "between_resident_tokens": spread(gaps[way]),
+            "ttft": spread(first_tokens[way]),
+            "load": spread(loads[way]),
+            "steps_s": [round(one.counted("num_steps") / one.seconds, 1) for one in rounds],
+            "loads": [one.counted("num_adapter_loads") for one in rounds],
+            "evictions": [one.counted("num_adapter_evictions") for one in rounds],
+            "preemptions": [one.counted("num_preemptions") for one in rounds],
+            "processor_share": [round(one.processor_share, 3) for one in rounds],
+        }
+        for way, rounds in found.items()
+    }
+    for way, one in figures.items():
+        moved = f"{sum(one['loads'])} adapters loaded, {sum(one['evictions'])} evicted"
+        console.print(f"  {way}: {moved}, {statistics.median(one['steps_s']):.0f} steps/s")
+    console.print(spread_table("time between a resident stream's tokens", {"gaps": gaps}))
+    console.print(spread_table("extra requests and loads", {"TTFT": first_tokens, "Load": loads}))
+    picture = draw_tails(
+        f"Resident streams while {arguments.loads / arguments.seconds:g} adapters arrive per second",
+        "time between tokens",
+        {way: pooled(rounds) for way, rounds in gaps.items()},
     )
-    leave(outcome, arguments, console)
+    comparisons = [compare(gaps, target) for target in TARGETS]
+    leave(run, _workload(measurement), {"check": checked, "figures": figures}, comparisons, picture)
     return 0
 
 
@@ -251,7 +222,7 @@ def _workload(measurement: Measurement) -> dict[str, Any]:
     arguments = measurement.arguments
     pages, page_bytes = measurement.files.num_pages(arguments.dtype), measurement.files.page_bytes(arguments.dtype)
     return {
-        **common_workload(arguments),
+        **describe_workload(arguments),
         "residents": f"{arguments.residents} streams over {arguments.resident_adapters} adapters",
         "from": arguments.source,
         "storm": f"{arguments.loads} adapters of {pages * page_bytes / 1e6:.2f} MB in {arguments.seconds:g} s",

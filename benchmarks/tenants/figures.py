@@ -8,18 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from rich.table import Table
+
+from benchmarks.harness import finite, percentile
+from benchmarks.tables import table
 
 PERCENTILES = (50, 90, 99)
 
 Rounds = Mapping[str, Sequence[Sequence[float]]]
 """The samples of each round, by variant."""
-
-
-def percentile(samples: Sequence[float], percent: float) -> float:
-    """The percentile, rounded up to the next sample, or infinity if there are no samples."""
-    return float(np.percentile(samples, percent, method="higher")) if samples else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +90,15 @@ def spread(rounds: Sequence[Sequence[float]]) -> dict[str, float | None]:
     return figures
 
 
-def table(title: str, columns: Mapping[str, Rounds]) -> Table:
+def spread_table(title: str, columns: Mapping[str, Rounds]) -> Table:
     """A table with one row per variant. `columns` maps each heading to the measurements under it."""
-    drawn = Table(title=title)
-    drawn.add_column("")
-    for heading in columns:
-        for name in ("samples", *(f"p{percent}" for percent in PERCENTILES)):
-            drawn.add_column(f"{heading} {name}" if name == "samples" else f"{name} ms", justify="right")
+    names = [f"p{percent} ms" for percent in PERCENTILES]
+    headings = [name for heading in columns for name in (f"{heading} samples", *names)]
+    rows = []
     for way in next(iter(columns.values())):
         cells = [spread(rounds[way]) for rounds in columns.values()]
-        drawn.add_row(way, *(_shown(name, value) for cell in cells for name, value in cell.items()))
-    return drawn
-
-
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+        rows.append([way, *(_shown(name, value) for cell in cells for name, value in cell.items())])
+    return table(title, ("", *headings), rows)
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -22,24 +22,23 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from benchmarks.gpu.bench import CheckError
-from benchmarks.machine import require_idle
+from benchmarks.answers import CheckError
+from benchmarks.harness import begin, new_parser, reports_failure, rotated
+from benchmarks.running_engine import RunningEngine
 from benchmarks.s_lora.adapters import AdapterFiles
-from benchmarks.s_lora.engine import OpenEngine, PoolPlan, open_engine
-from benchmarks.s_lora.setting import open_files
+from benchmarks.s_lora.engine import PoolPlan, open_engine
+from benchmarks.s_lora.run import CLOCKS, Arrival, Stream, Window
+from benchmarks.s_lora.setting import add_engine, describe_workload, open_files, require_sound
 from benchmarks.s_lora.workload import Lengths, draw_arrivals
-from benchmarks.tables import open_console
-from benchmarks.tenants.figures import Target, compare, pooled, spread, table
-from benchmarks.tenants.plot import draw_tails
-from benchmarks.tenants.run import CLOCKS, Drive, Observed, Stream, Timed, preload
+from benchmarks.tenants.figures import Target, compare, pooled, spread, spread_table
 from benchmarks.tenants.setting import (
-    Outcome,
-    add_common,
+    PATIENCE_S,
     check,
-    common_workload,
+    draw_tails,
+    keep_only,
     leave,
     longest,
-    require_sound,
+    observe,
     say_disturbed,
     traffic_of,
 )
@@ -49,7 +48,6 @@ FLOOD, FULL, CALM = WAYS = ("flood", "full crowd", "calm crowd")
 LIMIT = 1.25
 CALIBRATION_S = 4.0
 WARM_S = 2.0
-PATIENCE_S = 30.0
 
 NUM_REQUESTS = 1024
 """Number of distinct requests of the background load. Prefixes are not cached, so a repeated request is computed in
@@ -82,7 +80,7 @@ class Measurement:
             adds = [msgspec.structs.replace(add, share_key=FLOOD) for add in adds]
         return [Stream(itertools.cycle(adds[place::shares]), self.arguments.open // shares) for place in range(shares)]
 
-    def timed(self, way: str, capacity: float, number: int) -> list[Timed]:
+    def timed(self, way: str, capacity: float, number: int) -> list[Arrival]:
         """The timed requests in round `number`. The polite accounts' requests are the same in every variant."""
         timed = self._arrivals(self.arguments.polite_load * capacity, 100 + number, is_counted=True)
         if way == CALM:
@@ -90,7 +88,7 @@ class Measurement:
             timed += self._arrivals(rate, 200 + number, is_counted=False)
         return sorted(timed, key=lambda one: one.at_s)
 
-    def _arrivals(self, rate: float, seed: int, is_counted: bool) -> list[Timed]:
+    def _arrivals(self, rate: float, seed: int, is_counted: bool) -> list[Arrival]:
         # The background load starts before the window, so that the engine has reached its steady state.
         begin_s = 0.0 if is_counted else -WARM_S
         times = list(draw_arrivals(rate, 1.0, self.arguments.seconds - begin_s, seed))
@@ -98,7 +96,7 @@ class Measurement:
             adds = [_unshared(add) for add in self.traffic.requests(len(times), self.polite, seed=seed)]
         else:
             adds = self._load(len(times), seed)
-        return [Timed(begin_s + at_s, add, is_counted) for at_s, add in zip(times, adds, strict=True)]
+        return [Arrival(begin_s + at_s, add, is_counted) for at_s, add in zip(times, adds, strict=True)]
 
     def _load(self, count: int, seed: int) -> list[Add]:
         """Requests that cycle through the crowd's accounts, each with its own adapter."""
@@ -115,37 +113,35 @@ def _unshared(add: Add) -> Add:
     return msgspec.structs.replace(add, isolation_key=b"")
 
 
-def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[Observed]], list[float]]:
+def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[Window]], list[float]]:
     """Run all rounds. Return each variant's observations, and the engine's capacity in requests/s in each round."""
     arguments = measurement.arguments
-    found: dict[str, list[Observed]] = {way: [] for way in WAYS}
+    found: dict[str, list[Window]] = {way: [] for way in WAYS}
     capacities: list[float] = []
     with open_engine(
         arguments.base, measurement.files, measurement.plan, arguments.dtype, "lru", arguments.threads
     ) as engine:
-        preload(engine, (*measurement.crowd, *measurement.polite))
+        keep_only(engine, (*measurement.crowd, *measurement.polite))
         for number in range(arguments.repeats):
             # Calibrate in each round, because the speed of a shared machine drifts.
-            calibration = Drive(engine, WARM_S, CALIBRATION_S, 0.0, arguments.clock).run(measurement.streams(FULL), [])
-            capacity = calibration.num_ended / CALIBRATION_S
+            full = measurement.streams(FULL)
+            calibration = observe(engine, full, [], WARM_S, CALIBRATION_S, 0.0, arguments.clock)
+            capacity = calibration.num_finished / CALIBRATION_S
             capacities.append(capacity)
             console.print(f"  round {number + 1}: the engine answers {capacity:.1f} requests/s")
-            # The order rotates from round to round, so that drift in the machine's speed affects all variants alike.
-            place = number % len(WAYS)
-            for way in (*WAYS[place:], *WAYS[:place]):
+            for way in rotated(WAYS, number):
                 observed = _window(engine, measurement, way, measurement.timed(way, capacity, number))
                 found[way].append(observed)
-                console.print(f"  {way}: {observed.num_ended / observed.seconds:.1f} requests/s answered")
+                console.print(f"  {way}: {observed.num_finished / observed.seconds:.1f} requests/s answered")
                 if way != CALM and arguments.clock == "wall":
                     say_disturbed(observed, console)
     return found, capacities
 
 
-def _window(engine: OpenEngine, measurement: Measurement, way: str, timed: list[Timed]) -> Observed:
+def _window(engine: RunningEngine, measurement: Measurement, way: str, timed: list[Arrival]) -> Window:
     arguments = measurement.arguments
-    observed = Drive(engine, WARM_S, arguments.seconds, PATIENCE_S, arguments.clock).run(
-        measurement.streams(way), timed
-    )
+    streams = measurement.streams(way)
+    observed = observe(engine, streams, timed, WARM_S, arguments.seconds, PATIENCE_S, arguments.clock)
     if observed.num_cold or observed.counted("num_adapter_loads"):
         raise CheckError("an adapter was not resident, so the variants differ in more than their accounts")
     if way != CALM and observed.fewest_sequences <= arguments.seats:
@@ -154,11 +150,7 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, timed: list[
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tenants.flood",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("tenants.flood", __doc__)
     add = parser.add_argument
     add("--seats", type=int, default=32, help="sequence slots")
     add("--open", type=int, default=256, help="requests in the background load that run or wait at any time")
@@ -167,8 +159,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--polite-load", type=float, default=0.12, help="load of all polite accounts, relative to capacity")
     add("--calm-load", type=float, default=0.95, help="total load with the calm crowd, relative to capacity")
     add("--clock", choices=CLOCKS, default="wall", help="processor: the engine thread's CPU time, for shared machines")
-    add("--seconds", type=float, default=20.0, help="length of each window")
-    add_common(parser, repeats=6, outputs=Lengths(8, 32))
+    short = Lengths(8, 32)
+    add_engine(parser, repeats=6, seconds=20.0, inputs=short, outputs=short, threads=1)
     arguments = parser.parse_args(argv)
     require_sound(parser, arguments)
     fair = 1.0 / (arguments.crowd + arguments.polite) if min(arguments.crowd, arguments.polite) > 0 else 0.0
@@ -183,54 +175,43 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+@reports_failure
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    console = open_console()
-    busy_before = require_idle(arguments.allow_busy)
-    files = open_files(arguments, arguments.crowd + arguments.polite, console)
+    run = begin(parse(argv))
+    arguments = run.arguments
+    files = open_files(arguments, arguments.crowd + arguments.polite, run.console)
     measurement = Measurement(arguments, files)
-    try:
-        checked = check(arguments, files)
-        console.print(f"checked: {checked['num_tokens']} float32 tokens are equal alone and in a batch with evictions")
-        found, capacities = measure(measurement, console)
-    except CheckError as error:
-        console.print(f"[red]nothing was measured: {error}[/red]")
-        return 1
+    checked = check(run, files)
+    found, capacities = measure(measurement, run.console)
     first_tokens = {way: [one.first_tokens_s for one in rounds] for way, rounds in found.items()}
     gaps = {way: [one.gaps_s for one in rounds] for way, rounds in found.items()}
-    console.print(table("the polite accounts' requests", {"TTFT": first_tokens, "between tokens": gaps}))
+    run.console.print(spread_table("the polite accounts' requests", {"TTFT": first_tokens, "between tokens": gaps}))
     picture = draw_tails(
         "Polite accounts during a flood from one account, and during the same load from many",
         "time to first token",
         {way: pooled(rounds) for way, rounds in first_tokens.items()},
     )
-    outcome = Outcome(
-        busy_before,
-        _workload(measurement, capacities),
-        checked,
-        {
-            way: {
-                "ttft": spread(first_tokens[way]),
-                "between_tokens": spread(gaps[way]),
-                "tokens_s": [round(one.num_tokens / one.seconds, 1) for one in rounds],
-                "requests_s": [round(one.num_ended / one.seconds, 1) for one in rounds],
-                "fewest_waiting": max(0, min(one.fewest_sequences for one in rounds) - arguments.seats),
-                "preemptions": sum(one.counted("num_preemptions") for one in rounds),
-                "processor_share": [round(one.processor_share, 3) for one in rounds],
-            }
-            for way, rounds in found.items()
-        },
-        [compare(first_tokens, Target(FLOOD, reference, LIMIT)) for reference in (FULL, CALM)],
-        picture,
-    )
-    leave(outcome, arguments, console)
+    figures = {
+        way: {
+            "ttft": spread(first_tokens[way]),
+            "between_tokens": spread(gaps[way]),
+            "tokens_s": [round(one.num_tokens / one.seconds, 1) for one in rounds],
+            "requests_s": [round(one.num_finished / one.seconds, 1) for one in rounds],
+            "fewest_waiting": max(0, min(one.fewest_sequences for one in rounds) - arguments.seats),
+            "preemptions": sum(one.counted("num_preemptions") for one in rounds),
+            "processor_share": [round(one.processor_share, 3) for one in rounds],
+        }
+        for way, rounds in found.items()
+    }
+    comparisons = [compare(first_tokens, Target(FLOOD, reference, LIMIT)) for reference in (FULL, CALM)]
+    leave(run, _workload(measurement, capacities), {"check": checked, "figures": figures}, comparisons, picture)
     return 0
 
 
 def _workload(measurement: Measurement, capacities: Sequence[float]) -> dict[str, Any]:
     arguments = measurement.arguments
     return {
-        **common_workload(arguments),
+        **describe_workload(arguments),
         "clock": arguments.clock,
         "seats": arguments.seats,
         "full_load": f"{arguments.open} requests that run or wait, from 1 account or from {arguments.crowd}",

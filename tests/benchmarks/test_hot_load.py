@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hot_load
-from benchmarks.hot_load import WAYS, Bench, CheckError, HotFiles, main, target_of
+from benchmarks import harness, hot_load
+from benchmarks.answers import CheckError
+from benchmarks.hot_load import WAYS, Bench, main
+from benchmarks.hot_load_files import HotFiles, target_of
 from benchmarks.random_model import SHAPES
 
 
 @pytest.fixture(autouse=True)
 def _no_look_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_load, "require_idle", lambda is_allowed: 0.5)
-    monkeypatch.setattr(hot_load, "busy_share", lambda: 0.5)
+    monkeypatch.setattr(harness, "require_idle", lambda is_allowed: 0.5)
+    monkeypatch.setattr(harness, "busy_share", lambda: 0.5)
     monkeypatch.setattr(hot_load.sys, "setswitchinterval", lambda seconds: None)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import quantized
-from benchmarks.quantized import FORMATS, CheckError, check_product, main, measure_products, take_turns
+from benchmarks import harness, quantized
+from benchmarks.answers import CheckError
+from benchmarks.quantized import FORMATS, check_product, main, measure_products, take_turns
 from benchmarks.random_model import Shape
 
 TINY = Shape(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=256, vocab_size=320)
@@ -16,9 +17,9 @@ TINY = Shape(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, interme
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quantized, "SHAPES", {"1b": TINY})
-    monkeypatch.setattr(quantized, "FOLDER", tmp_path)
+    monkeypatch.setattr(quantized, "SCRATCH", tmp_path)
     monkeypatch.setattr(quantized, "COLD_BYTES", 1)
-    monkeypatch.setattr(quantized, "require_idle", lambda is_allowed: 0.5)
+    monkeypatch.setattr(harness, "require_idle", lambda is_allowed: 0.5)
 
 
 def test_every_product_is_measured_in_every_format() -> None:

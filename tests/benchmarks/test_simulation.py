@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import simulation
-from benchmarks.gpu.bench import CheckError
+from benchmarks.answers import CheckError
 from loramux.engine.execution.simulation import SimulatedExecutor
 
 SMALL = ("--running", "4", "--steps", "200", "--allow-busy")

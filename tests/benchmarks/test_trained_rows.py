@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import trained_rows
-from benchmarks.trained_rows import CheckError, HeadBench, main
+from benchmarks import harness, trained_rows
+from benchmarks.answers import CheckError
+from benchmarks.trained_rows import HeadBench, main
 
 
 def test_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained_rows, "require_idle", lambda is_allowed: 0.5)
+    monkeypatch.setattr(harness, "require_idle", lambda is_allowed: 0.5)
     monkeypatch.setattr(trained_rows, "OTHER_BYTES", 1)
     out = tmp_path / "results" / "trained_rows.json"
     tiny = ["--vocabulary", "1000", "--hidden", "64", "--rows", "1", "5", "--rounds", "2", "--threads", "1"]

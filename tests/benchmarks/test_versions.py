@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.versions import KINDS, CheckError, compare
+from benchmarks.answers import CheckError
+from benchmarks.versions import KINDS, compare
 
 
 class FakeVersion:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.parts import PARTS
 
 
 def main() -> int:
@@ -19,7 +20,7 @@ def main() -> int:
     else:
         arguments.append("--quick")
         parsed = gpu.parse(arguments)
-        gpu.warm_up([part for part in gpu.PARTS if part.name in parsed.only], parsed)
+        gpu.warm_up([part for part in PARTS if part.name in parsed.only], parsed)
     return subprocess.run([sys.executable, "-m", "benchmarks.gpu", *arguments], env=os.environ, check=False).returncode
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.accounts import registry
 from benchmarks.accounts.registry_world import World
-from benchmarks.gpu.bench import CheckError
+from benchmarks.answers import CheckError
 
 SMALL = ("--tenants", "3", "--adapters-each", "4", "--versions-each", "3", "--calls", "20", "--allow-busy")
 

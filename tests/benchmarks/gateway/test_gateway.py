@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gateway.__main__ import loads, main
-from benchmarks.gateway.clients import Load, Outcome, Received, check_answers, read_answer
-from benchmarks.gateway.figures import GOALS, cases_of, figures_of, judged
-from benchmarks.gateway.report import earlier_run, with_earlier_cases
-from benchmarks.gateway.script import Script
+from benchmarks.gateway.clients import Load, Outcome, Received, Script, check_answers, read_answer
+from benchmarks.gateway.figures import GOALS, cases_of, earlier_run, figures_of, judged, with_earlier_cases
 from benchmarks.peers.system import SystemFailed
 
 SCRIPT = Script((7, 8), ("ab", "c"))

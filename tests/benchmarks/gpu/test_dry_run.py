@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.bench import MAX_ROUNDS, MAX_SECONDS, MIN_ROUNDS, measuring_seconds
 from benchmarks.gpu.needs import MetaMemory
+from benchmarks.gpu.parts import PARTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +31,7 @@ def test_every_part_is_listed_and_fits(card: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(out.read_text())
     assert document["problems"] == []
-    assert list(document["parts"]) == [part.name for part in gpu.PARTS]
+    assert list(document["parts"]) == [part.name for part in PARTS]
     assert document["total_s"] < gpu.TOTAL_S
     for part in document["parts"].values():
         assert part["num_rows"] == sum(case["num_rows"] for case in part["cases"]) > 0

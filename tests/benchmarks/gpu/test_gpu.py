@@ -14,11 +14,11 @@ import pytest
 import torch
 import triton
 
+from benchmarks.answers import Answer, CheckError, compare
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import report as gpu_report
-from benchmarks.gpu.bench import Bench, CheckError, Goal, Row, require_close
-from benchmarks.gpu.check import compare
-from benchmarks.gpu.engine import Answer
+from benchmarks.gpu.bench import Bench, Goal, Row, require_close
+from benchmarks.gpu.parts import PARTS, Part
 from loramux.engine.protocol.messages import TokenLogprobs
 
 ROOT = Path(__file__).parents[3]
@@ -175,7 +175,7 @@ def test_every_part_is_timed_unless_the_engine_is_wrong(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     path = tmp_path / "timed.json"
     parts = json.loads(path.read_text())["parts"]
-    assert list(parts) == [part.name for part in gpu.PARTS]
+    assert list(parts) == [part.name for part in PARTS]
     timed = {name: rows_of(path, name) for name in parts}
     assert not any(row["is_failure"] for rows in timed.values() for row in rows)
     step = {row["way"]: row["figures"] for row in timed["step"] if row["case"].startswith("decode")}
@@ -213,7 +213,7 @@ def test_failed_case_keeps_the_other_cases_rows(tmp_path: Path) -> None:
 
     kept: list[list[str]] = []
     result = gpu.run_part(
-        gpu.Part("part", 1.0, run, lambda bench: iter(())),
+        Part("part", 1.0, run, lambda bench: iter(())),
         bench,
         math.inf,
         lambda now: kept.append([row["case"] for row in now["rows"]]),
@@ -244,10 +244,10 @@ def test_restart_runs_the_remaining_parts_in_a_new_process(monkeypatch: pytest.M
     monkeypatch.setattr(os, "closerange", lambda first, end: None)
     monkeypatch.setattr(os, "execv", lambda _, command: replaced.append(command))
     arguments = gpu.parse(["--quick", "--out", "results.json"])
-    gpu.restart_process(list(gpu.PARTS[-2:]), arguments, 99.6)
+    gpu.restart_process(list(PARTS[-2:]), arguments, 99.6)
     assert replaced[0][:3] == [sys.executable, "-m", "benchmarks.gpu"]
     later = gpu.parse(replaced[0][3:])
-    assert later.only == [part.name for part in gpu.PARTS[-2:]]
+    assert later.only == [part.name for part in PARTS[-2:]]
     assert (later.quick, later.full, later.no_warm, later.has_failed) == (True, False, True, True)
     assert (later.out, later.peers, later.seconds) == (arguments.out, arguments.peers, 100)
 

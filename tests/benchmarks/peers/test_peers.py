@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.peers.agreement import CheckFailed, check_work, compare, require_effect
+from benchmarks.answers import CheckError
+from benchmarks.peers.agreement import check_work, compare, require_effect
 from benchmarks.peers.figures import Cell, best_peer, is_hopeless, near_the_best, ratios, tokens_per_second
 from benchmarks.peers.http_questions import completion_body, require_lengths
 from benchmarks.peers.model_files import ModelFiles
-from benchmarks.peers.picture import draw_bars
 from benchmarks.peers.system import LORAMUX, Running, System, SystemFailed
 from benchmarks.peers.vocabulary import FIRST_BYTE, FIRST_WORD, token_id_of, write_tokenizer
 from benchmarks.peers.workload import (
@@ -26,6 +26,7 @@ from benchmarks.peers.workload import (
     adapters_of,
     draw_work,
 )
+from benchmarks.pictures import draw_bars
 from benchmarks.random_model import SHAPES
 from loramux.engine.text.text_tokenizer import TokenBytes
 
@@ -165,7 +166,7 @@ def test_equal_answers_are_counted_by_kind() -> None:
 
 def test_adapter_that_changes_no_answer_fails_the_check() -> None:
     require_effect({BASE: ((1, 2), (3, 4)), SAME: ((1, 3), (5, 4))})
-    with pytest.raises(CheckFailed, match="base's own"):
+    with pytest.raises(CheckError, match="base's own"):
         require_effect({BASE: ((1, 2), (3, 4)), SAME: ((1, 3), (3, 4))})
 
 

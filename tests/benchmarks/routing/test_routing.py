@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.gpu.bench import CheckError
+from benchmarks.answers import CheckError
 from benchmarks.routing import table
 from benchmarks.routing.__main__ import main, run
 from benchmarks.routing.figures import best_hit_rate

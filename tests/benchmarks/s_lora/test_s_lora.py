@@ -10,14 +10,13 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks import harness
+from benchmarks.running_engine import RunningEngine
 from benchmarks.s_lora import __main__ as s_lora
 from benchmarks.s_lora import check as s_lora_check
 from benchmarks.s_lora import run as s_lora_run
 from benchmarks.s_lora import setting as s_lora_setting
-from benchmarks.s_lora.engine import OpenEngine
-from benchmarks.s_lora.figures import Goal, latency_figures, median_of
-from benchmarks.s_lora.plot import draw_plot
-from benchmarks.s_lora.report import Case, summaries
+from benchmarks.s_lora.figures import Case, Goal, latency_figures, median_of, summaries
 from benchmarks.s_lora.run import Arrival, Drive, Journey, Snapshot, Window, drive_in_turns
 from benchmarks.s_lora.workload import Lengths, draw_arrivals, draw_requests
 from loramux.engine.loop.engine import Outbound
@@ -45,8 +44,8 @@ def run(scratch: Path, *arguments: str) -> int:
 
 @pytest.fixture(autouse=True)
 def _no_look_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s_lora, "require_idle", lambda is_allowed: 0.5)
-    monkeypatch.setattr(s_lora, "busy_share", lambda: 0.5)
+    monkeypatch.setattr(harness, "require_idle", lambda is_allowed: 0.5)
+    monkeypatch.setattr(harness, "busy_share", lambda: 0.5)
 
 
 def test_run_checks_answers_evicts_adapters_and_writes_figures(
@@ -184,7 +183,7 @@ def test_engine_clock_stops_during_other_engines_turns(monkeypatch: pytest.Monke
             Arrival(at_s, Add(sequence_id=f"{at_s}", prompt=(1,), max_tokens=8, sampling=SamplingParams()))
             for at_s in (0.0, 0.5, 1.0)
         ]
-        drives.append(Drive(cast(OpenEngine, SteadyEngine(clock, step_s)), arrivals, 0.5, 1.5, 0.0))
+        drives.append(Drive(cast(RunningEngine, SteadyEngine(clock, step_s)), arrivals, 0.5, 1.5, 0.0))
     quick, slow = drive_in_turns(drives, 1 / 8)
     for window, step_s in ((quick, 1 / 64), (slow, 1 / 32)):
         assert [one.at_s for one in window.journeys] == [0.5, 1.0]
@@ -217,7 +216,7 @@ def test_figures_are_medians_over_rounds() -> None:
 
 
 def test_plot_has_one_line_per_policy() -> None:
-    drawn = ElementTree.fromstring(draw_plot("a < b", {"lru": [(5, 100.0), (2000, 96.0)], "other": [(5, 99.0)]}))
+    drawn = ElementTree.fromstring(s_lora.draw_plot("a < b", {"lru": [(5, 100.0), (2000, 96.0)], "other": [(5, 99.0)]}))
     kinds = [element.tag.rsplit("}", 1)[-1] for element in drawn]
     assert kinds.count("polyline") == 2
     assert kinds.count("circle") == 3

@@ -10,14 +10,16 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.gpu.bench import CheckError
+from benchmarks import harness
+from benchmarks.answers import CheckError
+from benchmarks.harness import percentile
 from benchmarks.s_lora import setting as s_lora_setting
+from benchmarks.s_lora.run import Stream, Window
 from benchmarks.tables import open_console
 from benchmarks.tenants import cold_storm, flood
 from benchmarks.tenants import setting as flood_setting
-from benchmarks.tenants.figures import Target, compare, percentile, spread
-from benchmarks.tenants.plot import draw_tails
-from benchmarks.tenants.run import Observed, Stream
+from benchmarks.tenants.figures import Target, compare, spread
+from benchmarks.tenants.setting import draw_tails
 from loramux.engine.protocol.messages import Add
 
 COMMON = ("--threads", "1", "--repeats", "2", "--allow-busy")
@@ -37,10 +39,9 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flood, "WARM_S", 0.1)
-    for module in (flood, cold_storm):
-        monkeypatch.setattr(module, "require_idle", lambda is_allowed: 0.5)
+    monkeypatch.setattr(harness, "require_idle", lambda is_allowed: 0.5)
     monkeypatch.setattr(flood, "CALIBRATION_S", 0.3)
-    monkeypatch.setattr(flood_setting, "busy_share", lambda: 0.5)
+    monkeypatch.setattr(harness, "busy_share", lambda: 0.5)
 
 
 def run(main: Callable[[Sequence[str]], int], scratch: Path, *arguments: str) -> int:
@@ -199,7 +200,7 @@ def test_engine_without_a_whole_core_triggers_a_warning(capsys: pytest.CaptureFi
         def __init__(self, cpu_s: float) -> None:
             self.cpu_s = cpu_s
 
-    observed = Observed(10.0)
+    observed = Window(0.0, 10.0)
     observed.before, observed.after = Snapshot(1.0), Snapshot(6.0)  # type: ignore[assignment]
     flood_setting.say_disturbed(observed, open_console())
     assert "50% of a core" in capsys.readouterr().out
