@@ -249,7 +249,6 @@ class LLM:
 
     def _answer(self, prompt: Prompt, name: str | None, options: _Options, *, is_streamed: bool = False) -> Answer:
         adapter = self._adapter(name)
-        tokenizer = self._tokenizer if adapter is None or adapter.tokenizer is None else adapter.tokenizer
         ids = self._text(adapter).encode(prompt) if isinstance(prompt, str) else tuple(map(operator.index, prompt))
         start = 0 if adapter is None else adapter.activation(ids)
         # An adapter that the prompt does not activate leaves the answer to the base.
@@ -270,7 +269,7 @@ class LLM:
             isolation_key=_ISOLATION_KEY,
             tokens_at_once=1 if is_streamed or options.stops else options.max_tokens,
         )
-        return Answer(add, name, tokenizer, options.stops)
+        return Answer(add, name, self._tokenizer_of(adapter), options.stops)
 
     def _adapter(self, name: str | None) -> LocalAdapter | None:
         if name is None:
@@ -281,8 +280,11 @@ class LLM:
             known = ", ".join(self._adapters) or "none"
             raise ValueError(f"there is no adapter {name!r}; the adapters are: {known}") from None
 
+    def _tokenizer_of(self, adapter: LocalAdapter | None) -> TextTokenizer | None:
+        return self._tokenizer if adapter is None or adapter.tokenizer is None else adapter.tokenizer
+
     def _text(self, adapter: LocalAdapter | None) -> TextTokenizer:
-        tokenizer = self._tokenizer if adapter is None or adapter.tokenizer is None else adapter.tokenizer
+        tokenizer = self._tokenizer_of(adapter)
         if tokenizer is None:
             raise ValueError(f"{self._directory} has no {TOKENIZER_FILE}: give prompts as token ids")
         return tokenizer

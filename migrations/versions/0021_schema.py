@@ -1,7 +1,7 @@
 """Create the schema.
 
-This step replaces steps 0001 to 0021, the last of which are in commit db435589. It creates what they created, including
-the names of constraints and the order of columns. `env.py` adds the triggers.
+A database with a schema before 0021 must first be upgraded by commit db435589. The names of constraints and the order
+of columns are the same as in such a database. `env.py` adds the triggers.
 """
 
 from __future__ import annotations
