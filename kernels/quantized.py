@@ -1,9 +1,9 @@
-"""A quantised weight: codes of 4 or 8 bits, a codebook, and a scale per group of inputs."""
+"""A quantised weight: codes of 4 or 8 bits, a codebook, and a scale, and perhaps a minimum, per group of inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -36,18 +36,22 @@ E4M3 = _e4m3()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """`weight[o, i] = (codebook[code[o, i]] - zeros[o, i // group]) * scales[o, i // group]`, computed in float32.
+    """`weight[o, i] = (codebook[code[o, i]] - zeros[o, i // group]) * scales[o, i // group] + minima[o, i // group]`,
+    computed in float32.
 
     `codes` uint8 contains `[out, in]` codes of 8 bits, or `[out, in / 2]` pairs of codes of 4 bits, with the even input
     in the lower four bits. `codebook` float32 has 256 or 16 values, which are finite for all codes in use. `scales`
     float32 `[out, in / group]` are finite. With a scale per channel, one group covers all inputs. `zeros` int16 has the
-    shape of `scales`, in units of the codebook, or is None if all are 0. Raises ValueError if shapes disagree.
+    shape of `scales`, in units of the codebook, or is None if all are 0. `minima` float32 has the shape of `scales` and
+    is finite, or is None if all are 0. A weight has zero points or minima, not both: with minima, a group's values need
+    not include 0. Raises ValueError if shapes disagree.
     """
 
     codes: npt.NDArray[np.uint8]
     codebook: npt.NDArray[np.float32]
     scales: npt.NDArray[np.float32]
     zeros: npt.NDArray[np.int16] | None = None
+    minima: npt.NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         if self.codebook.shape not in ((16,), (256,)):
@@ -60,6 +64,10 @@ class QuantizedWeight:
             raise ValueError(f"groups of {self.group} inputs split a pair of 4-bit codes")
         if self.zeros is not None and self.zeros.shape != self.scales.shape:
             raise ValueError(f"zero points {list(self.zeros.shape)} do not fit scales {list(self.scales.shape)}")
+        if self.minima is not None and self.minima.shape != self.scales.shape:
+            raise ValueError(f"minima {list(self.minima.shape)} do not fit scales {list(self.scales.shape)}")
+        if self.zeros is not None and self.minima is not None:
+            raise ValueError("a weight has zero points or minima, not both")
 
     @property
     def bits(self) -> int:
@@ -84,13 +92,17 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+        shifts = sum(0 if shift is None else shift.nbytes for shift in (self.zeros, self.minima))
+        return self.codes.nbytes + self.scales.nbytes + shifts
 
     def outputs(self, indices: npt.NDArray[np.intp]) -> QuantizedWeight:
         """The weight of some outputs, in the order of `indices`."""
-        zeros = None if self.zeros is None else self.zeros[indices]
-        return QuantizedWeight(
-            codes=self.codes[indices], codebook=self.codebook, scales=self.scales[indices], zeros=zeros
+        return replace(
+            self,
+            codes=self.codes[indices],
+            scales=self.scales[indices],
+            zeros=None if self.zeros is None else self.zeros[indices],
+            minima=None if self.minima is None else self.minima[indices],
         )
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
@@ -106,6 +118,8 @@ class QuantizedWeight:
         if self.zeros is not None:
             grouped -= self.zeros[begin:end, :, None]
         grouped *= scales[:, :, None]
+        if self.minima is not None:
+            grouped += self.minima[begin:end, :, None]
         return values
 
 
@@ -134,18 +148,26 @@ def code_kind(codebook: npt.NDArray[np.float32]) -> CodeKind | None:
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Concatenate the outputs of all parts into one weight, or return None if their codebooks or groups differ."""
+    """Concatenate the outputs of all parts into one weight.
+
+    Returns None if their codebooks or groups differ, or if some have zero points and others minima.
+    """
     first = parts[0]
     if any(part.group != first.group or not is_same_codebook(part, first) for part in parts):
         return None
     if len(parts) == 1:
         return first
-    zeros = None
+    zeros = minima = None
     if any(part.zeros is not None for part in parts):
         zeros = np.concatenate([np.zeros_like(p.scales, np.int16) if p.zeros is None else p.zeros for p in parts])
+    if any(part.minima is not None for part in parts):
+        minima = np.concatenate([np.zeros_like(p.scales) if p.minima is None else p.minima for p in parts])
+    if zeros is not None and minima is not None:
+        return None
     return QuantizedWeight(
         codes=np.concatenate([part.codes for part in parts]),
         codebook=first.codebook,
         scales=np.concatenate([part.scales for part in parts]),
         zeros=zeros,
+        minima=minima,
     )

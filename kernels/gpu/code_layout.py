@@ -30,7 +30,7 @@ def can_place(weight: QuantizedWeight) -> bool:
     `_MAX_ZEROS`.
     """
     kind = code_kind(weight.codebook)
-    if kind is None or step_of(weight) < MIN_STEP:
+    if kind is None or weight.minima is not None or step_of(weight) < MIN_STEP:
         return False
     if weight.zeros is None:
         return True

@@ -79,7 +79,7 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     size is not a multiple of 16 inputs.
     """
     found = _integers_of(weight.codebook)
-    if found is None:
+    if found is None or weight.minima is not None:
         return None
     integers, unit = found
     zeros = None if weight.zeros is None else weight.zeros.astype(np.int32)
