@@ -123,6 +123,12 @@ class QuantizedWeight:
         return values
 
 
+def is_float16(values: npt.NDArray[np.float32]) -> bool:
+    """True if float16 represents all values exactly."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(values.astype(np.float16).astype(np.float32), values)
+
+
 def is_same_codebook(first: QuantizedWeight, second: QuantizedWeight) -> bool:
     return np.array_equal(first.codebook, second.codebook, equal_nan=True)
 

@@ -8,8 +8,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors
 from loramux.adapter_store.formats.quantization.mxfp4 import Mxfp4Experts
@@ -24,6 +22,7 @@ from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.engine.quantizing.methods import CHOICES, METHODS, WITH_HEAD
 from loramux.engine.quantizing.quantize import quantized_names
 from loramux.kernels.cpu.instructions.capability import host_features, integer_products
+from loramux.kernels.cpu.linear.code_groups import groups_of
 from loramux.kernels.gpu.code_layout import can_place, placed_bytes
 from loramux.kernels.quantized import QuantizedWeight
 
@@ -149,10 +148,7 @@ def _coded_bytes(checkpoint: CheckpointTensors, device: str) -> dict[str, int]:
 
 
 def _kept_bytes(weight: CodedWeight, device: str) -> int | None:
-    """Return the size in bytes of a weight that stays quantised on the device, or None if it is dequantised.
-
-    On a CPU, 4-bit weights and 8-bit weights with integer values stay quantised.
-    """
+    """Return the size in bytes of a weight that stays quantised on the device, or None if it is dequantised."""
     if isinstance(weight, Mxfp4Experts):
         size = _kept_bytes(weight.experts[0], device)
         return None if size is None else size * len(weight.experts)
@@ -161,8 +157,8 @@ def _kept_bytes(weight: CodedWeight, device: str) -> int | None:
     assert isinstance(weight, QuantizedWeight)
     if device != "cpu":
         return placed_bytes(weight) if can_place(weight) else None
-    is_integer = bool((np.nan_to_num(weight.codebook, nan=0.5) % 1 == 0).all())
-    return weight.nbytes if weight.bits == 4 or is_integer else None
+    groups = groups_of(weight)
+    return None if groups is None else weight.codes.nbytes + groups.nbytes
 
 
 def _rotary_bytes(config: ModelConfig, max_len: int) -> int:

@@ -38,6 +38,7 @@ class CodeFormat:
     group: int | None
     scale: float
     has_zeros: bool = False
+    has_minima: bool = False
 
     def random(self, out_features: int, in_features: int, seed: int = 0) -> QuantizedWeight:
         per_byte = 1 if self.codebook.size == 256 else 2
@@ -48,7 +49,8 @@ class CodeFormat:
             codes[codes & 127 == 127] = 0
         scales = np.full((out_features, in_features // (self.group or in_features)), self.scale, np.float32)
         zeros = np.full(scales.shape, 7, np.int16) if self.has_zeros else None
-        return QuantizedWeight(codes=codes, codebook=self.codebook, scales=scales, zeros=zeros)
+        minima = -8 * scales if self.has_minima else None
+        return QuantizedWeight(codes=codes, codebook=self.codebook, scales=scales, zeros=zeros, minima=minima)
 
 
 FORMATS = {
@@ -57,6 +59,8 @@ FORMATS = {
         # AWQ and GPTQ store scales in float16. The exponents of mxfp4 fit into bfloat16.
         CodeFormat("int4, groups of 128", UINT4, 128, float(np.float16(0.01)), has_zeros=True),
         CodeFormat("int4, groups of 64", INT4, 64, 0.01),
+        # The format of `--quantization int4` and of GGUF's Q4_1.
+        CodeFormat("int4, groups of 32, minima", UINT4, 32, float(np.float16(0.01)), has_minima=True),
         CodeFormat("nf4", NF4, 64, 0.1),
         CodeFormat("mxfp4", E2M1, 32, 2.0**-6),
         CodeFormat("int8", INT8, None, 0.001),

@@ -174,8 +174,8 @@ def _product(a: dict[str, Any], counts: npt.NDArray[np.int64], weights: float, p
 
 
 def _code_bytes(a: dict[str, Any]) -> int:
-    tensors = [a["codes_ptr"], a["scales_ptr"], *([a["zeros_ptr"]] if a["HAS_ZEROS"] else [])]
-    return sum(one.nbytes for one in tensors)
+    shifts = [a[f"{name}_ptr"] for name in ("zeros", "minima") if a[f"HAS_{name.upper()}"]]
+    return sum(one.nbytes for one in (a["codes_ptr"], a["scales_ptr"], *shifts))
 
 
 def _dequantize_codes(launch: TritonLaunch, step: RecordedStep) -> Bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from loramux.kernels.quantized import CodeKind, QuantizedWeight, code_kind
+from loramux.kernels.quantized import CodeKind, QuantizedWeight, code_kind, is_float16
 
 MAX_STEPS = {4: 64, 8: 128}
 """Maximum number of inputs that a program multiplies at a time, by the size of a code in bits."""
@@ -30,7 +30,7 @@ def can_place(weight: QuantizedWeight) -> bool:
     `_MAX_ZEROS`.
     """
     kind = code_kind(weight.codebook)
-    if kind is None or weight.minima is not None or step_of(weight) < MIN_STEP:
+    if kind is None or step_of(weight) < MIN_STEP:
         return False
     if weight.zeros is None:
         return True
@@ -63,15 +63,12 @@ def is_bfloat16(values: npt.NDArray[np.float32]) -> bool:
     return not (values.view(np.uint32) & 0xFFFF).any()
 
 
-def is_float16(values: npt.NDArray[np.float32]) -> bool:
-    """True if float16 represents all values exactly."""
-    with np.errstate(over="ignore"):
-        return np.array_equal(values.astype(np.float16).astype(np.float32), values)
-
-
 def placed_bytes(weight: QuantizedWeight) -> int:
     """Size in bytes of a weight on a GPU, without the padding of its rows."""
-    scales = placed_scales(weight)
-    scale_bytes = 2 if is_bfloat16(scales) or is_float16(scales) else 4
-    zero_bytes = 0 if weight.zeros is None else 2
-    return weight.codes.nbytes + scales.size * (scale_bytes + zero_bytes)
+    floats = [placed_scales(weight), *([] if weight.minima is None else [weight.minima])]
+    zeros = 0 if weight.zeros is None else weight.zeros.nbytes
+    return weight.codes.nbytes + zeros + sum(values.size * _bytes_each(values) for values in floats)
+
+
+def _bytes_each(values: npt.NDArray[np.float32]) -> int:
+    return 2 if is_bfloat16(values) or is_float16(values) else 4

@@ -2,7 +2,8 @@
 
 A program turns codes into values, multiplies them on tensor cores, and multiplies the sums of each group of inputs by
 its scales. Values are therefore rounded to the dtype of `x` before they are scaled. This is exact for FP8 and for
-integers of at most 8 bits. The weight is the first operand of each product, because only the first can stay in
+integers of at most 8 bits. If the weight has minima, a second product, with ones, sums the inputs of each group, and is
+multiplied by the group's minima. The weight is the first operand of each product, because only the first can stay in
 registers. Launches depend only on shapes.
 """
 
@@ -118,13 +119,14 @@ def _launch(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor, routing: Ro
         num_splits if routing is None else codes.shape[0],
     )
     # The kernel does not read the tensors that stand in for absent ones.
-    zeros, bias = (codes if one is None else one for one in (weights.zeros, weights.bias))
+    zeros, minima, bias = (codes if one is None else one for one in (weights.zeros, weights.minima, weights.bias))
     pairs, starts = (codes, codes) if routing is None else (routing.pairs, routing.starts)
     step = tiling.step(weights)
     _multiply_codes[grid](
-        x, codes, weights.scales, zeros, bias, y, pairs, starts, num_rows, x.stride(0),
+        x, codes, weights.scales, zeros, minima, bias, y, pairs, starts, num_rows, x.stride(0),
         triton.cdiv(tiling.num_steps(weights), num_splits) * step,
-        HAS_BIAS=weights.bias is not None and not is_split, HAS_ROUTING=routing is not None, IS_SPLIT=is_split,
+        HAS_MINIMA=weights.minima is not None, HAS_BIAS=weights.bias is not None and not is_split,
+        HAS_ROUTING=routing is not None, IS_SPLIT=is_split,
         PAIRS_PER_ROW=1 if routing is None else routing.pairs_per_row(x), IN=weights.in_features,
         OUT=weights.out_features, GROUP=weights.group, NUM_BYTES=codes.shape[2], STEP=step, ROWS=tiling.rows,
         BLOCK_N=tiling.columns, **format_of(weights, x.dtype),
@@ -138,6 +140,7 @@ def _multiply_codes(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
+    minima_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -145,6 +148,7 @@ def _multiply_codes(
     num_rows: tl.tensor,
     x_stride: tl.tensor,
     split_bytes: tl.tensor,
+    HAS_MINIMA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ROUTING: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -196,6 +200,8 @@ def _multiply_codes(
     # All inputs of one load share their scales.
     IS_IN_GROUP: tl.constexpr = GROUP % (STEP * STEPS) == 0
     y = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    ones = tl.full((BLOCK_N, STEP), 1.0, DOT_DTYPE)
     zero = tl.full((BLOCK_N, 1), ZERO, tl.float32)
     first_byte = 0
     last_byte = NUM_BYTES
@@ -208,6 +214,8 @@ def _multiply_codes(
             is_byte &= (at + inner < NUM_BYTES)[None, :]
         packed = tl.load(codes_ptr + output[:, None] * NUM_BYTES + (at + inner)[None, :], mask=is_byte, other=0)
         total = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        if NUM_GROUPS > 1:
+            sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for part in tl.static_range(STEPS):
             k = at * STEPS + part * STEP
             group = output * NUM_GROUPS + k // GROUP
@@ -227,11 +235,21 @@ def _multiply_codes(
             else:
                 scale = tl.load(scales_ptr + group, mask=is_group, other=0.0).to(tl.float32)
                 y += tl.dot(value, x, input_precision="tf32x3") * scale[:, None]
+            if HAS_MINIMA:
+                if NUM_GROUPS == 1 or IS_IN_GROUP:
+                    sums = tl.dot(ones, x, sums, input_precision="tf32x3")
+                else:
+                    minimum = tl.load(minima_ptr + group, mask=is_group, other=0.0).to(tl.float32)
+                    y += tl.dot(ones, x, input_precision="tf32x3") * minimum[:, None]
         if NUM_GROUPS > 1 and IS_IN_GROUP:
             group = output * NUM_GROUPS + at * STEPS // GROUP
             y += total * tl.load(scales_ptr + group, mask=is_column, other=0.0).to(tl.float32)[:, None]
+            if HAS_MINIMA:
+                y += sums * tl.load(minima_ptr + group, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if NUM_GROUPS == 1:
         y *= tl.load(scales_ptr + output, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        if HAS_MINIMA:
+            y += sums * tl.load(minima_ptr + output, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if HAS_BIAS:
         y += tl.load(bias_ptr + output, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if IS_SPLIT:

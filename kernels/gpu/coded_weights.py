@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.kernels.gpu.code_layout import can_place, is_bfloat16, is_float16, placed_scales, step_of, zero_of
-from loramux.kernels.quantized import INT8, CodeKind, QuantizedWeight, code_kind, is_same_codebook
+from loramux.kernels.gpu.code_layout import can_place, is_bfloat16, placed_scales, step_of, zero_of
+from loramux.kernels.quantized import INT8, CodeKind, QuantizedWeight, code_kind, is_float16, is_same_codebook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,8 +24,8 @@ class CodedWeights:
     Codes of the kind INTEGERS are non-negative integers, with the zero points `zeros` int16 `[num_experts,
     out_features, groups]`, or with the zero point `zero` for all weights. `table` contains the 16 values of the kind
     TABLE. `scales` `[num_experts, out_features, groups]` are float32, or a 16-bit dtype that represents them
-    exactly. For the kind E4M3, they include the factor `E4M3_FACTOR`. `bias` is `[num_experts, out_features]` or None.
-    All tensors are contiguous.
+    exactly. For the kind E4M3, they include the factor `E4M3_FACTOR`. `minima` have the shape of `scales` and are added
+    to the scaled values, or None. `bias` is `[num_experts, out_features]` or None. All tensors are contiguous.
     """
 
     kind: CodeKind
@@ -36,6 +36,7 @@ class CodedWeights:
     scales: torch.Tensor
     zero: int
     zeros: torch.Tensor | None
+    minima: torch.Tensor | None
     table: tuple[float, ...] | None
     bias: torch.Tensor | None
 
@@ -56,7 +57,7 @@ def place_codes(
 
     All weights must be quantised, satisfy `can_place`, and have the same codebook and group size.
     """
-    codes, scales, zeros = None, [], []
+    codes, scales, zeros, minima = None, [], [], []
     first: QuantizedWeight | None = None
     for expert, weight in enumerate(weights):
         if not isinstance(weight, QuantizedWeight) or not can_place(weight):
@@ -71,6 +72,7 @@ def place_codes(
         codes[expert] = torch.from_numpy(blocks)
         scales.append(placed_scales(weight))
         zeros.append(weight.zeros)
+        minima.append(weight.minima)
     assert first is not None
     assert codes is not None
     kind = code_kind(first.codebook)
@@ -79,6 +81,9 @@ def place_codes(
     # One launch computes all experts. If only some have zero points, the others get the one that their codes imply.
     if any(one is not None for one in zeros):
         stacked = np.stack([np.full(scales[0].shape, zero, np.int16) if one is None else one + zero for one in zeros])
+    stacked_minima = None
+    if any(one is not None for one in minima):
+        stacked_minima = np.stack([np.zeros_like(scales[0]) if one is None else one for one in minima])
     return CodedWeights(
         kind=kind,
         bits=first.bits,
@@ -88,6 +93,7 @@ def place_codes(
         scales=_narrowed(np.stack(scales)).to(device),
         zero=zero,
         zeros=None if stacked is None else torch.from_numpy(stacked.astype(np.int16)).to(device),
+        minima=None if stacked_minima is None else _narrowed(stacked_minima).to(device),
         table=tuple(first.codebook.tolist()) if kind is CodeKind.TABLE else None,
         bias=bias,
     )
@@ -109,8 +115,8 @@ def _in_blocks(weight: QuantizedWeight) -> npt.NDArray[np.uint8]:
     return blocks.reshape(len(padded), -1)
 
 
-def _narrowed(scales: npt.NDArray[np.float32]) -> torch.Tensor:
-    """The scales, in a 16-bit dtype if it represents them exactly."""
-    if is_bfloat16(scales):
-        return torch.from_numpy(scales).bfloat16()
-    return torch.from_numpy(scales.astype(np.float16) if is_float16(scales) else scales)
+def _narrowed(values: npt.NDArray[np.float32]) -> torch.Tensor:
+    """The values, in a 16-bit dtype if it represents them exactly."""
+    if is_bfloat16(values):
+        return torch.from_numpy(values).bfloat16()
+    return torch.from_numpy(values.astype(np.float16) if is_float16(values) else values)

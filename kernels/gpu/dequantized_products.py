@@ -41,11 +41,12 @@ def _dequantize(weights: CodedWeights, columns: slice, dtype: torch.dtype) -> to
     num_columns = columns.stop - columns.start
     weight = torch.empty(num_columns, weights.in_features, dtype=dtype, device=weights.codes.device)
     num_bytes, step = weights.codes.shape[2], weights.step
-    zeros = weights.codes if weights.zeros is None else weights.zeros
+    # The kernel does not read the tensors that stand in for absent ones.
+    zeros, minima = (weights.codes if one is None else one for one in (weights.zeros, weights.minima))
     _dequantize_codes[triton.cdiv(num_columns, BLOCK_N), triton.cdiv(num_bytes, step)](
-        weights.codes, weights.scales, zeros, weight, columns.start, columns.stop,
+        weights.codes, weights.scales, zeros, minima, weight, columns.start, columns.stop,
         IN=weights.in_features, GROUP=weights.group, NUM_BYTES=num_bytes, STEP=step, BLOCK_N=BLOCK_N,
-        **format_of(weights, dtype), num_warps=4,
+        HAS_MINIMA=weights.minima is not None, **format_of(weights, dtype), num_warps=4,
     )  # fmt: skip
     return weight
 
@@ -55,6 +56,7 @@ def _dequantize_codes(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
+    minima_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
@@ -63,6 +65,7 @@ def _dequantize_codes(
     NUM_BYTES: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     TABLE: tl.constexpr,
@@ -95,5 +98,8 @@ def _dequantize_codes(
             zero = tl.load(zeros_ptr + group, mask=is_group, other=0).to(tl.float32)[:, None]
         value = values_of(packed, zero, part, KIND, BITS, TABLE, TEXTS, PACK, OFFSET, ZERO, HAS_ZEROS, DOT_DTYPE)
         scale = tl.load(scales_ptr + group, mask=is_group, other=0.0).to(tl.float32)
+        weight = value.to(tl.float32) * scale[:, None]
+        if HAS_MINIMA:
+            weight += tl.load(minima_ptr + group, mask=is_group, other=0.0).to(tl.float32)[:, None]
         at = weight_ptr + place.to(tl.int64)[:, None] * IN + (k + inner)[None, :]
-        tl.store(at, value.to(tl.float32) * scale[:, None], mask=is_column[:, None] & (k + inner < IN)[None, :])
+        tl.store(at, weight, mask=is_column[:, None] & (k + inner < IN)[None, :])

@@ -19,10 +19,16 @@ from loramux.kernels.reference.experts import multiply_experts
 from loramux.kernels.routing import StackedExperts
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import PoolViews
-from tests.kernels.cpu.codebooks import MXFP4, NF4, random_weight
+from tests.kernels.cpu.codebooks import MXFP4, NF4, Shift, random_weight
 
 needs_codes = pytest.mark.skipif(not IS_SUPPORTED, reason="this CPU has no kernels for quantised weights")
-CODEBOOKS = {"int8": INT8, "uint4-zeros": UINT4, "mxfp4": MXFP4, "nf4": NF4}
+CODEBOOKS: dict[str, tuple[np.ndarray, Shift | None]] = {
+    "int8": (INT8, None),
+    "uint4-zeros": (UINT4, "zeros"),
+    "uint4-halves": (UINT4, "halves"),
+    "mxfp4": (MXFP4, None),
+    "nf4": (NF4, None),
+}
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ def kernels(make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., 
 
 
 def random_experts(name: str, num_experts: int, *shape: int) -> list[QuantizedWeight]:
-    return [random_weight(CODEBOOKS[name], name.endswith("zeros"), *shape) for _ in range(num_experts)]
+    return [random_weight(*CODEBOOKS[name], *shape) for _ in range(num_experts)]
 
 
 def multiply(
@@ -69,7 +75,7 @@ def test_each_pair_is_multiplied_by_its_expert(
     weights = random_experts(name, spec.num_experts, *shape)
     x = torch.randn(num_rows, shape[1] + 8)[:, :-8]
     y, expected = multiply(kernels, weights, torch.randn(spec.num_experts, shape[0]), x, spec)
-    torch.testing.assert_close(y, expected, rtol=1e-3, atol=2e-4 * max(1.0, float(np.abs(CODEBOOKS[name]).max())))
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=2e-4 * max(1.0, float(np.abs(CODEBOOKS[name][0]).max())))
 
 
 @needs_codes
@@ -96,8 +102,8 @@ def test_a_row_does_not_depend_on_the_other_rows(make_poisoned_pool: Callable[..
 @needs_codes
 @pytest.mark.parametrize(
     "other",
-    [random_weight(UINT4, True, 4, 64, 32), random_weight(INT4, False, 4, 64, 16), torch.zeros(4, 64)],
+    [random_weight(UINT4, "zeros", 4, 64, 32), random_weight(INT4, None, 4, 64, 16), torch.zeros(4, 64)],
     ids=["other-codebook", "other-groups", "floats"],
 )
 def test_experts_that_differ_have_no_product(other: QuantizedWeight | torch.Tensor) -> None:
-    assert make_coded_experts(2, [random_weight(INT4, False, 4, 64, 32), other], None) is None
+    assert make_coded_experts(2, [random_weight(INT4, None, 4, 64, 32), other], None) is None

@@ -2,7 +2,7 @@
 
 Up to 128 inputs are multiplied in integers: `x`, rounded to 16 or 8 bits, times the integers that the weight's codes
 represent. Sums of integers are exact, so the result is bitwise the same on every x86 CPU and for any number of rows.
-Only the sum of a block is scaled and added to `y`, in float32.
+Only the sum of a block is scaled and added to `y`, in float32, with the group's minimum times the sum of the row's `x`.
 
 Two adjacent inputs of a row are one 32-bit word, which is broadcast to all outputs. One instruction multiplies both
 inputs and adds the products: `vpdpwssd` with AVX512_VNNI or AVX_VNNI, otherwise `vpmaddwd` followed by an addition
@@ -18,7 +18,7 @@ these codes by bytes: `vpmaddubsw` adds products in 16 bits, and sums of larger 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -75,22 +75,22 @@ _CONTRACT = ("contract",)
 @intrinsic
 def add_codes(
     typing_context: Any, num_rows: Any, x: Any, x_step: Any, x_type: Any, factors: Any, factor_step: Any, panels: Any,
-    scales: Any, zeros: Any, codes: Any, table: Any, num_pairs: Any, y: Any, y_step: Any,
+    head: Any, scale_bytes: Any, minimum_bytes: Any, codes: Any, table: Any, num_pairs: Any, y: Any, y_step: Any,
 ) -> Any:  # fmt: skip
-    """`y[r][o] += factor[r] * scale[o] * sum over k of x[r][k] * (integer[k][o] - zero[o])`, for 1 to MAX_ROWS rows.
+    """`y[r][o] += factor[r] * sum over k of x[r][k] * (scale[o] * integer[k][o] + minimum[o])`, for 1 to MAX_ROWS rows.
 
     `x`, `factors` and `y` are addresses, with steps in bytes. A row of `factors` is a float32 factor and the int32 sum
-    of the row's `x` over `k`. `scales`, `zeros` and `codes` are byte offsets in `panels`; `zeros` is -1 if there are no
-    zero points. `num_pairs` >= 1 is the number of pairs of inputs `k`. `table` is `CodePanels.table`. `x_type` is
+    of the row's `x` over `k`. `head` and `codes` are byte offsets in `panels`; the scales are at `head`, see
+    `emit_head`. `num_pairs` >= 1 is the number of pairs of inputs `k`. `table` is `CodePanels.table`. `x_type` is
     np.int16 or, if `takes_bytes` allows it, np.int8.
     """
     is_bytes = x_type.dtype == types.int8
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        num_rows, x, x_step, _, factors, factor_step, array, *places, table_array, num_pairs, y, y_step = args
+        num_rows, x, x_step, _, factors, factor_step, array, *where, table_array, num_pairs, y, y_step = args
         data = make_array(panels)(context, builder, array).data
-        scale_place, zero_place, code_place = (builder.gep(data, [place]) for place in places)
-        has_zeros = builder.icmp_signed(">=", places[1], _LONG(0))
+        head, scale_bytes, minimum_bytes, codes = where
+        head_place, code_place = (builder.gep(data, [place]) for place in (head, codes))
         lookup = table_of(context, builder, table, table_array, is_bytes)
         offset = offset_of(lookup, is_bytes)
 
@@ -102,15 +102,17 @@ def add_codes(
                 def weights_at(k: Any, part: slice = part) -> list[Any]:
                     return (emit_quads if is_bytes else emit_weights)(builder, code_place, k, lookup)[part]
 
-                starts = emit_starts(builder, factor_rows, zero_place, has_zeros, offset, part)
+                starts = emit_starts(builder, factor_rows, offset, part)
                 sums = emit_sums(builder, x_rows, weights_at, num_words, starts, is_bytes)
-                emit_outputs(builder, sums, factor_rows, scale_place, y_rows, part)
+                scales, minima = emit_head(builder, head_place, scale_bytes, minimum_bytes, part)
+                emit_outputs(builder, sums, factor_rows, scales, minima, y_rows, part)
 
         emit_rows(builder, MAX_ROWS, num_rows, x, x_step, y, y_step, emit)
         return context.get_dummy_value()
 
     long = types.int64
-    return types.none(long, long, long, x_type, long, long, panels, long, long, long, table, long, long, long), generate
+    where = (long, long, long, long)
+    return types.none(long, long, long, x_type, long, long, panels, *where, table, long, long, long), generate
 
 
 def parts_of_panel(num_rows: int, has_table: bool, is_bytes: bool) -> list[slice]:
@@ -276,36 +278,64 @@ def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def emit_starts(
-    builder: Any, factor_rows: list[Any], zero_place: Any, has_zeros: Any, offset: Any, part: slice = WHOLE_PANEL
-) -> list[Any]:
-    """`-(zero[o] + offset) * sum of x[r]` for all rows and the outputs of `part`.
-
-    `zero` is 0 if there are no zero points. `offset` is an int32 value.
-    """
-    negatives = []
-    for row in factor_rows:
-        total = builder.load(builder.inttoptr(builder.add(row, _LONG(4)), _INT.as_pointer()))
-        negatives.append(_splat(builder, builder.neg(total)))
-    offsets = _splat(builder, offset)
-    plain = [builder.mul(offsets, negative) for negative in negatives for _ in range(part.start, part.stop)]
-    entry = builder.block
-    given, done = builder.append_basic_block("zeros"), builder.append_basic_block("started")
-    builder.cbranch(has_zeros, given, done)
-    builder.position_at_end(given)
-    loaded = emit_loads(builder, zero_place, ir.VectorType(_HALF, WIDTH), 2)[part]
-    zeros = [builder.sext(lanes, _WORDS) for lanes in loaded]
-    values = [builder.mul(builder.add(zero, offsets), negative) for negative in negatives for zero in zeros]
-    builder.branch(done)
-    end = builder.block
-    builder.position_at_end(done)
+def emit_starts(builder: Any, factor_rows: list[Any], offset: Any, part: slice = WHOLE_PANEL) -> list[Any]:
+    """`-offset * sum of x[r]` for all rows and the outputs of `part`. `offset` is an int32 value."""
     starts = []
-    for without, value in zip(plain, values, strict=True):
-        start = builder.phi(_WORDS)
-        start.add_incoming(without, entry)
-        start.add_incoming(value, end)
-        starts.append(start)
+    for row in factor_rows:
+        start = _splat(builder, builder.neg(builder.mul(offset, _sum_of(builder, row))))
+        starts += [start] * (part.stop - part.start)
     return starts
+
+
+def _sum_of(builder: Any, factor_row: Any) -> Any:
+    return builder.load(builder.inttoptr(builder.add(factor_row, _LONG(4)), _INT.as_pointer()))
+
+
+def emit_head(
+    builder: Any, place: Any, scale_bytes: Any, minimum_bytes: Any, part: slice = WHOLE_PANEL
+) -> tuple[list[Any], list[Any]]:
+    """The scales and the minima of the outputs of `part`, float32. Without minima, they are 0.
+
+    The scales of a panel's outputs are at `place`, and the minima follow. See `CodePanels` for their sizes.
+    """
+    half = ir.VectorType(ir.HalfType(), WIDTH)
+
+    def load(at: Any, num_bytes: Any) -> list[Any]:
+        def halves() -> list[Any]:
+            # One instruction of F16C, which every CPU with AVX2 has.
+            return [builder.fpext(each, _FLOATS) for each in emit_loads(builder, at, half, 2)[part]]
+
+        is_half = builder.icmp_signed("==", num_bytes, _LONG(2))
+        return _choose(builder, is_half, halves, lambda: emit_loads(builder, at, _FLOATS, 4)[part])
+
+    scales = load(place, scale_bytes)
+    after = builder.gep(place, [builder.mul(scale_bytes, _LONG(OUTPUTS))])
+    zeros = [ir.Constant(_FLOATS, [0.0] * WIDTH)] * (part.stop - part.start)
+    has_minima = builder.icmp_signed("!=", minimum_bytes, _LONG(0))
+    return scales, _choose(builder, has_minima, lambda: load(after, minimum_bytes), lambda: zeros)
+
+
+def _choose(
+    builder: Any, condition: Any, then: Callable[[], list[Any]], otherwise: Callable[[], list[Any]]
+) -> list[Any]:
+    """The values that `then` emits if `condition` is true, or those that `otherwise` emits."""
+    blocks = [builder.append_basic_block(name) for name in ("then", "otherwise")]
+    done = builder.append_basic_block("chosen")
+    builder.cbranch(condition, *blocks)
+    found = []
+    for block, emit in zip(blocks, (then, otherwise), strict=True):
+        builder.position_at_end(block)
+        values = emit()
+        found.append((builder.block, values))
+        builder.branch(done)
+    builder.position_at_end(done)
+    chosen = []
+    for each in zip(*(values for _, values in found), strict=True):
+        value = builder.phi(each[0].type)
+        for (block, _), one in zip(found, each, strict=True):
+            value.add_incoming(one, block)
+        chosen.append(value)
+    return chosen
 
 
 def emit_loads(builder: Any, place: Any, lanes: Any, element_bytes: int) -> list[Any]:
@@ -387,25 +417,36 @@ def _emit_byte_dots(builder: Any, total: Any, words: list[Any], weights: Sequenc
     return builder.add(total, widened)
 
 
-def emit_scaled(builder: Any, sums: list[Any], factor_row: Any, scales: list[Any], y: list[Any]) -> list[Any]:
-    """`y[o] + factor * scale[o] * sums[o]` for the outputs of one row."""
-    factor = emit_splat(builder, builder.load(builder.inttoptr(factor_row, _FLOAT.as_pointer())), WIDTH)
+def emit_scaled(
+    builder: Any, sums: list[Any], factor_row: Any, scales: list[Any], minima: list[Any], y: list[Any]
+) -> list[Any]:
+    """`y[o] + factor * (scale[o] * sums[o] + minimum[o] * sum of x)` for the outputs of one row."""
+    factor = builder.load(builder.inttoptr(factor_row, _FLOAT.as_pointer()))
+    shift = builder.fmul(factor, builder.sitofp(_sum_of(builder, factor_row), _FLOAT), flags=_CONTRACT)
+    factors, shifts = emit_splat(builder, factor, WIDTH), emit_splat(builder, shift, WIDTH)
     added = []
-    for total, scale, before in zip(sums, scales, y, strict=True):
-        scaled = builder.fmul(factor, scale, flags=_CONTRACT)
-        added.append(emit_multiply_add(builder, builder.sitofp(total, _FLOATS), scaled, before))
+    for total, scale, minimum, before in zip(sums, scales, minima, y, strict=True):
+        scaled = builder.fmul(factors, scale, flags=_CONTRACT)
+        shifted = emit_multiply_add(builder, minimum, shifts, before)
+        added.append(emit_multiply_add(builder, builder.sitofp(total, _FLOATS), scaled, shifted))
     return added
 
 
 def emit_outputs(
-    builder: Any, sums: list[Any], factor_rows: list[Any], scale_place: Any, y: list[Any], part: slice = WHOLE_PANEL
+    builder: Any,
+    sums: list[Any],
+    factor_rows: list[Any],
+    scales: list[Any],
+    minima: list[Any],
+    y: list[Any],
+    part: slice = WHOLE_PANEL,
 ) -> None:
-    """`y[r][o] += factor[r] * scale[o] * sums[r][o]` for the outputs of `part`."""
-    scales = emit_loads(builder, scale_place, _FLOATS, 4)[part]
+    """Add `emit_scaled` to the outputs of `part`, in all rows."""
     for row, (factor_row, y_row) in enumerate(zip(factor_rows, y, strict=True)):
         first = builder.inttoptr(y_row, _FLOATS.as_pointer())
         places = [builder.gep(first, [_LONG(register)]) for register in range(part.start, part.stop)]
         before = [builder.load(place, align=4) for place in places]
         own = sums[len(scales) * row : len(scales) * (row + 1)]
-        for place, value in zip(places, emit_scaled(builder, own, factor_row, scales, before), strict=True):
+        added = emit_scaled(builder, own, factor_row, scales, minima, before)
+        for place, value in zip(places, added, strict=True):
             builder.store(value, place, align=4)

@@ -58,7 +58,8 @@ def make_coded_experts(
 
 def _traits(packed: CodePanels) -> tuple[Any, ...]:
     table = None if packed.table is None else packed.table.tobytes()
-    return packed.num_groups, packed.group, packed.block, packed.has_zeros, packed.limit, table
+    shape = packed.num_groups, packed.group, packed.block
+    return *shape, packed.scale_bytes, packed.minimum_bytes, packed.limit, table
 
 
 class CodedExperts:
@@ -96,8 +97,8 @@ class CodedExperts:
         multiply_expert_codes(
             *rows_of(x), routing.pairs_per_row(x), routing.pairs.numpy(), starts, np.flatnonzero(np.diff(starts)),
             self._limit, rounded.ctypes.data, rounded.shape[1], self._kind, factors.data_ptr(), packed.panels,
-            packed.num_panels, packed.num_groups, packed.group, packed.block, packed.has_zeros, packed.table,
-            self._bias.data_ptr(), *rows_of(sums), y.data_ptr(), self._out_features,
+            packed.num_panels, packed.num_groups, packed.group, packed.block, packed.scale_bytes, packed.minimum_bytes,
+            packed.table, self._bias.data_ptr(), *rows_of(sums), y.data_ptr(), self._out_features,
         )  # fmt: skip
         return y
 
@@ -120,7 +121,8 @@ def multiply_expert_codes(
     num_groups: int,
     group: int,
     block: int,
-    has_zeros: bool,
+    scale_bytes: int,
+    minimum_bytes: int,
     table: npt.NDArray[Any] | None,
     bias: int,
     sums: int,
@@ -147,7 +149,7 @@ def multiply_expert_codes(
         shift = expert * num_panels
         multiply_panel(
             shift + panel, rounded + begin * x_step, x_step, kind, factors + begin * factor_step, factor_step,
-            end - begin, panels, num_groups, group, block, has_zeros, table, bias,
+            end - begin, panels, num_groups, group, block, scale_bytes, minimum_bytes, table, bias,
             sums + begin * sums_step - 4 * OUTPUTS * shift, sums_step,
         )  # fmt: skip
         first = panel * OUTPUTS

@@ -22,7 +22,14 @@ from numba.np.arrayobj import make_array
 from loramux.kernels.cpu.instructions.amx import TILE, emit_call, has_amx, release_tiles
 from loramux.kernels.cpu.instructions.blocks import begin_outputs, emit_loop
 from loramux.kernels.cpu.instructions.compiled import cpu_features, helper, intrinsic, kernel
-from loramux.kernels.cpu.instructions.integer_blocks import OUTPUTS, emit_outputs, emit_starts, emit_weights, table_of
+from loramux.kernels.cpu.instructions.integer_blocks import (
+    OUTPUTS,
+    REGISTERS,
+    emit_head,
+    emit_outputs,
+    emit_weights,
+    table_of,
+)
 from loramux.kernels.cpu.instructions.rounded_rows import round_blocks
 
 TILE_INPUTS = 64
@@ -152,37 +159,35 @@ def _add_tiles(
 
 @intrinsic
 def _add_outputs(
-    typing_context: Any, sums: Any, factors: Any, factor_step: Any, panels: Any, scales: Any, zeros: Any, y: Any,
-    y_step: Any, num_rows: Any,
+    typing_context: Any, sums: Any, factors: Any, factor_step: Any, panels: Any, head: Any, scale_bytes: Any,
+    minimum_bytes: Any, y: Any, y_step: Any, num_rows: Any,
 ) -> Any:  # fmt: skip
-    """`y[r][o] += factor[r] * scale[o] * (256 * upper sum + lower sum - zero[o] * sum of x[r])`; see `add_codes`."""
+    """Add the products of a block to `y` as `add_codes` does, where the sums are `256 * upper sum + lower sum`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums, factors, factor_step, array, scales, zeros, y, y_step, num_rows = args
-        data = make_array(panels)(context, builder, array).data
-        scale_place, zero_place = (builder.gep(data, [place]) for place in (scales, zeros))
-        has_zeros = builder.icmp_signed(">=", zeros, _LONG(0))
+        sums, factors, factor_step, array, head, scale_bytes, minimum_bytes, y, y_step, num_rows = args
+        head_place = builder.gep(make_array(panels)(context, builder, array).data, [head])
+        scales, minima = emit_head(builder, head_place, scale_bytes, minimum_bytes)
         first = builder.inttoptr(sums, _WORDS.as_pointer())
 
         def step(r: Any, values: list[Any]) -> list[Any]:
             factor_row = builder.add(factors, builder.mul(factor_step, r))
-            starts = emit_starts(builder, [factor_row], zero_place, has_zeros, _INT(0))
             totals = []
-            for half, start in enumerate(starts):
+            for half in range(REGISTERS):
                 upper, lower = (
                     builder.load(builder.gep(first, [builder.add(r, _LONG(TILE * (2 * part + half)))]), align=4)
                     for part in range(2)
                 )
                 shifted = builder.shl(upper, ir.Constant(_WORDS, [8] * TILE))
-                totals.append(builder.add(start, builder.add(shifted, lower)))
-            emit_outputs(builder, totals, [factor_row], scale_place, [builder.add(y, builder.mul(y_step, r))])
+                totals.append(builder.add(shifted, lower))
+            emit_outputs(builder, totals, [factor_row], scales, minima, [builder.add(y, builder.mul(y_step, r))])
             return values
 
         emit_loop(builder, num_rows, 1, [], step)
         return context.get_dummy_value()
 
     long = types.int64
-    return types.none(long, long, long, panels, long, long, long, long, long), generate
+    return types.none(long, long, long, panels, long, long, long, long, long, long), generate
 
 
 @intrinsic
@@ -213,27 +218,26 @@ def _split(typing_context: Any, x: Any, size: Any, upper: Any, lower: Any) -> An
 @helper
 def _multiply_share(
     begin: int, end: int, halves: int, half_step: int, lower: int, factors: int, factor_step: int, num_rows: int,
-    panels: Any, num_groups: int, group: int, block: int, has_zeros: bool, table: Any, bias: int, tiles: int, sums: int,
-    y: int, y_step: int,
+    panels: Any, num_groups: int, group: int, block: int, scale_bytes: int, minimum_bytes: int, table: Any, bias: int,
+    tiles: int, sums: int, y: int, y_step: int,
 ) -> None:  # fmt: skip
     """Compute the outputs of panels `[begin, end)` for all rows."""
     input_bytes = OUTPUTS if table is None else OUTPUTS // 2
-    head_bytes = (6 if has_zeros else 4) * OUTPUTS
+    head_bytes = (scale_bytes + minimum_bytes) * OUTPUTS
     num_inputs = min(block, TILE_INPUTS)
     _configure(num_inputs)
     for panel in range(begin, end):
         y_panel = y + 4 * OUTPUTS * panel
         begin_outputs(y_panel, y_step, num_rows, OUTPUTS, bias + 4 * OUTPUTS * panel)
         for g in range(num_groups):
-            scales = (panel * num_groups + g) * (head_bytes + group * input_bytes)
-            zeros = scales + 4 * OUTPUTS if has_zeros else -1
+            head = (panel * num_groups + g) * (head_bytes + group * input_bytes)
             for k in range(g * group, (g + 1) * group, block):
-                _unpack(panels, scales + head_bytes + (k - g * group) * input_bytes, table, block // 2, tiles)
+                _unpack(panels, head + head_bytes + (k - g * group) * input_bytes, table, block // 2, tiles)
                 for t in range(0, num_rows, TILE):
                     _add_tiles(halves + t * half_step + k, half_step, lower, tiles, block, num_inputs, sums)
                     _add_outputs(
-                        sums, factors + t * factor_step + 8 * (k // block), factor_step, panels, scales, zeros,
-                        y_panel + t * y_step, y_step, min(TILE, num_rows - t),
+                        sums, factors + t * factor_step + 8 * (k // block), factor_step, panels, head, scale_bytes,
+                        minimum_bytes, y_panel + t * y_step, y_step, min(TILE, num_rows - t),
                     )  # fmt: skip
     release_tiles()
 
@@ -256,7 +260,8 @@ def multiply_code_tiles(
     num_groups: int,
     group: int,
     block: int,
-    has_zeros: bool,
+    scale_bytes: int,
+    minimum_bytes: int,
     table: npt.NDArray[Any] | None,
     bias: int,
     scratch: int,
@@ -283,6 +288,6 @@ def multiply_code_tiles(
         own = scratch + part * (TILES_BYTES + SUMS_BYTES)
         _multiply_share(
             num_panels * part // num_threads, num_panels * (part + 1) // num_threads, halves, half_stride, lower,
-            factors, factor_step, num_rows, panels, num_groups, group, block, has_zeros, table, bias, own,
-            own + TILES_BYTES, y, y_step,
+            factors, factor_step, num_rows, panels, num_groups, group, block, scale_bytes, minimum_bytes, table, bias,
+            own, own + TILES_BYTES, y, y_step,
         )  # fmt: skip

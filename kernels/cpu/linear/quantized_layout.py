@@ -2,8 +2,8 @@
 
 A panel stores its groups one after another. Each group contains everything that a product reads:
 
-- the float32 scales of the 32 outputs;
-- their int16 zero points, if the weight has any;
+- the scales of the 32 outputs, float16 or float32 (`code_groups.py`);
+- their minima, float16 or float32, if the weight has any;
 - the codes of each pair of inputs. 8-bit codes take 64 bytes, `[output, input of the pair]`. 4-bit codes take 32 bytes,
   whose lower four bits belong to outputs `[0, 16)` and whose upper four bits belong to outputs `[16, 32)`. Each run of
   16 outputs is in the order `INTERLEAVED` if the codes are not looked up.
@@ -20,15 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.kernels.cpu.instructions.integer_blocks import HAS_BYTE_TABLES, INTERLEAVED, OUTPUTS
+from loramux.kernels.cpu.linear.code_groups import groups_of
 from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 
 BLOCKS = (128, 64, 32, 16)
 """Possible numbers of inputs in a block. The products of a block are summed as integers."""
-
-LARGEST_CODE = 8191
-"""Largest integer of a 4-bit codebook whose values are not multiples of one unit. The error of an NF4 value is at most
-`1 / 16382` of the group's largest weight.
-"""
 
 LEAST_LIMIT = 8191
 """Smallest acceptable `limit`. A block's largest input is then rounded at least 32 times as precisely as in
@@ -51,7 +47,8 @@ class CodePanels:
 
     `x` is rounded to integers in `[-limit, limit]`, so no sum over the `block` inputs of a block can overflow. `table`
     contains the integers of 4-bit codes and is None for 8 bits. If its dtype is np.uint8, it contains only the number
-    to subtract from each code, and outputs are in the order `INTERLEAVED`.
+    to subtract from each code, and outputs are in the order `INTERLEAVED`. `scale_bytes` and
+    `minimum_bytes` are the sizes of a scale and of a minimum: 2 or 4, or 0 without minima.
     """
 
     panels: npt.NDArray[np.uint8]
@@ -60,7 +57,8 @@ class CodePanels:
     num_groups: int
     group: int
     block: int
-    has_zeros: bool
+    scale_bytes: int
+    minimum_bytes: int
     limit: int
     fits_tiles: bool
     """True if all integers fit into 8 bits, as products with AMX or with an 8-bit `x` require."""
@@ -75,35 +73,22 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     """Lay out a weight, or return None if its products cannot be computed in integers.
 
     Integer products are impossible for an 8-bit codebook whose values are not 8-bit integers times a unit (such as
-    FP8), for very large zero points, for zero points with a codebook whose unit is not 1, and for several groups whose
-    size is not a multiple of 16 inputs.
+    FP8), and for several groups whose size is not a multiple of 16 inputs.
     """
-    found = _integers_of(weight.codebook)
-    if found is None or weight.minima is not None:
+    groups = groups_of(weight)
+    if groups is None:
         return None
-    integers, unit = found
-    zeros = None if weight.zeros is None else weight.zeros.astype(np.int32)
-    if zeros is not None and unit != 1:
-        return None
-    if weight.bits == 8 and integers.max() > 127:
-        # Move the integers from [0, 255] to int8.
-        integers = integers - 128
-        zeros = np.full_like(weight.scales, -128, np.int32) if zeros is None else zeros - 128
-    # If a block size is found below, all zero points fit into int16.
-    largest = int(np.abs(integers).max()) + (0 if zeros is None else int(np.abs(zeros).max()))
-    num_groups = weight.scales.shape[1]
+    integers, num_groups = groups.integers, weight.scales.shape[1]
+    largest = int(np.abs(integers).max())
     # A single group is padded with inputs of 0.
     group = weight.group if num_groups > 1 else weight.in_features + -weight.in_features % BLOCKS[0]
     limits = {block: min(32767, _INT32_MAX // (block * largest)) for block in BLOCKS if group % block == 0}
     block = next((block for block, limit in limits.items() if limit >= LEAST_LIMIT), None)
     if block is None:
         return None
-    scales = (weight.scales.astype(np.float64) * unit).astype(np.float32)
     num_panels = -(-weight.out_features // OUTPUTS)
     table = None
-    parts = [_by_group(scales, num_panels)]
-    if zeros is not None:
-        parts.append(_by_group(zeros.astype(np.int16), num_panels))
+    parts = [_by_group(values, num_panels) for values in (groups.scales, groups.minima) if values is not None]
     if weight.bits == 8:
         parts.append(
             _pairs_of_8_bits(integers.astype(np.int8).view(np.uint8)[weight.codes], num_panels, num_groups, group)
@@ -118,27 +103,11 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
         num_groups=num_groups,
         group=group,
         block=block,
-        has_zeros=zeros is not None,
+        scale_bytes=groups.scales.itemsize,
+        minimum_bytes=0 if groups.minima is None else groups.minima.itemsize,
         limit=limits[block],
         fits_tiles=weight.bits == 8 or bool(np.abs(integers).max() <= 127),
     )
-
-
-def _integers_of(codebook: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], float] | None:
-    """Integers and a unit whose products are the values of a codebook (approximately, for 4 bits), or None."""
-    values = codebook.astype(np.float64)
-    if not np.isfinite(values).all() or not values.any():
-        return None
-    unit = float(np.abs(values[values != 0]).min())
-    multiples = (values / unit).round()
-    is_exact = np.allclose(multiples * unit, values, rtol=1e-6, atol=0)
-    if codebook.size == 256:
-        in_int8, in_uint8 = (multiples.min() >= low and multiples.max() <= low + 255 for low in (-128, 0))
-        return (multiples.astype(np.int16), unit) if is_exact and (in_int8 or in_uint8) else None
-    if not is_exact or np.abs(multiples).max() > LARGEST_CODE:
-        unit = float(np.abs(values).max()) / LARGEST_CODE
-        multiples = (values / unit).round()
-    return multiples.astype(np.int16), unit
 
 
 def _table(integers: npt.NDArray[np.int16]) -> npt.NDArray[Any]:

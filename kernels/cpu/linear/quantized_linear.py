@@ -14,7 +14,13 @@ from loramux.kernels.cpu.instructions.amx import TILE
 from loramux.kernels.cpu.instructions.arrays import rows_of
 from loramux.kernels.cpu.instructions.blocks import begin_outputs
 from loramux.kernels.cpu.instructions.compiled import helper, kernel
-from loramux.kernels.cpu.instructions.integer_blocks import HAS_VNNI, IS_SUPPORTED, MAX_ROWS, OUTPUTS, add_codes
+from loramux.kernels.cpu.instructions.integer_blocks import (
+    HAS_VNNI,
+    IS_SUPPORTED,
+    MAX_ROWS,
+    OUTPUTS,
+    add_codes,
+)
 from loramux.kernels.cpu.instructions.rounded_rows import bytes_of, round_blocks
 from loramux.kernels.cpu.linear.quantized_amx import SUMS_BYTES, TILES_BYTES, has_integer_tiles, multiply_code_tiles
 from loramux.kernels.cpu.linear.quantized_layout import CodePanels, pack_codes
@@ -91,8 +97,8 @@ class QuantizedLinear:
         y = torch.empty(num_rows, len(self._bias) + (ROW_PAD if num_rows >= MANY_ROWS else 0))
         inputs = (*rows_of(x), num_rows, limit, rounded.ctypes.data, rounded.shape[1])
         weight = (
-            packed.panels, packed.num_panels, packed.num_groups, packed.group, packed.block, packed.has_zeros,
-            packed.table, self._bias.data_ptr(),
+            packed.panels, packed.num_panels, packed.num_groups, packed.group, packed.block, packed.scale_bytes,
+            packed.minimum_bytes, packed.table, self._bias.data_ptr(),
         )  # fmt: skip
         if uses_tiles:
             num_threads = torch.get_num_threads()
@@ -110,32 +116,32 @@ class QuantizedLinear:
 @helper
 def multiply_panel(
     panel: int, x: int, x_step: int, kind: Any, factors: int, factor_step: int, num_rows: int, panels: Any,
-    num_groups: int, group: int, block: int, has_zeros: bool, table: Any, bias: int, y: int, y_step: int,
+    num_groups: int, group: int, block: int, scale_bytes: int, minimum_bytes: int, table: Any, bias: int, y: int,
+    y_step: int,
 ) -> None:  # fmt: skip
     """Compute the 32 outputs of one panel for all rows."""
     y_panel = y + 4 * OUTPUTS * panel
     begin_outputs(y_panel, y_step, num_rows, OUTPUTS, bias + 4 * OUTPUTS * panel)
     input_bytes = OUTPUTS if table is None else OUTPUTS // 2
-    head_bytes = (6 if has_zeros else 4) * OUTPUTS
+    head_bytes = (scale_bytes + minimum_bytes) * OUTPUTS
     if table is not None and unpacks_once(num_rows, kind):
         add_unpacked(
             panel * num_groups * (head_bytes + group * input_bytes), x, x_step, kind, factors, factor_step,
-            num_rows, panels, num_groups, group, block, has_zeros, table, y_panel, y_step,
+            num_rows, panels, num_groups, group, block, scale_bytes, minimum_bytes, table, y_panel, y_step,
         )  # fmt: skip
         return
     num_row_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
     for g in range(num_groups):
-        scales = (panel * num_groups + g) * (head_bytes + group * input_bytes)
-        zeros = scales + 4 * OUTPUTS if has_zeros else -1
+        head = (panel * num_groups + g) * (head_bytes + group * input_bytes)
         for k in range(g * group, (g + 1) * group, block):
-            codes = scales + head_bytes + (k - g * group) * input_bytes
+            codes = head + head_bytes + (k - g * group) * input_bytes
             for part in range(num_row_blocks):
                 # Make blocks nearly equal in size, because a small block would unpack each code for only a few rows.
                 begin, end = num_rows * part // num_row_blocks, num_rows * (part + 1) // num_row_blocks
                 add_codes(
                     end - begin, x + begin * x_step + bytes_of(kind) * k, x_step, kind,
-                    factors + begin * factor_step + 8 * (k // block), factor_step,
-                    panels, scales, zeros, codes, table, block // 2, y_panel + begin * y_step, y_step,
+                    factors + begin * factor_step + 8 * (k // block), factor_step, panels, head, scale_bytes,
+                    minimum_bytes, codes, table, block // 2, y_panel + begin * y_step, y_step,
                 )  # fmt: skip
 
 
@@ -154,7 +160,8 @@ def multiply_codes(
     num_groups: int,
     group: int,
     block: int,
-    has_zeros: bool,
+    scale_bytes: int,
+    minimum_bytes: int,
     table: npt.NDArray[Any] | None,
     bias: int,
     y: int,
@@ -174,11 +181,11 @@ def multiply_codes(
         for panel in range(num_panels):
             multiply_panel(
                 panel, rounded, x_step, kind, factors, factor_step, num_rows, panels, num_groups, group, block,
-                has_zeros, table, bias, y, y_step,
+                scale_bytes, minimum_bytes, table, bias, y, y_step,
             )  # fmt: skip
     else:
         for panel in prange(num_panels):
             multiply_panel(
                 panel, rounded, x_step, kind, factors, factor_step, num_rows, panels, num_groups, group, block,
-                has_zeros, table, bias, y, y_step,
+                scale_bytes, minimum_bytes, table, bias, y, y_step,
             )  # fmt: skip

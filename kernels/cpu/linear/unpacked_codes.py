@@ -21,7 +21,7 @@ from loramux.kernels.cpu.instructions.integer_blocks import (
     MAX_ROWS,
     OUTPUTS,
     REGISTERS,
-    emit_loads,
+    emit_head,
     emit_quads,
     emit_scaled,
     emit_starts,
@@ -96,19 +96,19 @@ def _unpack(
 @intrinsic
 def _add_blocks(
     typing_context: Any, num_rows: Any, x: Any, x_step: Any, x_type: Any, factors: Any, factor_step: Any, panels: Any,
-    scales: Any, has_zeros: Any, table: Any, group_bytes: Any, group_blocks: Any, first: Any, integers: Any,
-    num_blocks: Any, num_pairs: Any, y: Any, y_step: Any,
+    head: Any, scale_bytes: Any, minimum_bytes: Any, table: Any, group_bytes: Any, group_blocks: Any, first: Any,
+    integers: Any, num_blocks: Any, num_pairs: Any, y: Any, y_step: Any,
 ) -> Any:  # fmt: skip
     """Add the products of `num_blocks` unpacked blocks to `y`, as `add_codes` does for one block.
 
-    `scales` is the byte offset in `panels` of the first block's group, and `first` is that block's number in its group.
+    `head` is the byte offset in `panels` of the first block's group, and `first` is that block's number in its group.
     Each group has `group_blocks` blocks and `group_bytes` bytes.
     """
     is_bytes = x_type.dtype == types.int8
     lanes = ir.VectorType(ir.IntType(8 if is_bytes else 16), _REGISTER_BYTES // (1 if is_bytes else 2))
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        num_rows, x, x_step, _, factors, factor_step, array, scales, has_zeros, table_array, *rest = args
+        num_rows, x, x_step, _, factors, factor_step, array, head, scale_bytes, minimum_bytes, table_array, *rest = args
         group_bytes, group_blocks, first, integers, num_blocks, num_pairs, y, y_step = rest
         offset = offset_of(table_of(context, builder, table, table_array, is_bytes), is_bytes)
         data = make_array(panels)(context, builder, array).data
@@ -127,10 +127,8 @@ def _add_blocks(
 
             def step(b: Any, values: list[Any]) -> list[Any]:
                 group, number, *outputs = values
-                scale_place = builder.gep(data, [group])
-                zero_place = builder.gep(scale_place, [_LONG(4 * OUTPUTS)])
                 factor_places = [builder.add(row, builder.mul(b, _LONG(8))) for row in factor_rows]
-                starts = emit_starts(builder, factor_places, zero_place, has_zeros, offset, part)
+                starts = emit_starts(builder, factor_places, offset, part)
                 word = builder.mul(b, num_words)
                 x_block = [builder.add(row, builder.mul(word, _LONG(4))) for row in x_rows]
 
@@ -140,11 +138,11 @@ def _add_blocks(
                     return [builder.load(place, align=_REGISTER_BYTES) for place in found]
 
                 sums = emit_sums(builder, x_block, weights_at, num_words, starts, is_bytes)
-                scale_lanes = emit_loads(builder, scale_place, _FLOATS, 4)[part]
+                scales, minima = emit_head(builder, builder.gep(data, [group]), scale_bytes, minimum_bytes, part)
                 after = []
                 for row, place in enumerate(factor_places):
                     own = slice(len(numbers) * row, len(numbers) * (row + 1))
-                    after += emit_scaled(builder, sums[own], place, scale_lanes, outputs[own])
+                    after += emit_scaled(builder, sums[own], place, scales, minima, outputs[own])
                 following = builder.add(number, _LONG(1))
                 is_last = builder.icmp_signed("==", following, group_blocks)
                 next_group = builder.select(is_last, builder.add(group, group_bytes), group)
@@ -152,7 +150,7 @@ def _add_blocks(
 
             # Carry the group's place and the block's number in the group: computing them from `b` takes a division.
             before = [builder.load(place, align=4) for place in places]
-            _, _, *outputs = emit_loop(builder, num_blocks, 1, [scales, first, *before], step)
+            _, _, *outputs = emit_loop(builder, num_blocks, 1, [head, first, *before], step)
             for place, value in zip(places, outputs, strict=True):
                 builder.store(value, place, align=4)
 
@@ -160,7 +158,7 @@ def _add_blocks(
         return context.get_dummy_value()
 
     long = types.int64
-    where = (long, long, long, x_type, long, long, panels, long, types.boolean, table)
+    where = (long, long, long, x_type, long, long, panels, long, long, long, table)
     return types.none(*where, *[long] * 8), generate
 
 
@@ -176,10 +174,10 @@ def unpacks_once(num_rows: int, kind: Any) -> bool:
 @helper
 def add_unpacked(
     place: int, x: int, x_step: int, kind: Any, factors: int, factor_step: int, num_rows: int, panels: Any,
-    num_groups: int, group: int, block: int, has_zeros: bool, table: Any, y: int, y_step: int,
+    num_groups: int, group: int, block: int, scale_bytes: int, minimum_bytes: int, table: Any, y: int, y_step: int,
 ) -> None:  # fmt: skip
     """Add the products of the panel at `place` to more than `UNPACK_ROWS` rows of `y`."""
-    head_bytes, input_bytes = (6 if has_zeros else 4) * OUTPUTS, OUTPUTS // 2
+    head_bytes, input_bytes = (scale_bytes + minimum_bytes) * OUTPUTS, OUTPUTS // 2
     group_bytes, group_blocks = head_bytes + group * input_bytes, group // block
     integers, block_bytes = _buffer(), OUTPUTS * block * bytes_of(kind)
     num_blocks, most = num_groups * group_blocks, UNPACKED_BYTES // block_bytes
@@ -195,6 +193,6 @@ def add_unpacked(
             _add_blocks(
                 end - begin, x + begin * x_step + bytes_of(kind) * first * block, x_step, kind,
                 factors + begin * factor_step + 8 * first, factor_step, panels,
-                place + first // group_blocks * group_bytes, has_zeros, table, group_bytes, group_blocks,
-                first % group_blocks, integers, count, block // 2, y + begin * y_step, y_step,
+                place + first // group_blocks * group_bytes, scale_bytes, minimum_bytes, table, group_bytes,
+                group_blocks, first % group_blocks, integers, count, block // 2, y + begin * y_step, y_step,
             )  # fmt: skip

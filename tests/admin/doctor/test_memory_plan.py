@@ -77,11 +77,11 @@ def test_pool_and_processes_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "device", "per_weight"),
     [
-        ("awq", "cpu", 0.5 + (4 + 2) / 32),
-        ("ct-w4a16", "cpu", 0.5 + 4 / 64),
+        ("awq", "cpu", 0.5 + (2 + 4) / 32),
+        ("ct-w4a16", "cpu", 0.5 + 2 / 64),
         ("nf4-double", "cpu", 0.5 + 4 / 64),
-        ("gptq-int8", "cpu", 1 + 4 / 32),
-        ("gptq-act-order", "cpu", 0.5 + (4 + 2) / 32),
+        ("gptq-int8", "cpu", 1 + 2 / 32),
+        ("gptq-act-order", "cpu", 0.5 + (2 + 4) / 32),
         # No CPU kernel multiplies by FP8 codes, so they are dequantised.
         ("fp8-blocks", "cpu", 2),
         ("ct-w8a16-asymmetric", "cuda", 1 + (2 + 2) / 64),

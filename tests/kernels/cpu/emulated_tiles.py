@@ -32,14 +32,15 @@ FOR_INTEGERS = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd64", "tilestor
 FOR_BFLOAT16 = ("ldtilecfg", "tilerelease", "tileloadd64", "tilestored64", "tdpbf16ps")
 
 CASES = [
-    (codebook, has_zeros, *shape)
-    for codebook, has_zeros in (
-        (INT8, False),
-        (UINT8, True),
-        (INT4, False),
-        (UINT4, True),
-        (MXFP4, False),
-        (NF4, False),
+    (codebook, shift, *shape)
+    for codebook, shift in (
+        (INT8, None),
+        (UINT8, "zeros"),
+        (INT4, None),
+        (UINT4, "minima"),
+        (UINT4, "halves"),
+        (MXFP4, None),
+        (NF4, None),
     )
     for shape in ((64, 128, 32), (100, 256, 256), (33, 640, 64), (40, 96, 48), (70, 130, 130))
 ]
@@ -91,7 +92,7 @@ def compile_kernels() -> None:
     quantized_linear.has_integer_tiles = lambda: True  # type: ignore[attr-defined]
     quantized_linear.multiply_code_tiles, amx.multiply_tile_panels = map(compile_only, kernels)  # type: ignore[attr-defined]
     for codebook in (INT8, INT4):
-        linear = quantized_linear.make_quantized_linear(random_weight(codebook, False, 64, 128, 32), None)
+        linear = quantized_linear.make_quantized_linear(random_weight(codebook, None, 64, 128, 32), None)
         assert linear is not None
         linear(torch.zeros(40, 128))
     amx.AmxPanels(torch.zeros(64, 128, dtype=torch.bfloat16), None)(torch.zeros(40, 128))

@@ -76,8 +76,8 @@ def call_every_kernel(dtype: torch.dtype) -> None:
             PackedLinear(weight, bias)(torch.zeros(num_rows, 64))
     for expert_bias in (None, torch.zeros(5, 70, dtype=dtype)):
         kernels.multiply_experts(x, PackedExperts([weight] * 5, expert_bias), routing)
-    for codebook, has_zeros in CODEBOOKS.values():
-        coded = random_weight(codebook, has_zeros, 70, 64, 32)
+    for codebook, shift in CODEBOOKS.values():
+        coded = random_weight(codebook, shift, 70, 64, 32)
         for x_bits in (16, 8):
             linear = make_quantized_linear(coded, None, x_bits)
             assert linear is None or len(linear(x)) + len(linear(torch.zeros(40, 64))) == 43

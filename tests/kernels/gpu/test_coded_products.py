@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
+from loramux.kernels.gpu.code_layout import placed_bytes
 from loramux.kernels.gpu.coded_products import TARGET_PROGRAMS
 from loramux.kernels.gpu.coded_weights import place_codes
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes
-from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, random_weight
+from tests.kernels.cpu.codebooks import FP8, MXFP4, NF4, Shift, random_weight
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
 
-CODEBOOKS = {
-    "int8": (INT8, False),
-    "int8-zeros": (INT8, True),
-    "uint8-zeros": (UINT8, True),
-    "fp8": (FP8, False),
-    "int4": (INT4, False),
-    "uint4-zeros": (UINT4, True),
-    "nf4": (NF4, False),
-    "mxfp4": (MXFP4, False),
+CODEBOOKS: dict[str, tuple[np.ndarray, Shift | None]] = {
+    "int8": (INT8, None),
+    "int8-zeros": (INT8, "zeros"),
+    "uint8-zeros": (UINT8, "zeros"),
+    "uint8-minima": (UINT8, "minima"),
+    "fp8": (FP8, None),
+    "int4": (INT4, None),
+    "uint4-zeros": (UINT4, "zeros"),
+    "uint4-minima": (UINT4, "minima"),
+    "uint4-halves": (UINT4, "halves"),
+    "nf4": (NF4, None),
+    "mxfp4": (MXFP4, None),
 }
 HALVES = [torch.float16, torch.bfloat16] if HAS_GPU else [torch.float16]
 SHAPES = [(33, 192, 64), (70, 130, 130), (40, 96, 32), (130, 48, 16), (40, 512, 256)]
@@ -47,7 +52,13 @@ def check(module: ModuleType, weight: QuantizedWeight, x: torch.Tensor, bias: to
     expected = multiply_codes(x, weight, bias)
     # Sums are float32. Results, values of 16-entry tables and dequantised weights are rounded to the dtype of `x`.
     largest = np.abs(np.nan_to_num(weight.codebook)) + np.float32(0 if weight.zeros is None else 300)
-    magnitudes = QuantizedWeight(codes=weight.codes, codebook=largest, scales=np.abs(weight.scales))
+    magnitudes = replace(
+        weight,
+        codebook=largest,
+        scales=np.abs(weight.scales),
+        zeros=None,
+        minima=None if weight.minima is None else np.abs(weight.minima),
+    )
     sizes = multiply_codes(x.abs(), magnitudes)
     precision = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[x.dtype]
     assert ((y.double().cpu() - expected).abs() <= precision * (sizes + expected.abs() + 1e-3)).all()
@@ -87,7 +98,7 @@ def test_large_steps_dequantize_a_weight_in_parts(
     check(module, weight, x, torch.randn(out_features).to(dtype) if group == in_features else None)
 
 
-@pytest.mark.parametrize("name", ["fp8", "uint4-zeros"])
+@pytest.mark.parametrize("name", ["fp8", "uint4-zeros", "uint4-halves"])
 def test_many_outputs_are_not_split(name: str, module: ModuleType) -> None:
     weight = random_weight(*CODEBOOKS[name], 64 * TARGET_PROGRAMS, 32, 32)
     check(module, weight, torch.randn(2, 32), torch.randn(weight.out_features))
@@ -96,13 +107,14 @@ def test_many_outputs_are_not_split(name: str, module: ModuleType) -> None:
 @pytest.mark.parametrize(
     "num_rows", [0, 1, 40, 150, 520], ids=["no-rows", "one-row", "medium-tiles", "large-tiles", "dequantized"]
 )
-def test_any_number_of_rows(num_rows: int, module: ModuleType) -> None:
-    check(module, random_weight(UINT4, True, 140, 128, 64), torch.randn(num_rows, 128))
+@pytest.mark.parametrize("shift", ["zeros", "minima"])
+def test_any_number_of_rows(num_rows: int, shift: Shift, module: ModuleType) -> None:
+    check(module, random_weight(UINT4, shift, 140, 128, 64), torch.randn(num_rows, 128))
 
 
 def test_codes_are_kept_in_their_bytes() -> None:
     """Scales that 16 bits can express exactly take 16 bits."""
-    weight = random_weight(INT4, False, 64, 256, 64)
+    weight = random_weight(INT4, None, 64, 256, 64)
     placed = place_codes([weight], 1, None, DEVICE)
     assert placed is not None
     assert placed.codes.nbytes == weight.codes.nbytes
@@ -114,14 +126,21 @@ def test_codes_are_kept_in_their_bytes() -> None:
         assert placed is not None
         assert placed.scales.dtype is dtype
         assert np.array_equal(placed.scales[0].float().cpu().numpy(), scales)
+    halves = random_weight(UINT4, "halves", 64, 256, 32)
+    placed = place_codes([halves], 1, None, DEVICE)
+    assert placed is not None
+    assert placed.minima is not None
+    kept = placed.codes.nbytes + placed.scales.nbytes + placed.minima.nbytes
+    assert 8 * kept == 5 * 64 * 256
+    assert kept == placed_bytes(halves)
 
 
 @pytest.mark.parametrize(
     "weight",
     [
-        random_weight(FP8 * np.float32(2), False, 4, 64, 32),
-        random_weight(INT4, False, 4, 48, 24),
-        random_weight(NF4, True, 4, 64, 32),
+        random_weight(FP8 * np.float32(2), None, 4, 64, 32),
+        random_weight(INT4, None, 4, 48, 24),
+        random_weight(NF4, "zeros", 4, 64, 32),
         *(
             QuantizedWeight(
                 codes=np.zeros((1, 16), np.uint8), codebook=codebook, scales=np.ones((1, 1), np.float32),
@@ -137,7 +156,7 @@ def test_other_weights_are_not_placed(weight: QuantizedWeight) -> None:
 
 
 def test_experts_that_differ_are_not_placed() -> None:
-    first = random_weight(INT4, False, 4, 64, 32)
-    others = [random_weight(UINT4, False, 4, 64, 32), random_weight(INT4, False, 4, 64, 16), torch.zeros(4, 64)]
+    first = random_weight(INT4, None, 4, 64, 32)
+    others = [random_weight(UINT4, None, 4, 64, 32), random_weight(INT4, None, 4, 64, 16), torch.zeros(4, 64)]
     for other in others:
         assert place_codes([first, other], 2, None, DEVICE) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +16,21 @@ from loramux.kernels.cpu.instructions.capability import byte_products, integer_p
 from loramux.kernels.cpu.instructions.integer_blocks import HAS_BYTE_TABLES, HAS_VNNI, IS_SUPPORTED, MAX_ROWS
 from loramux.kernels.cpu.instructions.vectors import WIDTH
 from loramux.kernels.cpu.linear import quantized_linear
+from loramux.kernels.cpu.linear.code_groups import groups_of
 from loramux.kernels.cpu.linear.quantized_layout import pack_codes
 from loramux.kernels.cpu.linear.quantized_linear import QuantizedLinear, make_quantized_linear
 from loramux.kernels.cpu.linear.unpacked_codes import UNPACK_ROWS
 from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
 from loramux.kernels.reference.quantized import multiply_codes, round_to_bytes
-from tests.kernels.cpu.codebooks import CODEBOOKS, FP8, NF4, random_weight
+from tests.kernels.cpu.codebooks import CODEBOOKS, FP8, NF4, Shift, random_weight
 from tests.kernels.cpu.instruction_sets import INSTRUCTION_SETS, imitate, run_python, runs_here
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this CPU has no kernels for quantised weights")
 
-PLAIN_CODEBOOKS = ["int4", "uint4-zeros"]
+PLAIN_CODEBOOKS = ["int4", "uint4-zeros", "uint4-minima", "uint4-halves"]
 """The codebooks of 4 bits with consecutive integers."""
 
-BYTE_CODEBOOKS = [name for name in CODEBOOKS if name != "nf4"] if HAS_VNNI else PLAIN_CODEBOOKS[: 2 * HAS_BYTE_TABLES]
+BYTE_CODEBOOKS = [name for name in CODEBOOKS if name != "nf4"] if HAS_VNNI else PLAIN_CODEBOOKS * HAS_BYTE_TABLES
 """The codebooks that this CPU can multiply by activations of 8 bits."""
 
 needs_bytes = pytest.mark.skipif(not BYTE_CODEBOOKS, reason="this CPU multiplies no weights by activations of 8 bits")
@@ -43,6 +45,15 @@ def multiply(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Quant
     return linear
 
 
+def shifts_of(weight: QuantizedWeight) -> torch.Tensor:
+    """The largest magnitude that is added to the scaled code of each weight and subtracted again."""
+    groups = groups_of(weight)
+    assert groups is not None
+    if groups.minima is None:
+        return torch.zeros(weight.shape, dtype=torch.float64)
+    return torch.from_numpy(np.abs(groups.minima.astype(np.float64))).repeat_interleave(weight.group, 1)
+
+
 def largest_error(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     """Bound on the error of each output: from rounding `x`, from rounding the codebook, and from float32 sums."""
     packed = pack_codes(weight)
@@ -50,8 +61,8 @@ def largest_error(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     padded = functional.pad(x.double(), (0, packed.num_groups * packed.group - x.shape[1]))
     blocks = padded.view(len(x), padded.shape[1] // packed.block, packed.block).abs()
     rounding = (blocks.amax(2, keepdim=True) / (2 * packed.limit)).expand_as(blocks).flatten(1)[:, : x.shape[1]]
-    magnitude = torch.from_numpy(np.abs(weight.dequantize())).double()
-    error = (rounding + 3e-6 * x.abs()) @ magnitude.T
+    values = torch.from_numpy(weight.dequantize()).double()
+    error = rounding @ values.abs().T + 3e-6 * x.double().abs() @ (values.abs() + shifts_of(weight)).T
     if weight.codebook is NF4:
         scales = torch.from_numpy(weight.scales).repeat_interleave(weight.group, 1).double()
         error += (x.abs() + rounding) @ scales.T / (2 * 8191)
@@ -74,12 +85,12 @@ def test_equals_the_dequantized_product(name: str, out_features: int, in_feature
 
 @pytest.mark.parametrize("name", CODEBOOKS)
 def test_sums_of_the_largest_integers_do_not_overflow(name: str) -> None:
-    codebook, has_zeros = CODEBOOKS[name]
-    weight = random_weight(codebook, has_zeros, 32, 256, 128)
+    codebook, shift = CODEBOOKS[name]
+    weight = random_weight(codebook, shift, 32, 256, 128)
     extreme = int(np.abs(codebook).argmax())
     codes = np.full_like(weight.codes, extreme if codebook.size == 256 else 17 * extreme)
     zeros = None if weight.zeros is None else np.full_like(weight.zeros, 0)
-    weight = QuantizedWeight(codes=codes, codebook=codebook, scales=weight.scales, zeros=zeros)
+    weight = replace(weight, codes=codes, zeros=zeros)
     x = torch.ones(2, 256)
     x[1] = -1e30
     expected = x.double() @ torch.from_numpy(weight.dequantize()).double().T
@@ -87,7 +98,7 @@ def test_sums_of_the_largest_integers_do_not_overflow(name: str) -> None:
 
 
 @pytest.mark.parametrize("out_features", [40, 2048], ids=["serial", "parallel"])
-@pytest.mark.parametrize("name", ["int8", "uint4-zeros", "nf4"])
+@pytest.mark.parametrize("name", ["int8", "uint4-zeros", "uint4-halves", "nf4"])
 def test_row_is_bitwise_independent_of_its_neighbours(name: str, out_features: int) -> None:
     product = multiply(random_weight(*CODEBOOKS[name], out_features, 256, 64), torch.randn(out_features))
     x = torch.randn(2 * MAX_ROWS + 3, 256)
@@ -122,7 +133,7 @@ def test_activations_of_8_bits_are_exact_integers(name: str, out_features: int, 
     for num_rows in (0, 1, MAX_ROWS, MAX_ROWS + 1, 40):
         x = torch.randn(num_rows, in_features)
         expected = multiply_codes(round_to_bytes(x, packed.block), weight, bias)
-        magnitude = x.double().abs() @ dequantized.abs().T + bias.abs()
+        magnitude = x.double().abs() @ (dequantized.abs() + shifts_of(weight)).T + bias.abs()
         assert ((product(x) - expected).abs() <= 6e-6 * magnitude).all()
 
 
@@ -142,7 +153,7 @@ def test_activations_of_8_bits_keep_rows_apart(name: str) -> None:
 
 
 def test_codes_of_more_than_8_bits_need_activations_of_16() -> None:
-    weight, x = random_weight(NF4, False, 64, 384, 64), torch.randn(9, 384)
+    weight, x = random_weight(NF4, None, 64, 384, 64), torch.randn(9, 384)
     product = make_quantized_linear(weight, None, x_bits=8)
     assert product is not None
     assert product.x_bits == 16
@@ -151,7 +162,7 @@ def test_codes_of_more_than_8_bits_need_activations_of_16() -> None:
 
 def test_a_cpu_without_vnni_rounds_activations_of_int8_weights_to_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "HAS_VNNI", False)
-    weight, x = random_weight(INT8, False, 70, 128, 32), torch.randn(9, 128)
+    weight, x = random_weight(INT8, None, 70, 128, 32), torch.randn(9, 128)
     product = make_quantized_linear(weight, None, x_bits=8)
     assert product is not None
     assert product.x_bits == 16
@@ -159,7 +170,7 @@ def test_a_cpu_without_vnni_rounds_activations_of_int8_weights_to_16_bits(monkey
 
 
 def test_non_finite_values_stay_in_their_row() -> None:
-    product = multiply(random_weight(INT8, False, 64, 256, 128))
+    product = multiply(random_weight(INT8, None, 64, 256, 128))
     x = torch.randn(9, 256)
     expected = product(x)
     x[4, 7], x[6, 201], x[8, 3] = torch.nan, torch.inf, -torch.inf
@@ -171,7 +182,7 @@ def test_non_finite_values_stay_in_their_row() -> None:
 
 def test_tiny_and_huge_inputs() -> None:
     """Each block has its own factor, so a huge block does not hide the others."""
-    weight = random_weight(INT8, False, 32, 384, 128)
+    weight = random_weight(INT8, None, 32, 384, 128)
     dequantized = torch.from_numpy(weight.dequantize()).double()
     x = torch.randn(4, 384)
     x[0] = 0
@@ -187,7 +198,7 @@ def test_tiny_and_huge_inputs() -> None:
 
 
 def test_rows_of_a_wider_buffer() -> None:
-    weight = random_weight(INT4, False, 64, 128, 32)
+    weight = random_weight(INT4, None, 64, 128, 32)
     x = torch.randn(5, 300)
     assert torch.equal(multiply(weight)(x[:, 3:131]), multiply(weight)(x[:, 3:131].contiguous()))
 
@@ -195,41 +206,57 @@ def test_rows_of_a_wider_buffer() -> None:
 @pytest.mark.parametrize("name", CODEBOOKS)
 def test_only_one_copy_of_the_weight_is_kept(name: str) -> None:
     weight = random_weight(*CODEBOOKS[name], 256, 512, 128)
-    packed = pack_codes(weight)
+    packed, groups = pack_codes(weight), groups_of(weight)
     assert packed is not None
-    zeros = 2 * weight.scales.size if packed.has_zeros else 0
-    assert packed.panels.nbytes == weight.codes.nbytes + weight.scales.nbytes + zeros
+    assert groups is not None
+    assert packed.panels.nbytes == weight.codes.nbytes + groups.nbytes
     assert not np.shares_memory(packed.panels, weight.codes)
 
 
+@pytest.mark.parametrize(("shift", "bits_per_weight"), [("halves", 5), ("minima", 6), (None, 5), ("zeros", 6)])
+def test_scales_and_minima_take_16_bits_where_those_are_exact(shift: Shift | None, bits_per_weight: float) -> None:
+    weight = random_weight(UINT4, shift, 64, 256, 32)
+    packed = pack_codes(weight)
+    assert packed is not None
+    assert 8 * packed.panels.nbytes == bits_per_weight * 64 * 256
+    halves = pack_codes(replace(weight, scales=weight.scales.astype(np.float16).astype(np.float32)))
+    assert halves is not None
+    assert halves.scale_bytes == 2
+    assert 8 * halves.panels.nbytes == min(bits_per_weight, 5.5 if shift else 4.5) * 64 * 256
+
+
+@pytest.mark.parametrize(("codebook", "group"), [(FP8, 128), (INT4, 24)], ids=["fp8", "odd-group"])
+def test_other_weights_have_no_linear(codebook: np.ndarray, group: int) -> None:
+    assert make_quantized_linear(random_weight(codebook, None, 64, 384, group), None) is None
+
+
 @pytest.mark.parametrize(
-    ("codebook", "has_zeros", "group"),
-    [(FP8, False, 128), (INT4, False, 24), (NF4, True, 64)],
-    ids=["fp8", "odd-group", "fractional-zeros"],
+    ("codebook", "zero"),
+    [(UINT8, 16_000), (UINT4, -16_000), (UINT8, -32_768), (NF4, 3)],
+    ids=["uint8", "uint4", "smallest", "nf4"],
 )
-def test_other_weights_have_no_linear(codebook: np.ndarray, has_zeros: bool, group: int) -> None:
-    assert make_quantized_linear(random_weight(codebook, has_zeros, 64, 384, group), None) is None
-
-
-@pytest.mark.parametrize(("codebook", "zero"), [(UINT8, 16_000), (UINT4, -16_000)], ids=["uint8", "uint4"])
-def test_large_zero_points_do_not_overflow(codebook: np.ndarray, zero: int) -> None:
-    weight, x = random_weight(codebook, True, 40, 256, 128), torch.randn(3, 256)
+def test_any_zero_point_is_exact(codebook: np.ndarray, zero: int) -> None:
+    weight, x = random_weight(codebook, "zeros", 40, 256, 128), torch.randn(3, 256)
     assert weight.zeros is not None
     weight.zeros[3] = zero
     expected = x.double() @ torch.from_numpy(weight.dequantize()).double().T
     assert ((multiply(weight)(x) - expected).abs() <= largest_error(weight, x)).all()
 
 
+@pytest.mark.parametrize("minima", [np.float32(1e-3), np.float32(1e30)], ids=["small", "huge"])
 @pytest.mark.parametrize("codebook", [UINT8, UINT4], ids=["uint8", "uint4"])
-def test_zero_points_that_would_overflow_have_no_linear(codebook: np.ndarray) -> None:
-    weight = random_weight(codebook, True, 40, 256, 128)
-    assert weight.zeros is not None
-    weight.zeros[3] = -32_768
-    assert make_quantized_linear(weight, None) is None
+@pytest.mark.parametrize("group", [16, 32])
+def test_groups_of_equal_weights_are_the_minimum(codebook: np.ndarray, minima: np.float32, group: int) -> None:
+    """A scale of 0, which GGUF files contain, leaves the minimum alone."""
+    weight = random_weight(codebook, "minima", 40, 96, group)
+    weight = replace(weight, scales=np.zeros_like(weight.scales), minima=np.full_like(weight.scales, minima))
+    x = torch.randn(5, 96)
+    expected = (x.double().sum(1, keepdim=True) * float(minima)).expand(5, 40)
+    assert ((multiply(weight)(x) - expected).abs() <= largest_error(weight, x)).all()
 
 
 def test_other_cpus_have_no_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = random_weight(INT8, False, 70, 128, 32)
+    weight = random_weight(INT8, None, 70, 128, 32)
     assert isinstance(make_quantized_linear(weight, None), QuantizedLinear)
     monkeypatch.setattr(quantized_linear, "IS_SUPPORTED", False)
     assert make_quantized_linear(weight, None) is None
@@ -248,9 +275,9 @@ def digest_of_products(*bits: int, names: Sequence[str] = tuple(CODEBOOKS)) -> s
     """Digest of products with 16-bit activations, or with activations of each number of bits in `bits`."""
     hashed = hashlib.sha256()
     torch.manual_seed(0)
-    for codebook, has_zeros in map(CODEBOOKS.__getitem__, names):
+    for codebook, shift in map(CODEBOOKS.__getitem__, names):
         for shape in SHAPES:
-            weight, bias = random_weight(codebook, has_zeros, *shape), torch.randn(shape[0])
+            weight, bias = random_weight(codebook, shift, *shape), torch.randn(shape[0])
             products = [make_quantized_linear(weight, bias, x_bits) for x_bits in (bits or (16,))]
             for num_rows in (1, 3, 30):
                 x = torch.randn(num_rows, shape[1])
@@ -305,7 +332,7 @@ def test_tiles_are_used_for_many_rows_of_small_integers(monkeypatch: pytest.Monk
     monkeypatch.setattr(quantized_linear, "has_integer_tiles", lambda: True)
     monkeypatch.setattr(quantized_linear, "multiply_code_tiles", lambda *arguments: used.append(arguments[3]))
     for codebook in (INT8, INT4, NF4):
-        linear = multiply(random_weight(codebook, False, 32, 128, 64))
+        linear = multiply(random_weight(codebook, None, 32, 128, 64))
         for num_rows in (MAX_ROWS, MAX_ROWS + 1):
             linear(torch.zeros(num_rows, 128))
     assert used == 2 * [MAX_ROWS + 1]
