@@ -70,12 +70,12 @@ class MergeRefused(Refused):
 
 
 class ConversionRefused(Refused):
-    """A file of another format cannot be converted to an adapter. `param` is the metadata key or tensor at fault.
+    """A file of another format cannot be read as an adapter or a base. `param` is the metadata key or tensor at fault.
 
     The codes: `not_a_file`, `not_gguf`, `unsupported_gguf`, `truncated_file`, `header_too_large`, `invalid_header`,
     `duplicate_key`, `invalid_offsets`, `unsupported_dtype`, `tensor_not_2d`, `not_an_adapter`,
     `unsupported_architecture`, `alpha_out_of_range`, `unexpected_tensor`, `missing_tensor`, `rank_mismatch`,
-    `base_needed`, `base_mismatch`.
+    `base_needed`, `base_mismatch`, `invalid_metadata`, `unsupported_metadata`, `missing_part`, `not_writable`.
     """
 
 

@@ -78,7 +78,7 @@ class _Target:
     """A tensor to write, and how to compute it from the tensor `source` of the file."""
 
     source: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     is_transposed: bool = False
     is_permuted: bool = False
 

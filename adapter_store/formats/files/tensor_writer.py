@@ -1,8 +1,9 @@
-"""Writes a safetensors file of float32 matrices one at a time, so memory use is bounded by the largest matrix."""
+"""Writes a safetensors file of float32 tensors one at a time, so memory use is bounded by the largest tensor."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,15 +15,15 @@ _ALIGNMENT = 8
 
 def write_tensors(
     destination: Path,
-    shapes: Mapping[str, tuple[int, int]],
+    shapes: Mapping[str, tuple[int, ...]],
     tensor: Callable[[str], npt.NDArray[np.float32]],
 ) -> None:
     """Write the tensors in the order of `shapes`. `tensor` is called with a tensor's name just before it is written."""
     document: dict[str, object] = {}
     position = 0
-    for name, (rows, columns) in shapes.items():
-        end = position + rows * columns * 4
-        document[name] = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [position, end]}
+    for name, shape in shapes.items():
+        end = position + math.prod(shape) * 4
+        document[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [position, end]}
         position = end
     header = json.dumps(document, separators=(",", ":")).encode()
     header += b" " * (-len(header) % _ALIGNMENT)

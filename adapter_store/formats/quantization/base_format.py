@@ -15,6 +15,7 @@ from loramux.adapter_store.formats.quantization.awq import parse_awq
 from loramux.adapter_store.formats.quantization.bitsandbytes import parse_bitsandbytes
 from loramux.adapter_store.formats.quantization.compressed_tensors import parse_compressed_tensors
 from loramux.adapter_store.formats.quantization.fp8 import parse_fp8
+from loramux.adapter_store.formats.quantization.gguf import parse_gguf
 from loramux.adapter_store.formats.quantization.gptq import parse_gptq
 from loramux.adapter_store.formats.quantization.mxfp4 import parse_mxfp4
 from loramux.adapter_store.formats.quantization.parts import CodedWeight, Parts
@@ -26,6 +27,7 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "compressed-tensors": parse_compressed_tensors,
     "fbgemm_fp8": parse_fp8,
     "fp8": parse_fp8,
+    "gguf": parse_gguf,
     "gptq": parse_gptq,
     "mxfp4": parse_mxfp4,
 }
