@@ -29,6 +29,7 @@ from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.tokenizer_files import special_tokens_of
+from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.constraints.constraint_grammar import constraint_grammar
 from loramux.engine.loop.config import (
@@ -76,12 +77,13 @@ class LLM:
         dtype: str = "auto",
         **settings: Any,
     ) -> None:
-        """Load a base from a Hugging Face directory, and adapters from PEFT directories by the names used in calls.
+        """Load a base from a Hugging Face directory or a GGUF file, and adapters from PEFT directories by the names
+        used in calls.
 
         `settings` are further fields of `EngineConfig`, such as `pool_bytes`, `max_model_len` or `num_threads`. Raises
         EngineError if the base cannot be served, and AdapterRejected if an adapter does not fit it.
         """
-        self._directory = Path(model)
+        self._directory = model_directory(Path(model))
         self._model = ModelConfig.load(self._directory)
         device = resolve_device(device)
         self._target = pack_target(self._model, resolve_dtype(dtype, self._model, device))

@@ -54,6 +54,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/conformance/test_gpu_engine.py",
                 "tests/conformance/test_all_forms.py",
                 "tests/conformance/test_quantized_bases.py",
+                "tests/conformance/test_gguf_bases.py",
                 "tests/conformance/test_added_tokens.py",
                 "tests/conformance/test_added_tokens_served.py",
                 "tests/conformance/test_multimodal_names.py",

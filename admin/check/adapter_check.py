@@ -34,6 +34,7 @@ from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.given_files import has_tokenizer
 from loramux.admin.client.push import PushRefused, adapter_files
 from loramux.admin.client.sharded_source import joined_directory
+from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.loop.config import pack_target, resolve_device, resolve_dtype
 from loramux.engine.protocol.errors import ModelNotSupported
@@ -47,11 +48,12 @@ REPORTED = ("num_parameters", "max_rank", "num_pages", "dtypes", "largest_effect
 
 
 def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerdict:
-    """Check an adapter for the base in the directory `base`. The base's weights are not needed.
+    """Check an adapter for the base `base`, a directory or a GGUF file. The base's weights are not needed.
 
     Raises ValidationFailed or Unavailable if a confined process cannot run. There is no verdict in this case.
     """
     try:
+        base = model_directory(base)
         config = ModelConfig.load(base)
         target = pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
         special_tokens, template = read_special_tokens(base), ChatTemplate.load(base)

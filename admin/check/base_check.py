@@ -13,6 +13,7 @@ from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE
 from loramux.adapter_store.formats.version_files.generation_config import parse_generation_config
 from loramux.adapter_store.validation.report import Warn
 from loramux.admin.check.verdict import CheckVerdict, Problem
+from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import HEAD, stored_tensors
 from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
@@ -29,14 +30,17 @@ RANKS = (8, 16, 64)
 
 
 def check_base(directory: Path, dtype: str = "auto") -> CheckVerdict:
-    """Check everything that a server reads when it starts, except the weights themselves."""
+    """Check everything that a server reads when it starts, except the weights themselves.
+
+    `directory` can also be a GGUF file.
+    """
+    model = directory
     try:
+        directory = model_directory(model)
         config = ModelConfig.load(directory)
         target = pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
     except ModelNotSupported as error:
-        return CheckVerdict(
-            "base", str(directory), problems=(Problem("model_not_supported", str(error), "config.json"),)
-        )
+        return CheckVerdict("base", str(model), problems=(Problem("model_not_supported", str(error), "config.json"),))
     facts = _facts(config, target)
     problems: list[Problem] = []
     warnings: list[Warn] = []
@@ -45,7 +49,7 @@ def check_base(directory: Path, dtype: str = "auto") -> CheckVerdict:
         check_shapes(config, stored)
         facts["quantization"] = None if config.quantization is None else config.quantization.name
         facts["stored_dtypes"] = sorted({tensor.dtype for tensor in stored.values()})
-        if config.tied_embeddings and HEAD in stored:
+        if config.tied_embeddings and HEAD in stored and not stored[HEAD].is_coded:
             message = f"{HEAD} must equal the embedding; the server compares them when it starts"
             warnings.append(Warn("head_not_compared", message))
     except ModelNotSupported as error:
@@ -59,7 +63,7 @@ def check_base(directory: Path, dtype: str = "auto") -> CheckVerdict:
         problems.append(Problem("model_files_not_usable", str(error), "tokenizer.json"))
     if (problem := _generation_problem(directory / GENERATION_FILE)) is not None:
         problems.append(problem)
-    return CheckVerdict("base", str(directory), facts, tuple(problems), tuple(warnings))
+    return CheckVerdict("base", str(model), facts, tuple(problems), tuple(warnings))
 
 
 def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:

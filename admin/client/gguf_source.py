@@ -10,6 +10,7 @@ from pathlib import Path
 from loramux.adapter_store.errors import ConversionRefused
 from loramux.adapter_store.gguf.conversion import convert_gguf
 from loramux.admin.client.push import Progress
+from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.protocol.errors import ModelNotSupported
 
@@ -29,14 +30,15 @@ NAMES = {
 def converted_gguf(
     path: Path, base: Path | None, progress: Progress = lambda _what, _num_bytes: None
 ) -> Iterator[Path]:
-    """Yield a temporary directory with the converted adapter. `base` is the base model's directory, if it is known.
+    """Yield a temporary directory with the converted adapter. `base` is the base model's directory or GGUF file, if it
+    is known.
 
     Raises ConversionRefused.
     """
     model = None
     if base is not None:
         try:
-            model = ModelConfig.load(base)
+            model = ModelConfig.load(model_directory(base))
         except ModelNotSupported as error:
             raise ConversionRefused("base_mismatch", str(error), "config.json") from None
     with tempfile.TemporaryDirectory() as scratch:

@@ -34,8 +34,8 @@ Name = Annotated[str, typer.Option(help="The adapter's name within the tenant.",
 BaseDirectory = Annotated[
     Path | None,
     typer.Option(
-        help="Directory with the base model's config.json, to convert a .gguf file for Llama or Mistral.",
-        file_okay=False,
+        help="Directory with the base model's config.json, or its GGUF file, to convert a .gguf file for Llama or "
+        "Mistral.",
         exists=True,
         show_default=False,
     ),

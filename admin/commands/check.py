@@ -30,8 +30,7 @@ def check(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="For an adapter, the base model's directory; the base's weights are not needed.",
-            file_okay=False,
+            help="For an adapter, the base model's directory or GGUF file; the base's weights are not needed.",
             exists=True,
             show_default=False,
         ),
@@ -52,7 +51,7 @@ def check(
     if dtype not in ("auto", "float32", "bfloat16"):
         raise typer.BadParameter("use auto, float32 or bfloat16", param_hint="--dtype")
     is_file = not path.is_dir()
-    if model is None and (is_file or (path / ADAPTER_FILE).exists()):
+    if model is None and (path / ADAPTER_FILE).exists():
         raise typer.BadParameter("an adapter is checked against its base: --model DIRECTORY", param_hint="--model")
     try:
         # Keep log lines, such as warnings about a missing sandbox, out of the report.

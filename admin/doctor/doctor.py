@@ -158,29 +158,33 @@ def _check_database_at(url: str) -> list[Finding]:
 
 
 def _check_model(directory: Path) -> Finding:
+    from loramux.engine.architectures.gguf_model import model_directory
     from loramux.engine.architectures.model_config import ModelConfig
     from loramux.engine.protocol.errors import EngineError
 
     try:
-        model = ModelConfig.load(directory)
+        model = ModelConfig.load(model_directory(directory))
     except (EngineError, OSError) as error:
         return Finding(
             check="model",
             grade=Grade.FAILED,
             message=str(error),
-            mend="set --model to a directory written by Hugging Face's save_pretrained, with safetensors weights",
+            mend="set --model to a directory written by Hugging Face's save_pretrained, with safetensors weights, or "
+            "to a GGUF file",
         )
     weights = "" if model.quantization is None else f" with weights in {model.quantization.name}"
     return Finding(check="model", grade=Grade.OK, message=f"{directory} is a servable {model.architecture}{weights}")
 
 
-def _check_tokenizer(directory: Path) -> Finding:
+def _check_tokenizer(model: Path) -> Finding:
+    from loramux.engine.architectures.gguf_model import model_directory
+    from loramux.engine.protocol.errors import ModelNotSupported
     from loramux.platform.tokenizer.chat_template import ModelFilesError
     from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
     try:
-        tokenizer = ModelTokenizer.load(directory)
-    except (ModelFilesError, OSError) as error:
+        tokenizer = ModelTokenizer.load(model_directory(model))
+    except (ModelFilesError, ModelNotSupported, OSError) as error:
         return Finding(
             check="tokenizer",
             grade=Grade.FAILED,
@@ -191,7 +195,7 @@ def _check_tokenizer(directory: Path) -> Finding:
         return Finding(
             check="tokenizer",
             grade=Grade.WARNING,
-            message=f"{directory} has no chat template, so /v1/chat/completions returns 400",
+            message=f"{model} has no chat template, so /v1/chat/completions returns 400",
             mend="add chat_template.jinja if clients use chat; /v1/completions does not need it",
         )
-    return Finding(check="tokenizer", grade=Grade.OK, message=f"{directory} has a tokenizer and a chat template")
+    return Finding(check="tokenizer", grade=Grade.OK, message=f"{model} has a tokenizer and a chat template")

@@ -13,6 +13,7 @@ from loramux.adapter_store.formats.quantization.base_format import CheckpointTen
 from loramux.adapter_store.formats.quantization.mxfp4 import Mxfp4Experts
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.adapter_store.formats.quantization.reordered import ReorderedWeight
+from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
 from loramux.engine.architectures.weight_shapes import check_shapes, weight_shapes
@@ -66,6 +67,7 @@ def plan_memory(
 
     Reads the headers and, in a quantised checkpoint, the first weight of each kind. Raises ModelNotSupported.
     """
+    model_dir = model_directory(model_dir)
     config = ModelConfig.load(model_dir)
     check_shapes(config, stored_tensors(model_dir))
     checkpoint = checkpoint_of(model_dir)
@@ -132,13 +134,13 @@ def _method_bytes(config: ModelConfig, names: Collection[str], method: str, devi
 
 def _coded_bytes(checkpoint: CheckpointTensors, device: str) -> dict[str, int]:
     """Return the size in bytes of each weight that stays quantised. Only the first weight of each kind is read."""
-    known: dict[tuple[str, tuple[int, ...], frozenset[str]], int | None] = {}
+    known: dict[tuple[str, str, tuple[int, ...], frozenset[str]], int | None] = {}
     sizes: dict[str, int] = {}
     for name, coded in checkpoint.coded.items():
         if name == EMBEDDING:
             continue
         # Weights that differ only in their layer or expert number have equal sizes.
-        kind = (_NUMBER.sub("", name), coded.shape, frozenset(coded.parts.tensors))
+        kind = (_NUMBER.sub("", name), coded.dtype, coded.shape, frozenset(coded.parts.tensors))
         if kind not in known:
             known[kind] = _kept_bytes(coded.read(), device)
         kept = known[kind]

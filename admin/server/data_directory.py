@@ -12,7 +12,10 @@ from pathlib import Path
 from loramux.admin.errors import StartRefused
 
 OWN_NAMES = frozenset(
-    ("blobs", "disk-tier", "lock", "lost+found", "programs", "quantized", "run", "scratch", "spool", "traces.jsonl")
+    (
+        *("blobs", "disk-tier", "gguf", "lock", "lost+found", "programs", "quantized", "run", "scratch", "spool"),
+        "traces.jsonl",
+    )
 )
 """Entries of a data directory, besides the files of the embedded database."""
 DATABASE_NAME = "loramux.db"
@@ -42,6 +45,11 @@ class DataDirectory:
     def quantized(self) -> Path:
         """Quantised weights of base models, reused after a restart."""
         return self.root / "quantized"
+
+    @property
+    def gguf(self) -> Path:
+        """Descriptions of base models in GGUF files."""
+        return self.root / "gguf"
 
     @property
     def programs(self) -> Path:

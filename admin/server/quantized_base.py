@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
+from loramux.adapter_store.formats.files.mapped_tensors import map_directory
 from loramux.admin.errors import StartRefused
 from loramux.engine.loop.config import EngineConfig
 from loramux.engine.quantizing.messages import (
@@ -63,7 +64,7 @@ _WORKING_SPACE = 1.25
 
 
 def float_bytes(model_dir: Path) -> int:
-    return sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    return sum(tensor.nbytes for tensor in map_directory(model_dir).values())
 
 
 def free_memory() -> int:

@@ -22,6 +22,7 @@ from pydantic_settings import (
 from loramux.adapter_store.blobs.blob_url import blob_url_forms, is_blob_url
 from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.adapter_store.formats.version_files.answer_parsers import AUTO, problem_with_parser
+from loramux.adapter_store.gguf.base_directory import is_gguf
 from loramux.adapter_store.ingest.hub_client import ENDPOINT as HUB_ENDPOINT
 from loramux.adapter_store.ingest.sources import added_forms, is_allowable
 from loramux.admin.client.suggestions import did_you_mean
@@ -242,6 +243,8 @@ class Settings(DataSettings):
     @field_validator("model")
     @classmethod
     def _is_a_model_directory(cls, model: Path) -> Path:
+        if is_gguf(model) and model.is_file():
+            return Path(os.path.abspath(model))
         if not model.is_dir():
             raise ValueError(f"there is no directory {model}")
         if not (model / "config.json").is_file():

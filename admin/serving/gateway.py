@@ -13,6 +13,7 @@ from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread
 from loramux.admin.server.connection_limits import ListenerLimits, make_room
 from loramux.admin.server.data_directory import DataDirectory, open_data_directory
 from loramux.admin.server.extensions import load_extensions
+from loramux.admin.server.gguf_base import with_model_directory
 from loramux.admin.server.listeners import bind, is_loopback, url_of
 from loramux.admin.server.logs import configure_logs
 from loramux.admin.server.settings import Settings
@@ -39,6 +40,7 @@ def run(settings: Settings) -> None:
             "a gateway needs its server's database: set --database-url; for a server started without this setting, "
             "it is sqlite:///DIR/loramux.db, where DIR is the server's data directory"
         )
+    settings = with_model_directory(settings)
     try:
         model = ModelConfig.load(settings.model)
     except EngineError as error:

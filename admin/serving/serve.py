@@ -21,6 +21,7 @@ from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread
 from loramux.admin.server.connection_limits import ListenerLimits, make_room
 from loramux.admin.server.data_directory import DataDirectory, open_data_directory
 from loramux.admin.server.extensions import load_extensions
+from loramux.admin.server.gguf_base import with_model_directory
 from loramux.admin.server.listeners import bind, is_loopback, url_of
 from loramux.admin.server.logs import configure_logs
 from loramux.admin.server.quantized_base import quantize_base
@@ -64,6 +65,7 @@ def run(
     if settings.sandbox == "required":
         check_sandbox(missing_measures)
     warn_of_unread_variable()
+    settings = with_model_directory(settings)
     model, config = read_model(settings)
     has_peers = settings.peer_address is not None
     limits = make_room(settings.max_connections, settings.max_connections_per_address, has_peers)
@@ -265,6 +267,8 @@ def _announce(
     engine: Path,
 ) -> None:
     weights = "" if info is None or info.quantization is None else f", weights in {info.quantization}"
+    if info is not None and info.num_dequantized:
+        weights += f", {info.num_dequantized} linear layers expanded to {config.dtype}"
     lines = [
         f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights})",
         f"  OpenAI API  {url}/v1",

@@ -253,16 +253,17 @@ class ModelConfig:
     @staticmethod
     def load(model_dir: Path) -> ModelConfig:
         """Read `config.json` and, if present, `generation_config.json`. Raises ModelNotSupported with the reason."""
-        if model_dir.suffix == ".gguf" or (not (model_dir / "config.json").exists() and any(model_dir.glob("*.gguf"))):
-            raise ModelNotSupported(
-                f"{model_dir} is a GGUF model, which cannot be read: use the safetensors checkpoint that it was made "
-                "from, with --quantization int8 or int4"
-            )
         if not model_dir.is_dir():
             raise ModelNotSupported(f"the model directory {model_dir} does not exist")
         raw = _read_json(model_dir / "config.json")
         if raw is None:
-            raise ModelNotSupported(f"{model_dir} has no config.json: use a Hugging Face model directory")
+            gguf = min(model_dir.glob("*.gguf"), default=None)
+            use = (
+                "use a Hugging Face model directory"
+                if gguf is None
+                else f"to serve a GGUF model, name its file, {gguf}"
+            )
+            raise ModelNotSupported(f"{model_dir} has no config.json: {use}")
         generation = _read_json(model_dir / "generation_config.json") or {}
         try:
             return _parse(raw, generation)

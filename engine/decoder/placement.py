@@ -37,6 +37,19 @@ class ReorderedLinear:
         return self._linear(x.index_select(1, self._inputs))
 
 
+class JoinedLinear:
+    """Linear layers that share an input, as one that concatenates their outputs.
+
+    Fusing them would be faster, but the codes of different formats cannot be concatenated.
+    """
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = linears
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([linear(x) for linear in self._linears], dim=1)
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Moves tensors to the device: linear layers in the weights' dtype, RMS norms in float32, and layer norms in the
@@ -121,15 +134,17 @@ class Placement:
     def _linear_of_codes(
         self, stored: list[torch.Tensor | CodedWeight], bias: torch.Tensor | None, make: MakeQuantizedLinear
     ) -> Linear | None:
-        """A linear layer with quantised weights, or None if their formats differ or no kernel supports them."""
+        """A linear layer with quantised weights, or None if one is not quantised or no kernel supports it."""
         reordered = [part for part in stored if isinstance(part, ReorderedWeight)]
         if reordered and any(not np.array_equal(part.inputs, reordered[0].inputs) for part in reordered):
             return None
         is_reordered = len(reordered) == len(stored)
         codes = [part.by_group for part in reordered] if is_reordered else []
         codes += [part for part in stored if isinstance(part, QuantizedWeight)]
-        weight = concatenate(codes) if len(codes) == len(stored) else None
-        linear = None if weight is None else make(weight, bias)
+        if len(codes) != len(stored):
+            return None
+        weight = concatenate(codes)
+        linear = _joined(codes, bias, make) if weight is None else make(weight, bias)
         if linear is None or not is_reordered:
             return linear
         return ReorderedLinear(linear, torch.from_numpy(reordered[0].inputs).to(self.backend.device))
@@ -154,3 +169,17 @@ class Placement:
         for begin in range(0, placed.shape[0], num_rows):
             placed[begin : begin + num_rows] = torch.from_numpy(stored.dequantize(begin, begin + num_rows))
         return placed
+
+
+def _joined(codes: Sequence[QuantizedWeight], bias: torch.Tensor | None, make: MakeQuantizedLinear) -> Linear | None:
+    """A linear layer of weights in different formats, or None if no kernel supports one of them."""
+    linears: list[Linear] = []
+    begin = 0
+    for weight in codes:
+        end = begin + weight.out_features
+        linear = make(weight, None if bias is None else bias[begin:end])
+        if linear is None:
+            return None
+        linears.append(linear)
+        begin = end
+    return JoinedLinear(linears)

@@ -1,4 +1,4 @@
-"""Reads a model's tensors by name from safetensors files, the only supported weight format."""
+"""Reads a model's tensors by name from safetensors files, or from the GGUF files that a model directory names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from loramux.adapter_store.errors import BaseNotSupported
-from loramux.adapter_store.formats.quantization.base_format import CodedTensor
+from loramux.adapter_store.formats.files.float_formats import STORAGE
+from loramux.adapter_store.formats.files.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.quantization.base_format import CheckpointTensors, CodedTensor
 from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.engine.architectures.stacked_experts import StackedPlace, stacked_place
 from loramux.engine.architectures.weight_files import (
@@ -47,14 +50,16 @@ class Weights:
     def __init__(
         self,
         places: Mapping[str, tuple[safe_open, str]],
-        coded: Mapping[str, CodedTensor],
+        checkpoint: CheckpointTensors,
         draft_tensors: tuple[str, ...],
     ) -> None:
-        """`places` maps a tensor's name to a file and the name in this file. `coded` contains the quantised weights."""
+        """`places` maps a tensor's name to a safetensors file and the name in this file. Other plain tensors are in
+        GGUF files.
+        """
         self._places = places
-        self._coded = coded
+        self._plain, self._coded = checkpoint.plain, checkpoint.coded
         self._draft_tensors = draft_tensors
-        self._unread = {*places, *coded}
+        self._unread = {*self._plain, *self._coded}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | CodedWeight:
         self._unread.discard(name)
@@ -65,7 +70,7 @@ class Weights:
                 raise misshapen(name, coded.shape, shape)
             return _decode(coded)
         stack = stacked_place(name)
-        if name in self._places:
+        if name in self._plain:
             tensor = self._read(name)
         elif stack is not None and stack.name in self._places:
             tensor = self._read_expert(stack, shape)
@@ -85,7 +90,7 @@ class Weights:
         """
         unused = unused_tensors(self._unread, self._draft_tensors)
         # A head tied to the embedding may be stored separately if the two are equal.
-        if unused == [HEAD] and HEAD in self._places and EMBEDDING in self._places:
+        if unused == [HEAD] and HEAD in self._plain and EMBEDDING in self._plain:
             if not torch.equal(self._read(HEAD), self._read(EMBEDDING)):
                 raise ModelNotSupported(f"config.json ties {HEAD} to {EMBEDDING}, but the two differ")
             return
@@ -93,6 +98,8 @@ class Weights:
             raise unread(unused)
 
     def _read(self, name: str) -> torch.Tensor:
+        if name not in self._places:
+            return _mapped(name, self._plain[name])
         file, stored = self._places[name]
         return _float(name, file.get_tensor(stored))
 
@@ -106,6 +113,14 @@ class Weights:
             raise misshapen_stack(stack, stack_shape)
         tensor = _float(stack.name, stacked[stack.index(shape, is_transposed)])
         return tensor.T.contiguous() if is_transposed else tensor
+
+
+def _mapped(name: str, tensor: MappedTensor) -> torch.Tensor:
+    """A copy of a float tensor of a GGUF file."""
+    if tensor.dtype not in STORAGE:
+        raise unexplained(name, tensor.dtype)
+    values = torch.from_numpy(np.array(tensor.array()))
+    return values.view(torch.bfloat16) if tensor.dtype == "BF16" else values
 
 
 def _float(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +140,7 @@ def _decode(coded: CodedTensor) -> CodedWeight:
 def open_weights(
     model_dir: Path, quantized_dir: Path | None = None, draft_tensors: tuple[str, ...] = ()
 ) -> Iterator[Weights]:
-    """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+    """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names, and GGUF files.
 
     Weights in `quantized_dir` replace weights with the same name.
 
@@ -140,6 +155,7 @@ def open_weights(
                 raise unreadable(path, error) from error
             places.update((name, (file, stored)) for name, stored in text_tensors(file.keys(), places))
         checkpoint = checkpoint_of(model_dir, quantized_dir)
-        weights = Weights({name: places[name] for name in checkpoint.plain}, checkpoint.coded, draft_tensors)
+        files = {name: place for name, place in places.items() if name in checkpoint.plain}
+        weights = Weights(files, checkpoint, draft_tensors)
         yield weights
         weights.check_all_read()

@@ -223,6 +223,7 @@ def _ready(base: LoadedBase, num_pages: int, has_files: bool) -> EngineReady:
         device=config.device,
         dtype=base.dtype,
         quantization=_quantization(config, base.model),
+        num_dequantized=base.num_dequantized,
         model_sha256=model_sha256(model_dir),
         base_sha256=base_sha256(model_dir) if has_files else "",
         ran_at_death=config.ran_at_death,

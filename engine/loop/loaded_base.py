@@ -32,29 +32,36 @@ class LoadedBase:
     target: PackTarget
     backend: Backend
     decoder: Decoder
+    num_dequantized: int
+    """Number of linear layers, without experts, whose quantised weights no kernel supports. They are dequantised."""
 
 
-class ByteInputs:
-    """Counts linear layers whose inputs are rounded to 8 bits. The experts of a layer count once per projection."""
+class CodedLayers:
+    """Counts linear layers with quantised weights: those whose inputs are rounded to 8 bits, and those whose weights
+    are dequantised. The experts of a layer count once per projection, and only for their inputs.
+    """
 
     def __init__(self) -> None:
-        self.num_layers = 0
+        self.num_with_byte_inputs = 0
+        self.num_dequantized = 0
 
     def counted(self, backend: Backend) -> Backend:
-        """A copy of a CPU's `backend` that counts the linear layers that it makes."""
+        """A copy of `backend` that counts the linear layers that it makes."""
         return replace(
             backend,
             make_quantized_linear=self._counted(backend.make_quantized_linear),
-            make_quantized_experts=self._counted(backend.make_quantized_experts),
+            make_quantized_experts=self._counted(backend.make_quantized_experts, are_experts=True),
         )
 
-    def _counted(self, make: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def _counted(self, make: Callable[..., Any] | None, are_experts: bool = False) -> Callable[..., Any] | None:
         if make is None:
             return None
 
         def count(*arguments: Any) -> Any:
             made = make(*arguments)
-            self.num_layers += made is not None and made.x_bits == 8
+            # Experts with float weights are offered, too.
+            self.num_dequantized += made is None and not are_experts
+            self.num_with_byte_inputs += getattr(made, "x_bits", None) == 8
             return made
 
         return count
@@ -66,15 +73,14 @@ def load_base(config: EngineConfig, backend: Backend, weights: WeightSource | No
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)
     target = pack_target(model, dtype)
-    byte_inputs = ByteInputs()
-    counting = backend if config.activations is None else byte_inputs.counted(backend)
-    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, counting)
-    if config.activations is not None and byte_inputs.num_layers == 0:
+    layers = CodedLayers()
+    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, layers.counted(backend))
+    if config.activations is not None and layers.num_with_byte_inputs == 0:
         raise ConfigNotUsable(
             "this CPU cannot multiply any of the base's weights in int8 (docs/quantization.md lists the formats): "
             "omit --activations"
         )
-    return LoadedBase(config, model, dtype, max_model_len, target, backend, decoder)
+    return LoadedBase(config, model, dtype, max_model_len, target, backend, decoder, layers.num_dequantized)
 
 
 def load_decoder(

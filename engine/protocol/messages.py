@@ -401,6 +401,10 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     quantization: str | None = None
     """The format of the base's weights, followed by the format of activations if `EngineConfig.activations` is set.
     None if the weights are floats."""
+    num_dequantized: int = 0
+    """Number of linear layers, without experts, whose quantised weights the device has no kernel for. They are
+    dequantised.
+    """
     protocol: int = PROTOCOL
     model_sha256: str = ""
     """SHA-256 of the files that must be identical on the gateway and the engine: see `model_files.py`."""

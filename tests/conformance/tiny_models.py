@@ -224,9 +224,16 @@ _GRANITE_SHARED = {
 }
 
 
-def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, window: int = WINDOW) -> PreTrainedModel:
+def make_base(
+    family: str,
+    directory: Path,
+    shape: dict[str, Any] = SHAPE,
+    window: int = WINDOW,
+    make: MakeModel | None = None,
+) -> PreTrainedModel:
+    """Save a random model of the family, made by `make` if it is given."""
     torch.manual_seed(sum(family.encode()))
-    model = FAMILIES[family](shape, window)
+    model = (make or FAMILIES[family])(shape, window)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Biases and norms are initialized to constants, which would hide a mix-up.

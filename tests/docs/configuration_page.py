@@ -52,7 +52,7 @@ MEANINGS = {
     "data_dir": "Directory for the embedded database and blobs, scratch space, the disk tier and compiled GPU "
     "programs; each server needs its own.",
     "database_url": "`postgresql://USER@HOST/NAME` or `sqlite:///FILE`; by default SQLite in the data directory.",
-    "model": "Directory of the base model, as written by Hugging Face's `save_pretrained`.",
+    "model": "Directory of the base model, as written by Hugging Face's `save_pretrained`, or a [GGUF file](gguf.md).",
     "served_name": "The base model's name in the API; by default the name of its directory.",
     "host": "Address on which the OpenAI API listens.",
     "port": "Port of the OpenAI API; 0 selects a free port.",

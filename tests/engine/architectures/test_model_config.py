@@ -668,11 +668,10 @@ def test_format_of_quantized_weights_is_named(tmp_path: Path) -> None:
     assert found.name == "fp8"
 
 
-@pytest.mark.parametrize("name", ["model.gguf", ""])
-def test_gguf_is_refused_with_advice(tmp_path: Path, name: str) -> None:
+def test_a_directory_with_a_gguf_file_is_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelNotSupported, match=r"GGUF .* --quantization int8 or int4"):
-        ModelConfig.load(tmp_path / name)
+    with pytest.raises(ModelNotSupported, match=r"to serve a GGUF model, name its file, .*/model\.gguf"):
+        ModelConfig.load(tmp_path)
 
 
 def test_weights_of_a_dtype_that_nothing_explains_are_refused(tmp_path: Path) -> None:
