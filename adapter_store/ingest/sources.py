@@ -12,8 +12,8 @@ from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.errors import InvalidBlobUrl, SourceUnavailable, StoreError, UploadRefused
 from loramux.adapter_store.extensions import ExtensionKind
+from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.ingest.bucket_source import BucketSource
-from loramux.adapter_store.ingest.hub_client import HubClient
 from loramux.adapter_store.ingest.hub_source import HubLocation, HubSource
 
 MAX_URL_LENGTH = 1000

@@ -23,7 +23,7 @@ from loramux.adapter_store.blobs.blob_url import blob_url_forms, is_blob_url
 from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.adapter_store.formats.version_files.answer_parsers import AUTO, problem_with_parser
 from loramux.adapter_store.gguf.base_directory import is_gguf
-from loramux.adapter_store.ingest.hub_client import ENDPOINT as HUB_ENDPOINT
+from loramux.adapter_store.hub.hub_client import ENDPOINT as HUB_ENDPOINT
 from loramux.adapter_store.ingest.sources import added_forms, is_allowable
 from loramux.admin.client.suggestions import did_you_mean
 from loramux.admin.server.client_addresses import TrustedProxies

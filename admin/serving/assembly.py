@@ -21,8 +21,8 @@ from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary
+from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.ingest.export import VersionExport
-from loramux.adapter_store.ingest.hub_client import HubClient
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker

@@ -15,11 +15,11 @@ from safetensors.numpy import load, save
 
 from loramux.adapter_store.errors import AdapterRejected, Refused, SourceUnavailable, UploadRefused
 from loramux.adapter_store.formats.packed.sharded_tensors import INDEX_FILE
-from loramux.adapter_store.ingest import hub_client
-from loramux.adapter_store.ingest.hub_client import HubClient
+from loramux.adapter_store.hub import hub_client
+from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.ingest.sharded_source import JoinedSource
 from loramux.adapter_store.ingest.sources import AdapterSources, Source
-from tests.adapter_store.ingest.local_hub import TOKEN, Answer, LocalHub, running_hub
+from tests.adapter_store.hub.local_hub import TOKEN, Answer, LocalHub, running_hub
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FILES = {CONFIG: b'{"r": 8}', TENSORS: bytes(range(256)) * 40, "README.md": b"# A model", "optimizer.pt": b"\x80"}

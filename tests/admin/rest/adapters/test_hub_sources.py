@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.adapter_store.ingest.hub_client import HubClient
+from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.ingest.sources import AdapterSources
-from tests.adapter_store.ingest.local_hub import LocalHub, running_hub
+from tests.adapter_store.hub.local_hub import LocalHub, running_hub
 from tests.admin.command_line import Run, printed_json
 from tests.admin.peft_directory import MakeAdapter
 from tests.admin.rest.adapters.pushed_versions import new_adapter

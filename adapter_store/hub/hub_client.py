@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from loramux.adapter_store.errors import AdapterRejected, SourceUnavailable
-from loramux.adapter_store.ingest.hub_transport import HubTransport
+from loramux.adapter_store.hub.hub_transport import HubTransport
 
 ENDPOINT = "https://huggingface.co"
 CONNECT_S, READ_S = 5.0, 20.0

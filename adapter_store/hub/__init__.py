@@ -1,0 +1,1 @@
+"""Reads repositories of a Hugging Face hub, bounded in time and memory."""
