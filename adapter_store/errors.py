@@ -79,6 +79,15 @@ class ConversionRefused(Refused):
     """
 
 
+class PullRefused(Refused):
+    """A base model cannot be pulled, found or removed.
+
+    The codes: `invalid_model`, `not_pulled`, `not_a_base`, `choose_a_file`, `only_pickles`, `file_missing`,
+    `file_too_large`, `invalid_index`, `size_mismatch`, `checksum_mismatch`, `disk_full`, `model_in_use`,
+    `directory_not_usable`, `source_not_trusted`, and the codes of AdapterRejected for a source.
+    """
+
+
 class BaseNotSupported(StoreError):
     """loramux cannot read the base model's quantised weights. The message names the tensor or the setting at fault."""
 
@@ -189,7 +198,11 @@ class ClaimLost(StoreError):
 
 
 class SourceUnavailable(StoreError):
-    """The bucket or hub with a version's files cannot be read at the moment. A retry may succeed."""
+    """A bucket or hub cannot be read at the moment. A retry may succeed, perhaps only after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class OriginalNotKept(StoreError):

@@ -26,6 +26,7 @@ from loramux.adapter_store.blobs.retry_budget import RetryBudget
 from loramux.adapter_store.blobs.s3_calls import S3Calls
 from loramux.adapter_store.blobs.s3_connections import connect
 from loramux.adapter_store.blobs.s3_limits import Deadline, S3Limits
+from loramux.adapter_store.blobs.s3_objects import S3Object, S3Objects
 from loramux.adapter_store.blobs.s3_presigned import S3Presigner
 from loramux.adapter_store.blobs.s3_probe import PROBES, S3Probe
 from loramux.adapter_store.blobs.s3_reading import SHA256_METADATA, FileSink, MemorySink, S3Reader
@@ -74,6 +75,7 @@ class S3BlobStore(BlobStore):
         self._calls = S3Calls(connect(limits), bucket, limits, self._breaker, budget or RetryBudget())
         self._probe = S3Probe(self._calls, self._prefix)
         self._reader = S3Reader(self._calls)
+        self._objects = S3Objects(self._calls, self._reader)
         self._writer = S3Writer(self._calls, self._completes_conditionally)
         self._presigner = S3Presigner(self._calls)
         self._now_s = now_s
@@ -100,6 +102,14 @@ class S3BlobStore(BlobStore):
         sink = MemorySink()
         self._reader.read(self._key(key), sink, MAX_READ_BYTES)
         return bytes(sink.buffer)
+
+    def describe(self, key: str) -> S3Object:
+        """Raises BlobNotFound or BlobStoreUnavailable."""
+        return self._objects.describe(self._key(key))
+
+    def chunks(self, key: str, described: S3Object, offset: int = 0) -> Iterator[bytes]:
+        """Yield the bytes of a large object from `offset`. The caller verifies the checksum. See S3Objects.chunks."""
+        return self._objects.chunks(self._key(key), described, offset)
 
     def head(self, key: str) -> BlobInfo | None:
         name = self._key(key)

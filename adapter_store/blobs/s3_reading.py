@@ -34,7 +34,7 @@ _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # In Amazon S3's directory buckets, an ETag is not an MD5.
 _DIRECTORY_BUCKET = "--x-s3"
-_WHAT = "read a blob"
+READING = "read a blob"
 
 
 class Sink(Protocol):
@@ -104,7 +104,7 @@ class MemorySink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class FoundBlob:
     """A blob's properties from the first response, and the number of leading bytes in that response."""
 
     size: int
@@ -137,23 +137,23 @@ class S3Reader:
                 if found.checksum is None or sink.checksum(found.checksum[0]) == found.checksum[1]:
                     return
                 failure = AttemptFailed("the bytes are damaged", is_outage=False, is_damage=True)
-            self._calls.pause_or_give_up(_WHAT, number, failure, deadline)
+            self._calls.pause_or_give_up(READING, number, failure, deadline)
 
-    def _read_beginning(self, key: str, sink: Sink, max_bytes: int | None, deadline: Deadline) -> _Found:
-        def attempt(asked: dict[str, Any]) -> _Found:
+    def _read_beginning(self, key: str, sink: Sink, max_bytes: int | None, deadline: Deadline) -> FoundBlob:
+        def attempt(asked: dict[str, Any]) -> FoundBlob:
             answer = self._calls.ask(lambda: self._calls.client.get_object(Bucket=self._calls.bucket, Key=key, **asked))
             with closing(answer["Body"]):
                 size, length = self._sizes(answer)
                 check_size(size, max_bytes)
                 sink.resize(size)
                 self._copy(answer, 0, length, sink)
-            return _Found(size=size, etag=answer.get("ETag", ""), checksum=self._checksum(answer), num_read=length)
+            return FoundBlob(size=size, etag=answer.get("ETag", ""), checksum=self.checksum_of(answer), num_read=length)
 
         try:
-            return self._calls.run(_WHAT, lambda: attempt({"Range": _range(0, self._limits.part_bytes)}), deadline)
+            return self._calls.run(READING, lambda: attempt({"Range": _range(0, self._limits.part_bytes)}), deadline)
         except RangeRefused:
             # An empty blob has no ranges.
-            return self._calls.run(_WHAT, lambda: attempt({}), deadline)
+            return self._calls.run(READING, lambda: attempt({}), deadline)
 
     def _sizes(self, answer: GetObjectOutputTypeDef) -> tuple[int, int]:
         """Return the blob's size, and the length of this response, which starts at the blob's first byte."""
@@ -171,14 +171,14 @@ class S3Reader:
             raise AttemptFailed("the response has an inconsistent length")
         return size, length
 
-    def _read_rest(self, key: str, sink: Sink, found: _Found, deadline: Deadline, may_demand: bool) -> None:
+    def _read_rest(self, key: str, sink: Sink, found: FoundBlob, deadline: Deadline, may_demand: bool) -> None:
         starts = range(found.num_read, found.size, self._limits.part_bytes)
         if not starts:
             return
 
         def read_part(start: int) -> None:
-            attempt = self._part_attempt(key, sink, found, start, may_demand)
-            self._calls.run(_WHAT, attempt, deadline)
+            attempt = self.part_attempt(key, sink, found, start, may_demand)
+            self._calls.run(READING, attempt, deadline)
 
         with ThreadPoolExecutor(self._limits.num_parallel, thread_name_prefix="s3-reader") as executor:
             futures = [executor.submit(read_part, start) for start in starts]
@@ -189,7 +189,7 @@ class S3Reader:
                 executor.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _part_attempt(self, key: str, sink: Sink, found: _Found, start: int, may_demand: bool) -> Callable[[], None]:
+    def part_attempt(self, key: str, sink: Sink, found: FoundBlob, start: int, may_demand: bool) -> Callable[[], None]:
         length = min(self._limits.part_bytes, found.size - start)
         wanted = f"bytes {start}-{start + length - 1}/{found.size}"
         # Strip the ETag's quotes, because only some stores strip them before comparing.
@@ -223,7 +223,7 @@ class S3Reader:
             sink.write(offset, chunk)
             offset += len(chunk)
 
-    def _checksum(self, answer: GetObjectOutputTypeDef) -> tuple[str, str] | None:
+    def checksum_of(self, answer: Any) -> tuple[str, str] | None:
         """Return the algorithm and value of the whole blob's checksum, or None if the store keeps none."""
         ours = answer.get("Metadata", {}).get(SHA256_METADATA, "")
         if _SHA256.fullmatch(ours):

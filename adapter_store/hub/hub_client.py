@@ -1,7 +1,7 @@
-"""The three calls of the Hugging Face hub's API that read an adapter's files, bounded in time and memory.
+"""The calls of the Hugging Face hub's API that read a repository's files, bounded in time and memory.
 
-huggingface_hub makes the same calls, but without a limit on the time or the size of a response. Tests compare its
-results with this client's.
+huggingface_hub makes the same calls, but without a limit on the time or the size of a response, without a check of
+redirects and, for downloads, without a check of hashes. Tests compare its results with this client's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -18,6 +17,18 @@ import httpx
 import msgspec
 
 from loramux.adapter_store.errors import AdapterRejected, SourceUnavailable
+from loramux.adapter_store.hub.hub_files import (
+    Entry,
+    HubFile,
+    HubListing,
+    Repository,
+    Revision,
+    checked_commit,
+    checked_file,
+    entry_file,
+    is_sha256,
+    sibling_file,
+)
 from loramux.adapter_store.hub.hub_transport import HubTransport
 
 ENDPOINT = "https://huggingface.co"
@@ -31,38 +42,14 @@ MIN_BYTES_PER_S = 256 << 10
 """Lowest accepted rate of a download, in bytes per second. A download may take `ANSWER_S` longer than at this rate."""
 
 MAX_ANSWER_BYTES = 256 << 10
+MAX_LISTING_BYTES = 16 << 20
+"""Longest description of a repository with all of its files, in bytes."""
+
+MAX_RETRY_AFTER_S = 300.0
 MAX_REDIRECTS = 5
 _CHUNK_BYTES = 1 << 20
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18})")
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file of a repository. `digest` is the SHA-256 of a large (Git LFS) file, or the Git hash of a small file."""
-
-    name: str
-    size: int
-    digest: str
-    is_large: bool
-
-
-class _Revision(msgspec.Struct):
-    sha: str
-
-
-class _Large(msgspec.Struct):
-    oid: str
-    size: int
-
-
-class _Entry(msgspec.Struct):
-    type: str
-    path: str
-    size: int = -1
-    oid: str = ""
-    lfs: _Large | None = None
 
 
 class HubClient:
@@ -70,7 +57,8 @@ class HubClient:
 
     Raises AdapterRejected (`source_not_found`, `source_unauthorized`, `source_moved`, `source_not_allowed`), or
     SourceUnavailable if a later attempt may succeed. The token is sent only to the endpoint, not to the stores that
-    serve redirected downloads. `connect` makes the transport of each request; tests replace it.
+    serve redirected downloads. `connect` makes the transport of each request; tests replace it. `min_bytes_per_s`
+    replaces the lowest accepted rate of a download.
     """
 
     def __init__(
@@ -78,53 +66,87 @@ class HubClient:
         endpoint: str = ENDPOINT,
         token: str | None = None,
         connect: Callable[[str], httpx.BaseTransport] = HubTransport,
+        min_bytes_per_s: int = MIN_BYTES_PER_S,
     ) -> None:
         self._endpoint = endpoint.rstrip("/")
         self._connect = connect
+        self._min_bytes_per_s = min_bytes_per_s
         self._headers = {"user-agent": "loramux"} | ({"authorization": f"Bearer {token}"} if token else {})
 
     def resolve(self, repository: str, revision: str) -> str:
         """Return the full hash of the commit to which a branch, tag or commit hash refers."""
-        path = f"/api/models/{repository}/revision/{quote(revision, safe='')}"
-        answer: _Revision = self._answer(httpx.Request("GET", self._url(path), params={"expand": "sha"}), _Revision)
-        if not _COMMIT.fullmatch(answer.sha):
-            raise SourceUnavailable("the hub's response contains no commit")
-        return answer.sha
+        request = httpx.Request("GET", self._revision_url(repository, revision), params={"expand": "sha"})
+        answer: Revision = self._answer(request, Revision)
+        return checked_commit(answer.sha)
 
     def files(self, repository: str, commit: str, names: Collection[str]) -> Mapping[str, HubFile]:
         """Return the files in `names` that the repository has at a commit."""
         path = f"/api/models/{repository}/paths-info/{commit}"
         form = {"paths": list(names), "expand": "false"}
-        entries: list[_Entry] = self._answer(httpx.Request("POST", self._url(path), data=form), list[_Entry])
-        return {entry.path: _file(entry) for entry in entries if entry.type == "file" and entry.path in names}
+        entries: list[Entry] = self._answer(httpx.Request("POST", self._url(path), data=form), list[Entry])
+        return {entry.path: entry_file(entry) for entry in entries if entry.type == "file" and entry.path in names}
 
-    def chunks(self, repository: str, commit: str, file: HubFile) -> Iterator[bytes]:
-        """Yield the bytes of a file. The hub may send more than `file.size` bytes, so the caller must count them."""
-        request = httpx.Request("GET", self._url(f"/{repository}/resolve/{commit}/{file.name}"))
-        deadline = time.monotonic() + ANSWER_S + file.size / MIN_BYTES_PER_S
+    def listing(self, repository: str, revision: str) -> HubListing:
+        """Return the commit to which a revision refers, and all of its files."""
+        request = httpx.Request("GET", self._revision_url(repository, revision), params={"blobs": "true"})
+        answer: Repository = self._answer(request, Repository, MAX_LISTING_BYTES)
+        files = {sibling.rfilename: sibling_file(sibling) for sibling in answer.siblings}
+        return HubListing(checked_commit(answer.sha), files)
+
+    def file(self, repository: str, commit: str, name: str) -> HubFile:
+        """Return a file from the headers of its download. Mirrors that only cache downloads support this call."""
+        request = httpx.Request("HEAD", self._file_url(repository, commit, name))
+        with self._response(request, while_unlinked=True) as response:
+            linked, headers = _is_linked(response), response.headers
+        digest = headers.get("x-linked-etag" if linked else "etag", "").removeprefix("W/").strip('"')
+        size = headers.get("x-linked-size" if linked else "content-length", "")
+        if not size.isdecimal() or len(size) > 18 or headers.get("content-encoding", "identity") != "identity":
+            raise SourceUnavailable(f"the hub does not tell the size of {name}")
+        return checked_file(name, int(size), digest, is_sha256(digest))
+
+    def chunks(self, repository: str, commit: str, file: HubFile, offset: int = 0) -> Iterator[bytes]:
+        """Yield the bytes of a file from `offset`.
+
+        The hub may send more bytes than `file.size` declares, or fewer, so the caller must count them.
+        """
+        request = httpx.Request("GET", self._file_url(repository, commit, file.name))
+        if offset:
+            request.headers["range"] = f"bytes={offset}-"
+        deadline = time.monotonic() + ANSWER_S + (file.size - offset) / self._min_bytes_per_s
         with self._response(request, follow_redirects=True) as response:
+            to_skip = _num_bytes_before(response, offset, file.size)
             for chunk in response.iter_bytes(_CHUNK_BYTES):
-                yield chunk
+                if len(chunk) > to_skip:
+                    yield chunk[to_skip:]
+                to_skip = max(0, to_skip - len(chunk))
                 _check_deadline(deadline)
 
-    def _answer(self, request: httpx.Request, kind: Any) -> Any:
+    def _answer(self, request: httpx.Request, kind: Any, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
         deadline = time.monotonic() + ANSWER_S
         body = bytearray()
-        with self._response(request, follow_redirects=False) as response:
+        with self._response(request) as response:
             for chunk in response.iter_bytes(_CHUNK_BYTES):
                 body += chunk
                 _check_deadline(deadline)
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise SourceUnavailable(f"the hub's response has more than {MAX_ANSWER_BYTES} bytes")
+                if len(body) > max_bytes:
+                    raise SourceUnavailable(f"the hub's response has more than {max_bytes} bytes")
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise SourceUnavailable(f"the hub's response cannot be read: {error}") from error
 
     @contextmanager
-    def _response(self, request: httpx.Request, *, follow_redirects: bool) -> Iterator[httpx.Response]:
-        """Send a request, and translate failures."""
+    def _response(
+        self, request: httpx.Request, *, follow_redirects: bool = False, while_unlinked: bool = False
+    ) -> Iterator[httpx.Response]:
+        """Send a request, and translate failures.
+
+        With `while_unlinked`, follow redirects until a response describes the file to which it leads.
+        """
         request.headers.update(self._headers)
+        if follow_redirects or while_unlinked:
+            # The lengths and ranges of a compressed file would not be those of the file.
+            request.headers["accept-encoding"] = "identity"
         client = httpx.Client(
             timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
             max_redirects=MAX_REDIRECTS,
@@ -133,8 +155,11 @@ class HubClient:
         try:
             with client:
                 response = client.send(request, stream=True, follow_redirects=follow_redirects)
+                if while_unlinked:
+                    response = _follow_while_unlinked(client, response)
                 try:
-                    _check_status(response)
+                    if not (while_unlinked and _is_linked(response)):
+                        _check_status(response)
                     yield response
                 finally:
                     response.close()
@@ -145,6 +170,28 @@ class HubClient:
     def _url(self, path: str) -> str:
         return self._endpoint + path
 
+    def _revision_url(self, repository: str, revision: str) -> str:
+        return self._url(f"/api/models/{repository}/revision/{quote(revision, safe='')}")
+
+    def _file_url(self, repository: str, commit: str, name: str) -> str:
+        return self._url(f"/{repository}/resolve/{commit}/{quote(name)}")
+
+
+def _is_linked(response: httpx.Response) -> bool:
+    """Return whether a response describes a file, perhaps one to which it redirects."""
+    return {"x-linked-etag", "x-linked-size"} <= response.headers.keys() and response.status_code < 400
+
+
+def _follow_while_unlinked(client: httpx.Client, response: httpx.Response) -> httpx.Response:
+    """Follow redirects on the hub's own host. The ETag of another host need not be the file's hash."""
+    for _ in range(MAX_REDIRECTS):
+        following = response.next_request
+        if _is_linked(response) or following is None or following.url.host != response.url.host:
+            break
+        response.close()
+        response = client.send(following, stream=True)
+    return response
+
 
 def _check_status(response: httpx.Response) -> None:
     status = response.status_code
@@ -152,21 +199,31 @@ def _check_status(response: httpx.Response) -> None:
         return
     if status in (401, 403):
         message = "the hub refuses access: the repository does not exist, or the server's token may not read it"
+        if response.headers.get("x-error-code") == "GatedRepo":
+            message = "the repository is gated: accept its terms on the hub, then use a token of the same account"
         raise AdapterRejected("source_unauthorized", message, "source")
     if response.is_redirect:
         raise AdapterRejected("source_moved", "the hub redirects to another repository: use its new name", "source")
     if status in _RETRIED:
-        raise SourceUnavailable(f"the hub answered with {status}")
+        raise SourceUnavailable(f"the hub answered with {status}", _retry_after_s(response))
     raise AdapterRejected("source_not_found", f"the hub has no such repository or revision ({status})", "source")
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    given = response.headers.get("retry-after", "")
+    return min(float(given), MAX_RETRY_AFTER_S) if given.isdecimal() and len(given) < 10 else None
+
+
+def _num_bytes_before(response: httpx.Response, offset: int, size: int) -> int:
+    """Return the number of bytes before `offset` in a response. A server that ignores ranges sends the whole file."""
+    if offset == 0 or response.status_code != 206:
+        return offset
+    found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+    if found is None or (int(found[1]), int(found[2])) != (offset, size) or "content-encoding" in response.headers:
+        raise SourceUnavailable("the hub's response is not the requested range")
+    return 0
 
 
 def _check_deadline(deadline: float) -> None:
     if time.monotonic() > deadline:
         raise SourceUnavailable("the hub sends data too slowly")
-
-
-def _file(entry: _Entry) -> HubFile:
-    size, digest = (entry.size, entry.oid) if entry.lfs is None else (entry.lfs.size, entry.lfs.oid)
-    if size < 0 or not (_COMMIT if entry.lfs is None else _SHA256).fullmatch(digest):
-        raise SourceUnavailable("the hub's response contains a malformed size or hash")
-    return HubFile(entry.path, size, digest, entry.lfs is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
+from functools import cache
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -17,6 +18,10 @@ Resolve = Callable[[str, int], Sequence[str]]
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 """Addresses in IPv6 networks that stand for the IPv4 address in their last 32 bits (RFC 6052)."""
+
+_PRIVATE = tuple(map(ipaddress.ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")))
+_METADATA = ipaddress.ip_network("fd00:ec2::/32")
+"""Where a cloud's machines find their credentials. The IPv4 address for this, 169.254.169.254, is not private."""
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -35,6 +40,43 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         return ip in _GLOBAL_UNICAST and ip.is_global
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+def is_trusted_endpoint(url: str) -> bool:
+    """Return whether tokens can be sent to a hub, and hashes be taken from it: over TLS, or on this machine."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    if parts.scheme == "https":
+        return bool(parts.host)
+    addresses = _addresses_in(parts.host) if parts.scheme == "http" else []
+    return bool(addresses) and all(map(_is_loopback, addresses))
+
+
+def operators_rule(endpoint: str, resolve: Resolve = resolve) -> Callable[[str], bool]:
+    """Return the rule for redirects of a hub that this machine's operator has chosen.
+
+    If the hub itself has a private address, it may also redirect to private addresses, and a hub on this machine also
+    to this machine. Any other hub may redirect only to public addresses.
+    """
+
+    @cache
+    def own() -> Sequence[str]:
+        url = httpx.URL(endpoint)
+        try:
+            return resolve(url.host, url.port or 443)
+        except (OSError, UnicodeError):
+            return ()
+
+    def is_allowed(address: str) -> bool:
+        if is_public(address):
+            return True
+        if _is_loopback(address):
+            return any(map(_is_loopback, own()))
+        return _is_private(address) and any(_is_private(one) or _is_loopback(one) for one in own())
+
+    return is_allowed
 
 
 class HubTransport(httpx.BaseTransport):
@@ -129,6 +171,11 @@ def _addresses_in(host: str) -> list[str]:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
+
+
+def _is_private(address: str) -> bool:
+    ip = ipaddress.ip_address(address)
+    return ip not in _METADATA and any(ip in network for network in _PRIVATE)
 
 
 def _refused(fault: str) -> AdapterRejected:

@@ -35,6 +35,13 @@ class LocalHub:
     faults: dict[str, Callable[[Answer], None]] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
     """The path and the Authorization header of each request."""
+    ranges: list[tuple[str, str]] = field(default_factory=list)
+    """The path and the Range header of each request that has one."""
+    has_ranges: bool = True
+    has_metadata: bool = True
+    """False for a mirror that lists only the names of files."""
+    has_resolve_cache: bool = False
+    """True to redirect downloads of small files to another path of the hub, as the hub does."""
 
     def push(self, repository: str, files: dict[str, bytes], revision: str = "main") -> str:
         """Move a revision to a new commit with these files, and return the commit."""
@@ -69,7 +76,7 @@ def running_hub() -> Iterator[LocalHub]:
 
     class Store(_Handler):
         def answer(self, path: str, form: dict[str, list[str]]) -> Answer:
-            _, _, owner, name, commit, file = path.split("/")
+            _, _, owner, name, commit, file = path.split("/", 5)
             return Answer(200, hub.commits[f"{owner}/{name}", commit][file])
 
     for handler in (Hub, Store):
@@ -113,6 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         self.hub.requests.append((path, self.headers.get("authorization", "")))
         answer = self.answer(path, form)
+        self._cut_to_range(path, answer)
         for part, fault in list(self.hub.faults.items()):
             if part in path:
                 fault(answer)
@@ -124,11 +132,25 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(answer.body)
 
+    def _cut_to_range(self, path: str, answer: Answer) -> None:
+        asked = self.headers.get("range", "")
+        if asked:
+            self.hub.ranges.append((path, asked))
+        if asked and answer.status == 200 and self.hub.has_ranges:
+            start, size = int(asked.removeprefix("bytes=").partition("-")[0]), len(answer.body)
+            answer.status, answer.body = (206, answer.body[start:]) if start < size else (416, b"")
+            answer.headers["content-range"] = f"bytes {start}-{size - 1}/{size}"
+
 
 def _hub_answer(hub: LocalHub, path: str, form: dict[str, list[str]], authorization: str | None) -> Answer:
     parts = [unquote(part) for part in path.split("/")[1:]]
     is_api = parts[:2] == ["api", "models"]
-    owner, name, verb, revision, *file = parts[2:] if is_api else parts
+    if parts[:3] == ["api", "resolve-cache", "models"]:
+        _, _, _, owner, name, commit, *rest = parts
+        content = hub.commits[f"{owner}/{name}", commit]["/".join(rest)]
+        return Answer(200, content, {"etag": f'"{_git_hash(content)}"'})
+    owner, name, verb, revision, *rest = parts[2:] if is_api else parts
+    file = "/".join(rest)
     repository = f"{owner}/{name}"
     if repository in hub.renamed:
         return Answer(307, headers={"location": f"{hub.url}{path.replace(repository, hub.renamed[repository])}"})
@@ -139,21 +161,36 @@ def _hub_answer(hub: LocalHub, path: str, form: dict[str, list[str]], authorizat
         return Answer(404, headers={"x-error-code": "RevisionNotFound"})
     files = hub.commits[repository, commit]
     if verb == "revision":
-        return Answer.json({"_id": "0", "id": repository, "sha": commit})
+        siblings = [_sibling(path, files[path] if hub.has_metadata else None) for path in sorted(files)]
+        return Answer.json({"_id": "0", "id": repository, "sha": commit, "siblings": siblings})
     if verb == "paths-info":
         return Answer.json([_entry(path, files[path]) for path in form["paths"] if path in files])
-    content = files.get(file[0])
+    content = files.get(file)
     if content is None:
         return Answer(404, headers={"x-error-code": "EntryNotFound", "x-repo-commit": commit})
-    if not _is_large(file[0]):
+    if hub.has_resolve_cache and not _is_large(file):
+        location = f"/api/resolve-cache/models/{repository}/{commit}/{file}?etag=%22{_git_hash(content)}%22"
+        return Answer(307, headers={"location": location, "x-linked-etag": f'"{_git_hash(content)}"'})
+    if not _is_large(file):
         return Answer(200, content, {"x-repo-commit": commit, "etag": f'"{_git_hash(content)}"'})
     headers = {
-        "location": f"{hub.store_url}/store/{repository}/{commit}/{file[0]}?signature=secret",
+        "location": f"{hub.store_url}/store/{repository}/{commit}/{file}?signature=secret",
         "x-repo-commit": commit,
         "x-linked-size": str(len(content)),
         "x-linked-etag": f'"{hashlib.sha256(content).hexdigest()}"',
     }
     return Answer(302, headers=headers)
+
+
+def _sibling(path: str, content: bytes | None) -> dict[str, Any]:
+    """A file in the answer about a revision, with sizes and hashes if the request has `blobs=true`."""
+    if content is None:
+        return {"rfilename": path}
+    sibling: dict[str, Any] = {"rfilename": path, "size": len(content), "blobId": _git_hash(content)}
+    if _is_large(path):
+        digest = hashlib.sha256(content).hexdigest()
+        sibling["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
+    return sibling
 
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:
@@ -165,7 +202,7 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 
 
 def _is_large(path: str) -> bool:
-    return path.endswith(".safetensors")
+    return path.endswith((".safetensors", ".gguf"))
 
 
 def _git_hash(content: bytes) -> str:

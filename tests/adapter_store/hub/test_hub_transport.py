@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from loramux.adapter_store.errors import AdapterRejected, SourceUnavailable
-from loramux.adapter_store.hub.hub_client import HubClient, HubFile
+from loramux.adapter_store.hub.hub_client import HubClient
+from loramux.adapter_store.hub.hub_files import HubFile
 from loramux.adapter_store.hub.hub_transport import HubTransport, is_public
 from tests.adapter_store.hub.local_hub import LocalHub, running_hub
 
