@@ -115,7 +115,8 @@ class HubClient:
         deadline = time.monotonic() + ANSWER_S + (file.size - offset) / self._min_bytes_per_s
         with self._response(request, follow_redirects=True) as response:
             to_skip = _num_bytes_before(response, offset, file.size)
-            for chunk in response.iter_bytes(_CHUNK_BYTES):
+            # Chunks of a given size would be filled first, and lost if the connection breaks.
+            for chunk in response.iter_bytes():
                 if len(chunk) > to_skip:
                     yield chunk[to_skip:]
                 to_skip = max(0, to_skip - len(chunk))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from functools import cache
 from urllib.request import getproxies, proxy_bypass
@@ -85,15 +86,20 @@ class HubTransport(httpx.BaseTransport):
     Raises AdapterRejected for any other redirect. A redirect may use http only if the hub does. It connects to the
     address that was checked, so a name that resolves differently a moment later changes nothing. If a proxy from the
     environment serves the URL, the proxy resolves names, and only addresses in the URL itself are checked.
+    `certificates` replaces the certificates of authorities that httpx trusts.
     """
 
     def __init__(
-        self, endpoint: str, resolve: Resolve = resolve, is_allowed: Callable[[str], bool] = is_public
+        self,
+        endpoint: str,
+        resolve: Resolve = resolve,
+        is_allowed: Callable[[str], bool] = is_public,
+        certificates: ssl.SSLContext | None = None,
     ) -> None:
         self._endpoint = httpx.URL(endpoint)
         self._resolve = resolve
         self._is_allowed = is_allowed
-        self._verify = httpx.create_ssl_context()
+        self._verify = certificates or httpx.create_ssl_context()
         self._transports: dict[str | None, httpx.HTTPTransport] = {}
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from loramux.adapter_store.errors import PullRefused
 from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.hub.hub_transport import HubTransport, operators_rule
@@ -62,11 +64,12 @@ class PullPlan:
 def open_remote(name: ModelName, settings: PullSettings) -> Remote:
     if name.kind == "s3":
         return BucketRemote(name.place)
-    rule = operators_rule(settings.endpoint)
+    # Every request has its own transport. Reading the certificates takes longer than a small request.
+    rule, certificates = operators_rule(settings.endpoint), httpx.create_ssl_context()
     hub = HubClient(
         settings.endpoint,
         settings.token,
-        lambda endpoint: HubTransport(endpoint, is_allowed=rule),
+        lambda endpoint: HubTransport(endpoint, is_allowed=rule, certificates=certificates),
         min_bytes_per_s=MIN_BYTES_PER_S,
     )
     return HubRemote(hub, name.place, name.revision)

@@ -148,7 +148,7 @@ def _hub_answer(hub: LocalHub, path: str, form: dict[str, list[str]], authorizat
     if parts[:3] == ["api", "resolve-cache", "models"]:
         _, _, _, owner, name, commit, *rest = parts
         content = hub.commits[f"{owner}/{name}", commit]["/".join(rest)]
-        return Answer(200, content, {"etag": f'"{_git_hash(content)}"'})
+        return Answer(200, content, {"etag": f'"{_git_hash(content)}"', "x-repo-commit": commit})
     owner, name, verb, revision, *rest = parts[2:] if is_api else parts
     file = "/".join(rest)
     repository = f"{owner}/{name}"
@@ -163,6 +163,8 @@ def _hub_answer(hub: LocalHub, path: str, form: dict[str, list[str]], authorizat
     if verb == "revision":
         siblings = [_sibling(path, files[path] if hub.has_metadata else None) for path in sorted(files)]
         return Answer.json({"_id": "0", "id": repository, "sha": commit, "siblings": siblings})
+    if verb == "tree":
+        return Answer.json([_entry(path, content) for path, content in sorted(files.items())])
     if verb == "paths-info":
         return Answer.json([_entry(path, files[path]) for path in form["paths"] if path in files])
     content = files.get(file)
@@ -170,7 +172,8 @@ def _hub_answer(hub: LocalHub, path: str, form: dict[str, list[str]], authorizat
         return Answer(404, headers={"x-error-code": "EntryNotFound", "x-repo-commit": commit})
     if hub.has_resolve_cache and not _is_large(file):
         location = f"/api/resolve-cache/models/{repository}/{commit}/{file}?etag=%22{_git_hash(content)}%22"
-        return Answer(307, headers={"location": location, "x-linked-etag": f'"{_git_hash(content)}"'})
+        linked = {"x-linked-etag": f'"{_git_hash(content)}"', "x-repo-commit": commit}
+        return Answer(307, headers={"location": location, **linked})
     if not _is_large(file):
         return Answer(200, content, {"x-repo-commit": commit, "etag": f'"{_git_hash(content)}"'})
     headers = {
