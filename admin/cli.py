@@ -17,8 +17,10 @@ from loramux.admin.commands import (
     grants,
     jobs,
     keys,
+    models,
     prices,
     profiles,
+    pull,
     quotas,
     replicas,
     requests,
@@ -43,6 +45,8 @@ HERE, VERBS = "On this machine", "Over the network, with an administrator's key"
 app.command("serve", rich_help_panel=HERE)(serve.serve)
 app.command("gateway", rich_help_panel=HERE)(serve.gateway)
 app.command("demo", rich_help_panel=HERE)(serve.demo)
+app.command("pull", rich_help_panel=HERE)(pull.pull)
+app.add_typer(models.app, name="models", rich_help_panel=HERE)
 app.add_typer(database.app, name="db", rich_help_panel=HERE)
 app.command("check", rich_help_panel=HERE)(check.check)
 app.command("doctor", rich_help_panel=HERE)(doctor.doctor)

@@ -29,6 +29,7 @@ from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.tokenizer_files import special_tokens_of
+from loramux.adapter_store.pulling.named_model import model_path
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.constraints.constraint_grammar import constraint_grammar
@@ -80,10 +81,14 @@ class LLM:
         """Load a base from a Hugging Face directory or a GGUF file, and adapters from PEFT directories by the names
         used in calls.
 
+        A base with a URL, such as `hf://OWNER/NAME`, is pulled unless it has been pulled before. Its directory and the
+        hub follow from the environment, as for `loramux pull`.
+
         `settings` are further fields of `EngineConfig`, such as `pool_bytes`, `max_model_len` or `num_threads`. Raises
-        EngineError if the base cannot be served, and AdapterRejected if an adapter does not fit it.
+        EngineError if the base cannot be served, AdapterRejected if an adapter does not fit it, and PullRefused,
+        another Refused or SourceUnavailable if the base cannot be pulled.
         """
-        self._directory = model_directory(Path(model))
+        self._directory = model_directory(model_path(model))
         self._model = ModelConfig.load(self._directory)
         device = resolve_device(device)
         self._target = pack_target(self._model, resolve_dtype(dtype, self._model, device))

@@ -88,6 +88,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/platform/engine_link/test_supervision.py",
                 "tests/platform/engine_link/test_joined_engine.py",
                 "tests/admin/serving/test_serve.py",
+                "tests/admin/serving/test_pulled_server.py",
                 "tests/admin/serving/test_sharing.py",
                 marks=ALL,
             ),

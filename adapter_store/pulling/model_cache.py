@@ -98,8 +98,7 @@ class ModelCache:
             record = _read(place)
             for key, model in sorted(record.models.items()):
                 if (place / key).is_dir():
-                    revisions = tuple(_revision(name) for name, to in sorted(record.revisions.items()) if to == key)
-                    found.append(PulledModel(model, place / key, revisions))
+                    found.append(PulledModel(model, place / key, _revisions(record, key)))
         return found
 
     @contextmanager
@@ -148,7 +147,8 @@ class ModelCache:
         for other in (place / _UNFINISHED).glob(f"*{key.removeprefix(commit)}" if name.file else "?" * len(commit)):
             shutil.rmtree(other, ignore_errors=True)
         record = _read(place)
-        record.models[key] = ModelRecord(name.kind, name.place, name.file, commit, int(time.time()), files)
+        new = ModelRecord(name.kind, name.place, name.file, commit, int(time.time()), files)
+        record.models.setdefault(key, new)
         record.revisions[_revision_key(name)] = key
         _write(place, record)
         found = _find(place, record, name)
@@ -224,8 +224,7 @@ def _find(place: Path, record: PlaceRecord, name: ModelName) -> PulledModel | No
     model = None if key is None else record.models.get(key)
     if key is None or model is None or not (place / key).is_dir():
         return None
-    revisions = tuple(_revision(other) for other, to in sorted(record.revisions.items()) if to == key)
-    return PulledModel(model, place / key, revisions)
+    return PulledModel(model, place / key, _revisions(record, key))
 
 
 def _key(name: ModelName, commit: str) -> str:
@@ -237,8 +236,10 @@ def _revision_key(name: ModelName) -> str:
     return f"{name.revision} {name.files[0] if name.file else ''}"
 
 
-def _revision(key: str) -> str:
-    return key.partition(" ")[0]
+def _revisions(record: PlaceRecord, key: str) -> tuple[str, ...]:
+    """Return the revisions that lead to a directory. A bucket has none."""
+    names = (name.partition(" ")[0] for name, to in sorted(record.revisions.items()) if to == key)
+    return tuple(filter(None, names))
 
 
 def _read(place: Path) -> PlaceRecord:

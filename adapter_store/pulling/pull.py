@@ -129,6 +129,8 @@ class Puller:
         remote = self._open_remote(name, self.settings)
         small, weights = needed_files(remote, name)
         commit = remote.commit([*small, *weights])
+        if name.is_pinned and commit != name.revision:
+            raise PullRefused("source_moved", f"the hub answers with commit {commit} for {name.url}", "model")
         unfinished = self.cache.unfinished(name, commit)
         kept = 0
         for file in (*small, *weights):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loramux.admin.commands.options import AsJson
+from loramux.admin.commands.options import AsJson, DataDir
 from loramux.admin.commands.output import error_document, fail, print_json, print_table, print_warnings
 from loramux.admin.exit_codes import REFUSED
 
@@ -21,21 +20,22 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def check(
-    path: Annotated[
-        Path,
+    source: Annotated[
+        str,
         typer.Argument(
-            metavar="DIRECTORY|FILE.gguf", help="A base model's or an adapter's directory, or a GGUF file.", exists=True
+            metavar="DIRECTORY|FILE.gguf|URL",
+            help="A base model's or an adapter's directory, a GGUF file, or the URL of a pulled base.",
         ),
     ],
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="For an adapter, the base model's directory or GGUF file; the base's weights are not needed.",
-            exists=True,
+            help="For an adapter, the base model: a directory, a GGUF file or a pulled URL; its weights are not needed.",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16, as for 'loramux serve'.")] = "auto",
+    data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Check without a server whether a base model or an adapter would be served. If not, show why and exit with 1.
@@ -46,20 +46,23 @@ def check(
     from loramux.adapter_store.validation.validator import ValidationFailed
     from loramux.admin.check.adapter_check import check_directory, check_gguf
     from loramux.admin.check.base_check import check_base
+    from loramux.admin.commands.model_argument import existing_path
     from loramux.platform.errors import Unavailable
 
     if dtype not in ("auto", "float32", "bfloat16"):
         raise typer.BadParameter("use auto, float32 or bfloat16", param_hint="--dtype")
+    path = existing_path(source, data_dir, as_json, "DIRECTORY")
+    base = None if model is None else existing_path(model, data_dir, as_json, "--model")
     is_file = not path.is_dir()
-    if model is None and (path / ADAPTER_FILE).exists():
+    if base is None and (path / ADAPTER_FILE).exists():
         raise typer.BadParameter("an adapter is checked against its base: --model DIRECTORY", param_hint="--model")
     try:
         # Keep log lines, such as warnings about a missing sandbox, out of the report.
         with redirect_stdout(sys.stderr):
-            if model is None:
+            if base is None:
                 verdict = check_base(path, dtype)
             else:
-                verdict = (check_gguf if is_file else check_directory)(path, model, dtype)
+                verdict = (check_gguf if is_file else check_directory)(path, base, dtype)
     except (ValidationFailed, Unavailable) as error:
         fail(str(error), REFUSED, error_document(str(error), "check_failed") if as_json else None)
     print_json(verdict.document()) if as_json else _show(verdict)

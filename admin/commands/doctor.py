@@ -20,7 +20,7 @@ MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "fail
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="Also check this base model's directory.", show_default=False)
+        str | None, typer.Option(help="Also check this base model: a directory or a pulled URL.", show_default=False)
     ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -29,9 +29,11 @@ def doctor(
         str | None, typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False)
     ] = None,
     plan: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Instead of checking, show how much memory this base model takes in each format.", show_default=False
+            help="Instead of checking, show how much memory this base model takes in each format. Like --model, it "
+            "takes a directory or a pulled URL.",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -42,13 +44,14 @@ def doctor(
     the database and the object store from this machine. Use this when the server does not start. The exit code is 1 if
     a check failed.
     """
-    if plan is not None:
-        _plan(plan, as_json)
-        return
+    from loramux.admin.commands.model_argument import local_model_path
     from loramux.admin.doctor.doctor import HostSettings
     from loramux.admin.doctor.findings import is_healthy
     from loramux.admin.server.settings import SettingsError, load_settings
 
+    if plan is not None:
+        _plan(local_model_path(plan, config, data_dir, as_json), as_json)
+        return
     overrides = {
         "model": model,
         "config": config,

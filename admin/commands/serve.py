@@ -16,8 +16,12 @@ AdminPort = Annotated[int | None, typer.Option(help="Port of the admin listener 
 
 
 Model = Annotated[
-    Path | None,
-    typer.Option(help="Directory of the base model in Hugging Face format, or a GGUF file.", show_default=False),
+    str | None,
+    typer.Option(
+        help="Directory of the base model in Hugging Face format, a GGUF file, or the URL of either, hf://OWNER/NAME or "
+        "s3://BUCKET/PREFIX, which is pulled first.",
+        show_default=False,
+    ),
 ]
 Host = Annotated[str | None, typer.Option(help="Address of the OpenAI API (default: 127.0.0.1).", show_default=False)]
 AdminHost = Annotated[

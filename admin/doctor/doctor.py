@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from loramux.adapter_store.blobs.blob_url import open_blob_store
-from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.errors import PullRefused, StoreError
+from loramux.adapter_store.pulling.model_name import ModelName
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
 from loramux.admin.doctor.checks import (
     check_cpu,
@@ -28,17 +29,18 @@ from loramux.admin.doctor.checks import (
 from loramux.admin.doctor.extensions import check_extensions
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.admin.server.data_directory import DataDirectory
-from loramux.admin.server.settings import DataSettings
+from loramux.admin.server.pulled_model import local_path
+from loramux.admin.server.settings import ModelReference, ModelSettings
 from loramux.kernels.cpu.instructions.capability import host_features
 from loramux.migrations.database import Database, DatabaseError
 
 SERVER_TIMEOUT_S = 30.0
 
 
-class HostSettings(DataSettings):
+class HostSettings(ModelSettings):
     """The settings of a server on this machine that the doctor checks. All are optional."""
 
-    model: Path | None = None
+    model: ModelReference | None = None
     blob_url: str | None = None
     sandbox: Literal["preferred", "required"] = "preferred"
 
@@ -59,8 +61,7 @@ def check_host(settings: HostSettings) -> Iterator[Finding]:
     yield check_disk(settings.data_dir)
     yield check_sandbox(settings.sandbox == "required")
     if settings.model is not None:
-        yield _check_model(settings.model)
-        yield _check_tokenizer(settings.model)
+        yield from _check_base(settings, settings.model)
     if settings.is_database_embedded and not (settings.data_dir / "loramux.db").exists():
         yield Finding(
             check="database",
@@ -155,6 +156,17 @@ def _check_database_at(url: str) -> list[Finding]:
         return check_database(database)
     finally:
         database.close()
+
+
+def _check_base(settings: HostSettings, model: Path | ModelName) -> Iterator[Finding]:
+    try:
+        path = model if isinstance(model, Path) else local_path(model.url, settings)
+    except PullRefused as error:
+        mend = "the server pulls it when it starts; 'loramux pull' does so now"
+        yield Finding(check="model", grade=Grade.WARNING, message=error.message, mend=mend)
+        return
+    yield _check_model(path)
+    yield _check_tokenizer(path)
 
 
 def _check_model(directory: Path) -> Finding:

@@ -13,8 +13,8 @@ from loramux.admin.errors import StartRefused
 
 OWN_NAMES = frozenset(
     (
-        *("blobs", "disk-tier", "gguf", "lock", "lost+found", "programs", "quantized", "run", "scratch", "spool"),
-        "traces.jsonl",
+        *("blobs", "disk-tier", "gguf", "lock", "lost+found", "models", "programs", "quantized", "run", "scratch"),
+        *("spool", "traces.jsonl"),
     )
 )
 """Entries of a data directory, besides the files of the embedded database."""

@@ -15,12 +15,12 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def with_model_directory(settings: SettingsT) -> SettingsT:
-    """Return settings whose `model` is a directory. A GGUF model keeps its own name. Raises StartRefused."""
-    if not is_gguf(settings.model):
+    """Return settings whose `model`, a path, is a directory. A GGUF model keeps its own name. Raises StartRefused."""
+    if not is_gguf(settings.model_dir):
         return settings
     try:
-        directory = model_directory(settings.model, DataDirectory(settings.data_dir).gguf.absolute())
+        directory = model_directory(settings.model_dir, DataDirectory(settings.data_dir).gguf.absolute())
     except ModelNotSupported as error:
         raise StartRefused(str(error)) from error
-    name = settings.served_name or model_name(settings.model)
+    name = settings.served_name or model_name(settings.model_dir)
     return settings.model_copy(update={"model": directory, "served_name": name})

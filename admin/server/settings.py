@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -20,11 +20,14 @@ from pydantic_settings import (
 )
 
 from loramux.adapter_store.blobs.blob_url import blob_url_forms, is_blob_url
+from loramux.adapter_store.errors import PullRefused
 from loramux.adapter_store.extensions import ExtensionRefused
 from loramux.adapter_store.formats.version_files.answer_parsers import AUTO, problem_with_parser
 from loramux.adapter_store.gguf.base_directory import is_gguf
 from loramux.adapter_store.hub.hub_client import ENDPOINT as HUB_ENDPOINT
 from loramux.adapter_store.ingest.sources import added_forms, is_allowable
+from loramux.adapter_store.pulling.model_name import ModelName, is_model_url
+from loramux.adapter_store.pulling.pull_settings import MODELS, PullSettings
 from loramux.admin.client.suggestions import did_you_mean
 from loramux.admin.server.client_addresses import TrustedProxies
 from loramux.admin.server.connection_limits import KEEP_ALIVE_S
@@ -75,6 +78,20 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]
 """An origin as browsers write it (RFC 6454, section 6.2). Extensions of browsers have schemes of their own."""
 
 
+def _model_reference(given: Any) -> Any:
+    if isinstance(given, str) and is_model_url(given):
+        try:
+            return ModelName.parse(given)
+        except PullRefused as error:
+            raise ValueError(error.message) from error
+    if not isinstance(given, (str, Path, ModelName)):
+        raise ValueError("it is neither a path nor the URL of a model")
+    return Path(given) if isinstance(given, str) else given
+
+
+ModelReference = Annotated[Path | ModelName, BeforeValidator(_model_reference)]
+
+
 class SettingsError(Exception):
     """The settings cannot be used. The message has one line for each error."""
 
@@ -111,7 +128,47 @@ class DataSettings(BaseSettings):
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config)
 
 
-class Settings(DataSettings):
+class ModelSettings(DataSettings):
+    """Settings with which models are pulled and found again."""
+
+    model_config = SettingsConfigDict(protected_namespaces=(), use_attribute_docstrings=True)
+
+    models_dir: Path | None = None
+    """Directory of pulled base models; by default `models` in the data directory. Servers on one host can share it."""
+    hf_endpoint: str = HUB_ENDPOINT
+    """URL of the Hugging Face hub that `hf://` sources and models refer to. For models, `HF_ENDPOINT` is used, too."""
+    hf_token: SecretStr | None = None
+    """An access token for the hub, for private repositories. Read access to the allowed repositories is enough. For
+    models, `HF_TOKEN` is used, too.
+    """
+    hf_offline: bool = False
+    """Never ask the hub for models: serve only those that have been pulled. `HF_HUB_OFFLINE=1` has the same effect."""
+
+    @field_validator("hf_token")
+    @classmethod
+    def _is_a_plain_token(cls, secret: SecretStr | None) -> SecretStr | None:
+        return _plain(secret)
+
+    @field_validator("hf_endpoint")
+    @classmethod
+    def _is_a_trusted_hub(cls, url: str) -> str:
+        return _trusted(url)
+
+    @property
+    def pulls(self) -> PullSettings:
+        """How models are pulled. Raises PullRefused if a variable of Hugging Face's tools cannot be used."""
+        token = self.hf_token
+        return PullSettings.choose(
+            os.environ,
+            data_dir=self.data_dir,
+            models_dir=self.models_dir or self.data_dir / MODELS,
+            endpoint=self.hf_endpoint if "hf_endpoint" in self.model_fields_set else None,
+            token=None if token is None else token.get_secret_value(),
+            is_offline=self.hf_offline,
+        )
+
+
+class Settings(ModelSettings):
     """All settings of `loramux serve`."""
 
     # docs/configuration.md describes a setting with its docstring unless tests/docs/configuration_page.py has a text
@@ -120,7 +177,7 @@ class Settings(DataSettings):
         env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
     )
 
-    model: Path
+    model: ModelReference
     served_name: str | None = None
     generation_config: Literal["auto", "off"] = "auto"
     """`auto`: fields that a request leaves out take their defaults from the model's `generation_config.json`."""
@@ -177,10 +234,6 @@ class Settings(DataSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
-    hf_endpoint: str = HUB_ENDPOINT
-    """URL of the Hugging Face hub that `hf://` sources refer to."""
-    hf_token: SecretStr | None = None
-    """An access token for the hub, for private repositories. Read access to the allowed repositories is enough."""
     presigned_uploads: bool = True
     sandbox: Literal["preferred", "required"] = "preferred"
     """`required`: refuse to start unless uploads can be validated under landlock, seccomp and no_new_privs."""
@@ -242,11 +295,15 @@ class Settings(DataSettings):
 
     @field_validator("model")
     @classmethod
-    def _is_a_model_directory(cls, model: Path) -> Path:
+    def _is_a_model_directory(cls, model: Path | ModelName) -> Path | ModelName:
+        if isinstance(model, ModelName):
+            return model
         if is_gguf(model) and model.is_file():
             return Path(os.path.abspath(model))
         if not model.is_dir():
-            raise ValueError(f"there is no directory {model}")
+            is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", str(model)) is not None
+            hint = f"; if the model is on a hub, use hf://{model}" if is_name else ""
+            raise ValueError(f"there is no directory {model}{hint}")
         if not (model / "config.json").is_file():
             raise ValueError(f"{model} has no config.json, which every Hugging Face model directory has")
         # Do not resolve the path. A symbolic link's own name makes a better served name than its
@@ -276,14 +333,10 @@ class Settings(DataSettings):
             raise ValueError(f"{root_path!r} is not a valid path: use one such as /loramux")
         return root_path
 
-    @field_validator("admin_key", "hf_token", "metrics_token")
+    @field_validator("admin_key", "metrics_token")
     @classmethod
     def _is_plain(cls, secret: SecretStr | None) -> SecretStr | None:
-        # A variable set from a file often ends with a line break.
-        text = "" if secret is None else secret.get_secret_value().strip()
-        if not (text.isascii() and text.isprintable()):
-            raise ValueError("it must contain only printable ASCII characters, because it is sent in a header")
-        return None if secret is None else SecretStr(text)
+        return _plain(secret)
 
     @field_validator("admin_key")
     @classmethod
@@ -340,12 +393,10 @@ class Settings(DataSettings):
             parse_rule(rule)
         return rules
 
-    @field_validator("hf_endpoint", "oidc_issuer", "oidc_redirect_url")
+    @field_validator("oidc_issuer", "oidc_redirect_url")
     @classmethod
     def _is_trusted(cls, url: str | None) -> str | None:
-        if url is not None and not is_trusted_url(url):
-            raise ValueError(f"{url!r} is neither an https URL nor a URL of this machine")
-        return url
+        return None if url is None else _trusted(url)
 
     @field_validator("oidc_client_id")
     @classmethod
@@ -387,6 +438,12 @@ class Settings(DataSettings):
                 forms = ("s3://BUCKET, s3://BUCKET/PREFIX, hf://OWNER", *added_forms(), "hf://OWNER/NAME")
                 raise ValueError(f"{source!r} is not a source of adapters: use {', '.join(forms[:-1])} or {forms[-1]}")
         return sources
+
+    @property
+    def model_dir(self) -> Path:
+        """The model's directory or GGUF file. A model with a URL must have been pulled, and its path taken the URL's place."""
+        assert isinstance(self.model, Path)
+        return self.model
 
     @property
     def resolved_served_name(self) -> str:
@@ -437,6 +494,20 @@ def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> Settin
     if faults:
         raise SettingsError("\n".join(faults))
     return settings
+
+
+def _plain(secret: SecretStr | None) -> SecretStr | None:
+    # A variable set from a file often ends with a line break.
+    text = "" if secret is None else secret.get_secret_value().strip()
+    if not (text.isascii() and text.isprintable()):
+        raise ValueError("it must contain only printable ASCII characters, because it is sent in a header")
+    return None if secret is None else SecretStr(text)
+
+
+def _trusted(url: str) -> str:
+    if not is_trusted_url(url):
+        raise ValueError(f"{url!r} is neither an https URL nor a URL of this machine")
+    return url
 
 
 def _chosen(name: str, names: Sequence[str]) -> str:

@@ -192,17 +192,17 @@ def open_stores(
     # A wrong address or key must stop the start, not fail the first upload.
     blobs.check()
     metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
-    tokenizer = ModelTokenizer.load(settings.model)
-    base_id, prompts = base_sha256(settings.model), prompt_sha256(settings.model, model.vocab_size)
+    tokenizer = ModelTokenizer.load(settings.model_dir)
+    base_id, prompts = base_sha256(settings.model_dir), prompt_sha256(settings.model_dir, model.vocab_size)
     Bases(database).register(base_id, served_name, prompts)
     registry = AdapterRegistry(database, (served_name,), AdapterLimits(), base_id)
-    special_tokens = read_special_tokens(settings.model)
+    special_tokens = read_special_tokens(settings.model_dir)
     vocabulary = tokenizer.base_vocabulary(model.vocab_size, special_tokens)
     templates = TenantTemplates(special_tokens, tokenizer.chat_template)
     stack.callback(templates.close)
     required = ESSENTIAL if settings.sandbox == "required" else ()
     quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
-    validator = SubprocessValidator(required=required, base=BaseWeights(settings.model, quantized_dir))
+    validator = SubprocessValidator(required=required, base=BaseWeights(settings.model_dir, quantized_dir))
     hub = HubClient(settings.hf_endpoint, revealed(settings.hf_token))
     ingest = Ingest(
         registry,

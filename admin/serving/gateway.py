@@ -16,6 +16,7 @@ from loramux.admin.server.extensions import load_extensions
 from loramux.admin.server.gguf_base import with_model_directory
 from loramux.admin.server.listeners import bind, is_loopback, url_of
 from loramux.admin.server.logs import configure_logs
+from loramux.admin.server.pulled_model import local_model
 from loramux.admin.server.settings import Settings
 from loramux.admin.server.stop_signals import StopSignals
 from loramux.engine.architectures.model_config import ModelConfig
@@ -40,13 +41,13 @@ def run(settings: Settings) -> None:
             "a gateway needs its server's database: set --database-url; for a server started without this setting, "
             "it is sqlite:///DIR/loramux.db, where DIR is the server's data directory"
         )
-    settings = with_model_directory(settings)
-    try:
-        model = ModelConfig.load(settings.model)
-    except EngineError as error:
-        raise StartRefused(str(error)) from error
     limits = make_room(settings.max_connections, settings.max_connections_per_address)
     with ExitStack() as stack:
+        settings = with_model_directory(stack.enter_context(local_model(settings)))
+        try:
+            model = ModelConfig.load(settings.model_dir)
+        except EngineError as error:
+            raise StartRefused(str(error)) from error
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
         directory = stack.enter_context(open_data_directory(settings.data_dir))
@@ -66,7 +67,7 @@ async def _serve(
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.caught())
         assert settings.engine is not None
-        engine = JoinedEngine(settings.engine.absolute(), model_sha256(settings.model))
+        engine = JoinedEngine(settings.engine.absolute(), model_sha256(settings.model_dir))
         try:
             await engine.start()
         except JoinRefused as error:

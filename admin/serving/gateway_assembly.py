@@ -76,7 +76,7 @@ def assemble_gateway(
             database = Database(settings.resolved_database_url)
             stack.callback(database.close)
             database.check_schema()
-            tokenizer = ModelTokenizer.load(settings.model)
+            tokenizer = ModelTokenizer.load(settings.model_dir)
             tokens = open_key_authentication(settings.key_authentication)
         info = engine.info
         if info is None:
@@ -86,7 +86,7 @@ def assemble_gateway(
             api_keys=ApiKeys(database, tokens=tokens),
             registry=AdapterRegistry(database, (settings.resolved_served_name,), base_id=info.base_sha256),
             tokenizer=tokenizer,
-            templates=TenantTemplates(read_special_tokens(settings.model), tokenizer.chat_template),
+            templates=TenantTemplates(read_special_tokens(settings.model_dir), tokenizer.chat_template),
         )
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         served = served_model(settings, model, info.max_model_len)
@@ -126,7 +126,7 @@ def open_gateway(
         engine=engine,
         tokenizer=stores.tokenizer,
         templates=stores.templates,
-        grammars=GrammarChecker(settings.model, model.vocab_size, model.eos_token_ids, metrics.grammars.note_check),
+        grammars=GrammarChecker(settings.model_dir, model.vocab_size, model.eos_token_ids, metrics.grammars.note_check),
         model=model,
         executor=executor,
         metrics=metrics,
@@ -146,7 +146,7 @@ def served_model(settings: Settings, model: ModelConfig, max_model_len: int) -> 
         served_name=settings.resolved_served_name,
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
-        created_s=int((settings.model / "config.json").stat().st_mtime),
+        created_s=int((settings.model_dir / "config.json").stat().st_mtime),
         eos_token_ids=model.eos_token_ids,
     )
 
@@ -156,7 +156,7 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
 
     Raises StartRefused if the defaults cannot be used.
     """
-    path = settings.model / GENERATION_FILE
+    path = settings.model_dir / GENERATION_FILE
     base_defaults = NO_DEFAULTS
     if settings.generation_config == "auto" and path.is_file():
         try:

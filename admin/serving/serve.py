@@ -24,6 +24,7 @@ from loramux.admin.server.extensions import load_extensions
 from loramux.admin.server.gguf_base import with_model_directory
 from loramux.admin.server.listeners import bind, is_loopback, url_of
 from loramux.admin.server.logs import configure_logs
+from loramux.admin.server.pulled_model import local_model
 from loramux.admin.server.quantized_base import quantize_base
 from loramux.admin.server.settings import Settings
 from loramux.admin.server.stop_signals import StopSignals
@@ -65,11 +66,11 @@ def run(
     if settings.sandbox == "required":
         check_sandbox(missing_measures)
     warn_of_unread_variable()
-    settings = with_model_directory(settings)
-    model, config = read_model(settings)
     has_peers = settings.peer_address is not None
     limits = make_room(settings.max_connections, settings.max_connections_per_address, has_peers)
     with ExitStack() as stack:
+        settings = with_model_directory(stack.enter_context(local_model(settings)))
+        model, config = read_model(settings)
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
         settings = with_bound_ports(settings, gateway, admin)
@@ -106,9 +107,9 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
     """Read the model directory and derive the engine's configuration. Raises StartRefused before anything starts."""
     try:
         device = resolve_device(settings.device)
-        model = ModelConfig.load(settings.model)
+        model = ModelConfig.load(settings.model_dir)
         config = EngineConfig(
-            model_dir=str(settings.model),
+            model_dir=str(settings.model_dir),
             blob_url=settings.resolved_blob_url,
             cache_dir=str((settings.disk_tier_dir or DataDirectory(settings.data_dir).disk_tier).absolute()),
             program_dir=str(DataDirectory(settings.data_dir).programs.absolute()) if device == "cuda" else None,

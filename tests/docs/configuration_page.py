@@ -49,11 +49,12 @@ its credentials are configured as in other AWS programs: `AWS_ENDPOINT_URL`, `AW
 
 MEANINGS = {
     "config": "The TOML file with settings.",
-    "data_dir": "Directory for the embedded database and blobs, scratch space, the disk tier and compiled GPU "
-    "programs; each server needs its own.",
+    "data_dir": "Directory for the embedded database and blobs, scratch space, the disk tier, pulled models and "
+    "compiled GPU programs; each server needs its own.",
     "database_url": "`postgresql://USER@HOST/NAME` or `sqlite:///FILE`; by default SQLite in the data directory.",
-    "model": "Directory of the base model, as written by Hugging Face's `save_pretrained`, or a [GGUF file](gguf.md).",
-    "served_name": "The base model's name in the API; by default the name of its directory.",
+    "model": "Directory of the base model, as written by Hugging Face's `save_pretrained`, a [GGUF file](gguf.md), or "
+    "the [name](pulling.md) of either on a hub or in a bucket.",
+    "served_name": "The base model's name in the API; by default the last part of `model`.",
     "host": "Address on which the OpenAI API listens.",
     "port": "Port of the OpenAI API; 0 selects a free port.",
     "admin_host": "Address on which the admin API, the console and `/metrics` listen. Keep it off the internet.",

@@ -291,10 +291,9 @@ def test_redirect_to_a_private_address(hub: LocalHub, pulls: Pulls, own: str, ta
     puller = pulls_from(hub, pulls, own)
     plan = puller.plan(NAME)
     puller._pause = pulls.pauses.append
-    with pytest.raises(SourceUnavailable if is_allowed else Refused) as error:
+    with pytest.raises((Refused, SourceUnavailable)) as error:
         puller.carry_out(plan)
-    if not is_allowed:
-        assert error.value.code == "source_not_allowed"
+    assert getattr(error.value, "code", None) == (None if is_allowed else "source_not_allowed")
 
 
 @pytest.mark.parametrize(

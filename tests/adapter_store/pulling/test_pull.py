@@ -12,7 +12,7 @@ import pytest
 from loramux.adapter_store.errors import PullRefused, Refused
 from loramux.adapter_store.pulling.model_cache import ModelCache, in_use
 from loramux.adapter_store.pulling.model_name import ModelName
-from tests.adapter_store.hub.local_hub import TOKEN, LocalHub
+from tests.adapter_store.hub.local_hub import TOKEN, Answer, LocalHub
 from tests.adapter_store.pulling.pulled import BASE, FILES, NEEDED, SHARDS, WEIGHTS, Pulls, contents
 
 NAME = ModelName.parse(f"hf://{BASE}")
@@ -78,6 +78,14 @@ def test_moved_revision_is_pulled_again_and_equal_files_are_reused(hub: LocalHub
     assert old.path == before.path
 
 
+def test_hub_that_answers_with_another_commit_is_refused(hub: LocalHub, pulls: Pulls) -> None:
+    commit = hub.revisions[BASE, "main"]
+    other = hub.push(BASE, {**FILES, "config.json": b"{}"})
+    hub.revisions[BASE, commit] = other
+    assert code_of(lambda: pulls(f"{BASE}@{commit}")) == "source_moved"
+    assert not downloads(hub)
+
+
 def test_push_during_a_pull_changes_nothing(hub: LocalHub, pulls: Pulls) -> None:
     plan = pulls.puller.plan(NAME)
     hub.push(BASE, {**FILES, SHARDS[0]: b"other weights"})
@@ -115,7 +123,7 @@ def test_private_repository_needs_the_token(hub: LocalHub, pulls: Pulls) -> None
 
 
 def test_gated_repository_is_explained(hub: LocalHub, pulls: Pulls) -> None:
-    def gate(answer: object) -> None:
+    def gate(answer: Answer) -> None:
         answer.status, answer.headers = 403, {"x-error-code": "GatedRepo"}
 
     hub.faults["/revision/"] = gate

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loramux.adapter_store.pulling.model_name import ModelName
 from loramux.admin.commands.serve import gateway, serve
 from loramux.admin.server.settings import FLAGS, DataSettings, Settings, SettingsError, load_settings
 from loramux.admin.serving.gateway_assembly import gateway_settings
@@ -48,6 +49,26 @@ def test_database_and_blobs_are_in_the_data_directory_by_default(model: Path, tm
     assert settings.is_database_embedded
     assert settings.resolved_database_url == f"sqlite:///{tmp_path}/data/loramux.db"
     assert settings.resolved_blob_url == f"file://{tmp_path}/data/blobs"
+
+
+def test_model_can_have_a_url(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_MODEL", "hf://acme/Base-1B@v1")
+    settings = load_settings(Settings, {})
+    assert (settings.model, settings.resolved_served_name) == (ModelName("hf", "acme/Base-1B", "v1"), "Base-1B")
+    toml.write_text('model = "s3://bucket/bases/tiny"')
+    monkeypatch.delenv("LORAMUX_MODEL")
+    assert load_settings(Settings, {"config": toml}).resolved_served_name == "tiny"
+    for wrong, said in (
+        ("hf://acme", "does not have the form"),
+        ("acme/base", "use hf://acme/base"),
+        ("s3://B", "does not have the form"),
+    ):
+        with pytest.raises(SettingsError, match=said) as error:
+            load_settings(Settings, {"model": wrong})
+        assert len(str(error.value).splitlines()) == 1
+    toml.write_text("model = 3")
+    with pytest.raises(SettingsError, match="neither a path nor the URL"):
+        load_settings(Settings, {"config": toml})
 
 
 def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
