@@ -21,6 +21,8 @@ class SelfCheck:
     engine: EngineClient
     data_dir: Path
     served_name: str
+    model_source: str | None = None
+    """The name with the commit under which the base was pulled, if it was."""
     is_sandbox_required: bool = False
 
     def findings(self) -> tuple[Finding, ...]:
@@ -37,7 +39,8 @@ class SelfCheck:
     def _engine(self) -> Finding:
         info = self.engine.info
         if self.engine.is_ready and info is not None:
-            return Finding(check="engine", grade=Grade.OK, message=f"the engine serves {self.served_name}")
+            source = "" if self.model_source is None else f", which is {self.model_source}"
+            return Finding(check="engine", grade=Grade.OK, message=f"the engine serves {self.served_name}{source}")
         trouble = self.engine.trouble
         return Finding(
             check="engine",

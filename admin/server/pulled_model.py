@@ -44,7 +44,7 @@ def local_model(settings: Settings) -> Iterator[Settings]:
         raise StartRefused(f"{settings.data_dir} cannot be used: {error.strerror}") from error
     print(f"the model {name.url} is {found.path}", flush=True)
     with in_use(found.directory):
-        yield settings.model_copy(update={"model": found.path, "served_name": settings.resolved_served_name})
+        yield settings.with_pulled_model(found.path, found.name.url)
 
 
 def local_path(model: str, settings: ModelSettings) -> Path:

@@ -9,7 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -292,6 +301,7 @@ class Settings(ModelSettings):
     """
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    _model_source: str | None = PrivateAttr(default=None)
 
     @field_validator("model")
     @classmethod
@@ -444,6 +454,17 @@ class Settings(ModelSettings):
         """The model's directory or GGUF file. A model with a URL must have been pulled, and its path taken the URL's place."""
         assert isinstance(self.model, Path)
         return self.model
+
+    @property
+    def model_source(self) -> str | None:
+        """The name with the commit under which the model was pulled, or None if it has been given by a path."""
+        return self._model_source
+
+    def with_pulled_model(self, path: Path, source: str) -> Settings:
+        """Return settings in which the path has the place of the URL. The served name stays."""
+        local = self.model_copy(update={"model": path, "served_name": self.resolved_served_name})
+        local._model_source = source
+        return local
 
     @property
     def resolved_served_name(self) -> str:

@@ -267,6 +267,7 @@ def open_admin(
                 engine=gateway.engine,
                 data_dir=directory.root,
                 served_name=settings.resolved_served_name,
+                model_source=settings.model_source,
                 is_sandbox_required=settings.sandbox == "required",
             ),
             fleet=sharing,

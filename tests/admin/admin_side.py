@@ -47,6 +47,7 @@ from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.adapter_store.base_tokenizer import base_vocabulary
 from tests.migrated import migrated_sqlite
 
+MODEL_SOURCE = "hf://acme/the-base@" + 40 * "a"
 ADMIN_KEY = "a-key-of-more-than-thirty-two-characters"
 NUM_LAYERS = 2
 TARGET = PackTarget(
@@ -106,7 +107,12 @@ def open_admin_side(
                 loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),
                 requests=RequestsInFlight(database),
                 self_check=SelfCheck(
-                    database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
+                    database=database,
+                    blobs=blobs,
+                    engine=engine,
+                    data_dir=directory,
+                    served_name="the-base",
+                    model_source=MODEL_SOURCE,
                 ),
             ),
             idempotency_keys=IdempotencyKeys(database),

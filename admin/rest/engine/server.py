@@ -17,13 +17,16 @@ router = APIRouter(prefix="/server", tags=["server"])
 
 
 class ServerDocument(TypedDict):
-    """Versions, base model and clock (`time_ms`, Unix time in milliseconds)."""
+    """Versions, base model and clock (`time_ms`, Unix time in milliseconds). `model_source` is the name with the commit
+    under which the base was pulled, or null.
+    """
 
     object: Literal["server"]
     version: str
     python: str
     torch: str
     base_model: str
+    model_source: str | None
     device: str | None
     dtype: str | None
     quantization: str | None
@@ -40,6 +43,7 @@ async def get_server(services: Services, caller: PlatformReader) -> ServerDocume
         "python": platform.python_version(),
         "torch": version("torch"),
         "base_model": services.engine.self_check.served_name,
+        "model_source": services.engine.self_check.model_source,
         "device": info.device if info else None,
         "dtype": info.dtype if info else None,
         "quantization": info.quantization if info else None,

@@ -26,7 +26,7 @@ from loramux.admin.console.app import create_console
 from loramux.admin.serving.app import create_admin_app
 from loramux.migrations.schema import base_servers, version_bases
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
-from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
 from tests.admin.app_client import client_of
 from tests.admin.console.signed_in_browser import Browser, Stream, first_match
 from tests.admin.fleet import PEER, SILENT, ScriptedFleet
@@ -56,6 +56,10 @@ async def test_empty_page_says_what_to_do(operator: Browser, path: str) -> None:
     page = (await operator.get(path)).text
     assert "<h1>" in page
     assert "Undefined" not in page
+
+
+async def test_health_page_names_the_source_of_the_model(operator: Browser) -> None:
+    assert f"the-base, pulled as {MODEL_SOURCE}" in (await operator.get("/health")).text
 
 
 async def test_overview_counts_requests_refused_with_either_status(operator: Browser, console_side: AdminSide) -> None:

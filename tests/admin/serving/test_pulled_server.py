@@ -23,6 +23,7 @@ from tests.admin.serving.test_serve import Server, serve
 from tests.demo_base import DEMO_BASE
 
 NAME = "hf://acme/demo"
+KEY = "a-platform-administrators-key-of-32-characters"
 FILES = {path.name: path.read_bytes() for path in DEMO_BASE.iterdir() if path.is_file()}
 
 
@@ -48,7 +49,7 @@ def test_server_pulls_its_model_and_starts_again_without_the_hub(tmp_path: Path)
     models = ModelCache(tmp_path / "data" / "models")
     with running_hub() as hub:
         commit = hub.push("acme/demo", FILES)
-        process = serve(*arguments, HF_ENDPOINT=hub.url)
+        process = serve(*arguments, HF_ENDPOINT=hub.url, LORAMUX_ADMIN_KEY=KEY)
         try:
             before, server = started(process)
             assert before[0].startswith(f"{NAME}@main (commit {commit}): {len(FILES)} files, 5.05 MB, to ")
@@ -56,6 +57,10 @@ def test_server_pulls_its_model_and_starts_again_without_the_hub(tmp_path: Path)
             assert server.lines[0].startswith("loramux serves demo (cpu, ")
             with httpx.Client(trust_env=False, timeout=30) as http:
                 assert http.get(f"{server.url}/health/ready").status_code == 200
+                shown = http.get(
+                    f"{server.admin_url}/admin/v1/server", headers={"authorization": f"Bearer {KEY}"}
+                ).json()
+                assert (shown["base_model"], shown["model_source"]) == ("demo", f"{NAME}@{commit}")
             with pytest.raises(PullRefused) as error:
                 models.remove(ModelName.parse(NAME))
             assert error.value.code == "model_in_use"
@@ -95,6 +100,7 @@ def test_model_is_pulled_once_and_takes_the_place_of_its_url(
     with local_model(settings) as local:
         assert {path.name: path.read_bytes() for path in local.model_dir.iterdir()} == FILES
         assert local.resolved_served_name == "demo"
+        assert local.model_copy(update={"port": 1}).model_source == f"{NAME}@{local.model_dir.name}"
         with pytest.raises(PullRefused):
             ModelCache(tmp_path / "data" / "models").remove(ModelName.parse(NAME))
     told = capsys.readouterr().out.splitlines()
