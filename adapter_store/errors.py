@@ -75,7 +75,8 @@ class ConversionRefused(Refused):
     The codes: `not_a_file`, `not_gguf`, `unsupported_gguf`, `truncated_file`, `header_too_large`, `invalid_header`,
     `duplicate_key`, `invalid_offsets`, `unsupported_dtype`, `tensor_not_2d`, `not_an_adapter`,
     `unsupported_architecture`, `alpha_out_of_range`, `unexpected_tensor`, `missing_tensor`, `rank_mismatch`,
-    `base_needed`, `base_mismatch`, `invalid_metadata`, `unsupported_metadata`, `missing_part`, `not_writable`.
+    `base_needed`, `base_mismatch`, `invalid_metadata`, `unsupported_metadata`, `missing_part`, `not_writable`,
+    `unsupported_tokenizer`, `invalid_tokenizer`, `invalid_template`.
     """
 
 
