@@ -106,6 +106,10 @@ CAMPAIGNS: Mapping[str, Campaign] = {
             ("tests.conformance.chat_templates",),
         ),
     ),
+    "gguf-tokenizers": Campaign(
+        line="Tokenizers read from GGUF metadata against the originals and llama.cpp (ARGS='--help' for sizes)",
+        commands=(("tests.conformance.gguf_tokenizers",),),
+    ),
     "trainers": Campaign(
         line="251 directories as training programs write them, served equal to peft or refused "
         "(LORAMUX_TRAINER_COUNTS=FILE for the counts)",

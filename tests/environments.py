@@ -40,6 +40,7 @@ ENVIRONMENTS: Mapping[str, Environment] = {
         requirements={tool: f"tests/harnesses/{tool}.txt" for tool in ("lm-eval", "guidellm", "aiperf", "vllm")},
         pinned=TORCH,
     ),
+    "gguf": Environment(folder=".venv-gguf", requirements={".": "tests/conformance/gguf-requirements.txt"}),
     "deploy": Environment(folder=".venv-deploy", requirements={".": "tests/platform/deploy/requirements.txt"}),
 }
 

@@ -51,9 +51,9 @@ _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 
 
-def _words(digits: str, symbols: str = _SYMBOLS) -> str:
+def _words(digits: str, symbols: str = _SYMBOLS, blanks: str = _BLANKS) -> str:
     """Return a pattern in the form of GPT-4's: a word includes the one character before it that is no letter."""
-    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{symbols}|{_BLANKS}"
+    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{symbols}|{blanks}"
 
 
 def _cased_words(digits: str, suffix: str, symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n/]*", no: str = "") -> str:
@@ -84,6 +84,9 @@ _CASED_SCRIPTS = (
 """The code points of DeepSeek's letters, those of scripts with two cases. As text, many of them look alike."""
 _DEEPSEEK_LETTERS = "".join("-".join(chr(int(end, 16)) for end in ends.split("-")) for ends in _CASED_SCRIPTS.split())
 _DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_JAIS_2_BLANKS = (
+    r"\s*[\r\n]+|" + "|".join(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1)) + r"|\s{1,2}(?!\S)|\s{1}"
+)
 _DEEPSEEK_LLM = (
     "[\r\n]",
     rf"\s?[{_DEEPSEEK_LETTERS}]+",
@@ -122,7 +125,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LIKE_GPT_4),
     **dict.fromkeys(("glm4", "glm5"), PreTokenizer(_patterns(_LLAMA3), ignores_merges=True)),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _LIKE_GPT_4O),
-    "qwen2": PreTokenizer(_patterns(_QWEN2), normalizer=_NFC),
+    **dict.fromkeys(("qwen2", "f2llmv2"), PreTokenizer(_patterns(_QWEN2), normalizer=_NFC)),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez", "hunyuan", "stablelm2", "grok-2", "solar-open"), _LIKE_QWEN2),
     "qwen35": PreTokenizer(_patterns(_QWEN35), normalizer=_NFC),
     "tekken": PreTokenizer(_patterns(_TEKKEN), ignores_merges=True, adds_bos=True),
@@ -147,6 +150,21 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
             )
         ),
     ),
+    "exaone-moe": PreTokenizer(
+        _patterns(
+            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+        )
+    ),
+    "youtu": PreTokenizer(
+        _patterns(
+            "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+            "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+            _cased_words(r"\p{N}", f"{_CONTRACTION}?"),
+        ),
+        ignores_merges=True,
+    ),
+    "jais-2": PreTokenizer(_patterns(_words(r"\p{N}{1,3}", blanks=_JAIS_2_BLANKS))),
     "seed-coder": PreTokenizer(_patterns(_words(r"\p{N}{1}", r" ?[^\s\p{L}\p{N}\r\n]+"))),
     "minicpm5": PreTokenizer(_patterns(r"\p{N}{1,3}", _words(r"\p{N}+")), ignores_merges=True),
 }
