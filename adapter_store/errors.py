@@ -114,6 +114,10 @@ class InvalidAlias(Refused):
     """An alias cannot point to the given versions, or cannot be removed."""
 
 
+class InvalidEval(Refused):
+    """The file of an eval, or its options, cannot be used. `param` names the line or the option at fault."""
+
+
 class InvalidGrant(Refused):
     """An adapter cannot be granted to this tenant."""
 
@@ -184,6 +188,14 @@ class AliasChanged(StoreError):
 
 class NothingToRollBack(StoreError):
     """The alias has no such revision to roll back to."""
+
+
+class EvalNotFound(StoreError):
+    """There is no such eval."""
+
+
+class EvalNotPassed(StoreError):
+    """The alias demands an eval that the version has not passed."""
 
 
 class GrantNotFound(StoreError):

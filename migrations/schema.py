@@ -201,6 +201,12 @@ adapter_aliases = Table(
     # Number of changes to the alias. The history has a row for each change.
     Column("revision", Integer, nullable=False),
     Column("updated_us", BigInteger, nullable=False),
+    # {"sha256", "name", "min_ppm"}: the eval that a version must have passed before the alias moves to it. NULL if the
+    # alias demands none.
+    Column("required_eval", JSON(none_as_null=True), nullable=True),
+    # The bounds within which the alias's new versions must stay, and the verdict: see CanaryRule in
+    # adapter_store/registry/records.py. NULL if the alias does not watch its versions.
+    Column("canary", JSON(none_as_null=True), nullable=True),
 )
 
 adapter_alias_targets = Table(
@@ -231,6 +237,62 @@ adapter_alias_history = Table(
     Column("created_us", BigInteger, nullable=False),
     UniqueConstraint("adapter_id", "name", "revision"),
     CheckConstraint("action IN ('set', 'rollback')", name="action"),
+)
+
+# Runs of a version on a file of prompts with expected answers, and their results.
+evals = Table(
+    "evals",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("version_id", ID, ForeignKey("adapter_versions.id"), nullable=False),
+    # Another version of the adapter that answers the same prompts. NULL without a comparison.
+    Column("compared_id", ID, ForeignKey("adapter_versions.id"), nullable=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    # The file's name, or a name made from its checksum if the name could be a secret.
+    Column("name", String(100), nullable=False),
+    Column("sha256", String(64), nullable=False),
+    # The model that judges answers. NULL if no line of the file needs a judge.
+    Column("judge", String(256), nullable=True),
+    Column("state", String(16), nullable=False),
+    # The file while the eval is queued or running, then empty.
+    Column("content", LargeBinary, nullable=False),
+    Column("num_cases", Integer, nullable=False),
+    # Number of stored answers, of both versions.
+    Column("num_answers", Integer, nullable=False),
+    # Mean scores in millionths and numbers of passed cases. NULL until the eval is done.
+    Column("score_ppm", Integer, nullable=True),
+    Column("num_passed", Integer, nullable=True),
+    Column("compared_ppm", Integer, nullable=True),
+    Column("compared_passed", Integer, nullable=True),
+    # The tenant's key that pays for the answers. NULL if the operator runs the eval, which is not charged.
+    Column("api_key_id", ID, nullable=True),
+    Column("created_by", ID, nullable=False),
+    Column("error_code", String(64), nullable=True),
+    Column("error", String(500), nullable=True),
+    # The server that runs the eval, and when its claim expires.
+    Column("claimed_by", ID, nullable=True),
+    Column("claim_expires_us", BigInteger, nullable=True),
+    Column("created_us", BigInteger, nullable=False),
+    Column("finished_us", BigInteger, nullable=True),
+    Index("ix_evals_version_id_id", "version_id", "id"),
+    Index("ix_evals_compared_id", "compared_id"),
+    Index("ix_evals_state_id", "state", "id", postgresql_where=text("state IN ('queued', 'running')")),
+    CheckConstraint("state IN ('queued', 'running', 'done', 'failed', 'cancelled')", name="state"),
+)
+
+eval_answers = Table(
+    "eval_answers",
+    metadata,
+    Column("eval_id", ID, ForeignKey("evals.id"), primary_key=True),
+    # The case's line in the file, from 1.
+    Column("line", Integer, primary_key=True),
+    # 0 for the evaluated version, 1 for the version that it is compared with.
+    Column("side", SmallInteger, primary_key=True),
+    Column("score_ppm", Integer, nullable=False),
+    Column("is_passed", SmallInteger, nullable=False),
+    # The answer, cut to its first characters, and why it did not pass.
+    Column("answer", String(1000), nullable=False),
+    Column("detail", String(300), nullable=False),
 )
 
 adapter_grants = Table(

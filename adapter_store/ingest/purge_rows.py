@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, ScalarSelect, Select, delete, func, select
 
 from loramux.adapter_store.errors import RequestsRunning, VersionInUse, VersionNotFound, WeightsBeingPurged
+from loramux.adapter_store.registry.evals import delete_evals
 from loramux.adapter_store.registry.registry import MAX_VERSION, delete_adapter_rows, lock_adapter, owner_of
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
@@ -229,6 +230,8 @@ def _unshared(connection: Connection, digests: Collection[str], but: Collection[
 
 def _delete_versions(connection: Connection, rows: Sequence[Row[Any]]) -> None:
     ids = [row.id for row in rows]
+    for part in _parts(ids):
+        delete_evals(connection, part)
     for column in (
         adapter_alias_targets.c.version_id,
         version_bases.c.version_id,

@@ -15,6 +15,8 @@ from loramux.adapter_store.errors import (
     BaseNotFound,
     BasesDiffer,
     BlobStoreUnavailable,
+    EvalNotFound,
+    EvalNotPassed,
     FileNotFound,
     GrantNotFound,
     LimitReached,
@@ -45,6 +47,7 @@ _NOT_FOUND: Mapping[type[Exception], str] = {
     VersionNotFound: "version_not_found",
     AliasNotFound: "alias_not_found",
     BaseNotFound: "base_not_found",
+    EvalNotFound: "eval_not_found",
     GrantNotFound: "grant_not_found",
     UploadNotFound: "upload_not_found",
     FileNotFound: "file_not_found",
@@ -71,6 +74,8 @@ def api_error(error: Exception) -> ApiError:
         return Conflict(str(error), code="version_not_ready", param="version")
     if isinstance(error, VersionInUse):
         return Conflict(str(error), code="version_in_use", param="version")
+    if isinstance(error, EvalNotPassed):
+        return Conflict(str(error), code="eval_not_passed", param="require_eval")
     if isinstance(error, RequestsRunning):
         return Conflict(str(error), code="requests_running", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, NothingToRollBack):

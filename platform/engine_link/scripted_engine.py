@@ -81,6 +81,8 @@ class ScriptedEngine:
         self.extensions: list[Extend] = []
         self.aborts: list[Abort] = []
         self._num_committed = 0
+        self.num_waiting = 0
+        """The number of waiting sequences that the engine reports."""
         self.resident: dict[str, int] = {}
         self.pinned: set[str] = set()
         self.unloadable: set[str] = set()
@@ -182,7 +184,7 @@ class ScriptedEngine:
             call_id="stats",
             num_steps=len(self.adds),
             num_running=len(self._running),
-            num_waiting=0,
+            num_waiting=self.num_waiting,
             num_pages=self._info.num_pages,
             num_free_pages=self._info.num_pages - num_used,
             num_kv_pages=0,

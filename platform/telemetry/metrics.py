@@ -13,6 +13,7 @@ from loramux.platform.telemetry.package_metrics import (
     AdminMetrics,
     AdmissionMetrics,
     ApiMetrics,
+    EvalMetrics,
     GenerationMetrics,
     GrammarMetrics,
     IngestMetrics,
@@ -38,6 +39,7 @@ class GatewayMetrics:
         self.replicas = ReplicaMetrics(new)
         self.ingest = IngestMetrics(new)
         self.admin = AdminMetrics(new)
+        self.evals = EvalMetrics(new)
         self.listeners = ListenerMetrics(new)
 
     def render(self) -> bytes:

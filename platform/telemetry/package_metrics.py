@@ -198,6 +198,13 @@ class ReplicaMetrics:
         self._refusals.labels(reason).inc()
 
 
+class EvalMetrics:
+    def __init__(self, new: NewMetrics) -> None:
+        self.answers = new.counter(
+            "loramux_eval_answers", "Graded answers of evals", "outcome", values=("passed", "failed")
+        )
+
+
 class IngestMetrics:
     """Metrics of `adapter_store`."""
 

@@ -1,0 +1,1 @@
+"""Evals: a version answers a file of prompts, and graders compare the answers with the expected ones."""

@@ -1,0 +1,234 @@
+"""Runs queued evals, one question at a time, while no request waits for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.adapter_store.errors import ClaimLost, InvalidEval
+from loramux.adapter_store.registry.eval_claims import ClaimedEval, EvalClaims
+from loramux.adapter_store.registry.evals import PPM, Eval, EvalAnswer
+from loramux.engine.protocol.messages import StatsRequest
+from loramux.platform.admission.database_health import DatabaseTrouble
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.errors import ApiError, PermissionDenied
+from loramux.platform.evals.cases import Case, read_cases
+from loramux.platform.evals.graders import Grade, combined, grade_likelihood, grade_text, grade_verdict
+from loramux.platform.evals.payer import payer
+from loramux.platform.evals.questions import Questions
+from loramux.platform.openai_api.error_responses import TRANSLATIONS
+from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.telemetry.package_metrics import EvalMetrics
+
+MAX_RUNNING = 2
+"""Maximum number of evals that a server runs at once, each of another tenant."""
+
+POLL_S = 1.0
+LOOK_S = 0.25
+"""Interval between looks at the engine's queue, in seconds."""
+
+STATS_TIMEOUT_S = 5.0
+MAX_FAILURES_IN_A_ROW = 5
+"""Number of consecutive questions without an answer after which an eval fails."""
+
+_FATAL = (401, 403, 404, 409)
+"""Statuses that every other question of the eval would get, too."""
+_LATER = (429, 503)
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long an eval waits, in seconds."""
+
+    answer_s: float = 120.0
+    """Longest wait for one answer or verdict."""
+    refusal_s: float = 600.0
+    """Longest time for which one question is refused for lack of quota or capacity. Then the eval fails."""
+    queue_s: float = 60.0
+    """Longest time that a question waits for other requests to leave the engine's queue."""
+
+
+class EvalFailed(Exception):
+    """The eval cannot continue."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class EvalRunner:
+    """Claims evals and runs them until cancelled. Several servers on one database can run evals concurrently."""
+
+    def __init__(
+        self,
+        services: GatewayServices,
+        claims: EvalClaims,
+        metrics: EvalMetrics,
+        patience: Patience | None = None,
+    ) -> None:
+        self._services = services
+        self._claims = claims
+        self._metrics = metrics
+        self._patience = patience or Patience()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        """The tasks of running evals, by tenant."""
+
+    async def run(self) -> None:
+        """Run until cancelled. The evals that are running then go back to the queue."""
+        try:
+            while True:
+                try:
+                    await self._claim()
+                except (SQLAlchemyError, DatabaseTrouble) as error:
+                    log.warning("evals cannot be claimed; trying again", error=type(error).__name__)
+                await asyncio.sleep(POLL_S)
+        finally:
+            tasks = list(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _claim(self) -> None:
+        self._running = {tenant: task for tenant, task in self._running.items() if not task.done()}
+        while len(self._running) < MAX_RUNNING and self._services.engine.is_ready:
+            claimed = await self._services.call(self._claims.claim, tuple(self._running))
+            if claimed is None:
+                return
+            tenant_id = claimed.eval.tenant_id
+            self._running[tenant_id] = asyncio.create_task(self._run(claimed), name=claimed.eval.id)
+
+    async def _run(self, claimed: ClaimedEval) -> None:
+        found = claimed.eval
+        renewal = asyncio.create_task(self._renew(found.id))
+        try:
+            await self._answer_all(claimed)
+            await self._services.call(self._claims.finish, found.id)
+        except (EvalFailed, InvalidEval) as error:
+            with suppress(ClaimLost):
+                await self._services.call(self._claims.fail, found.id, error.code, str(error))
+            log.info("an eval failed", eval_id=found.id, code=error.code)
+        except ClaimLost:
+            log.info("an eval was cancelled or taken over", eval_id=found.id)
+        except asyncio.CancelledError:
+            # The server stops. Another one, or this one after a restart, continues the eval at once.
+            with suppress(ClaimLost, SQLAlchemyError, DatabaseTrouble):
+                await self._services.call(self._claims.give_back, found.id)
+            raise
+        except (SQLAlchemyError, DatabaseTrouble) as error:
+            # The claim expires, and a server continues the eval.
+            log.warning("an eval was interrupted", eval_id=found.id, error=type(error).__name__)
+        except Exception as error:
+            log.exception("an eval failed unexpectedly", eval_id=found.id)
+            with suppress(ClaimLost, SQLAlchemyError, DatabaseTrouble):
+                await self._services.call(self._claims.fail, found.id, "internal_error", type(error).__name__)
+        finally:
+            renewal.cancel()
+
+    async def _renew(self, eval_id: str) -> None:
+        while True:
+            await asyncio.sleep(self._claims.lease_s / 3)
+            # A lost claim is noticed when the next answer is stored.
+            with suppress(ClaimLost, SQLAlchemyError, DatabaseTrouble):
+                await self._services.call(self._claims.renew, eval_id)
+
+    async def _answer_all(self, claimed: ClaimedEval) -> None:
+        file = await self._services.compute(read_cases, claimed.content)
+        num_failures = 0
+        for case in file.cases:
+            for side in claimed.eval.sides:
+                if (case.line, side) in claimed.answered:
+                    continue
+                answer, has_failed = await self._answered(claimed.eval, case, side)
+                await self._services.call(self._claims.record, claimed.eval.id, answer)
+                self._metrics.answers.labels("passed" if answer.is_passed else "failed").inc()
+                num_failures = num_failures + 1 if has_failed else 0
+                if num_failures == MAX_FAILURES_IN_A_ROW:
+                    raise EvalFailed("no_answers", f"{num_failures} lines in a row got no answer: {answer.detail}")
+
+    async def _answered(self, found: Eval, case: Case, side: int) -> tuple[EvalAnswer, bool]:
+        """Answer and grade one line. Also return whether there was no answer or no verdict."""
+        text, has_failed = "", False
+        try:
+            if case.needs_answer:
+                text = await self._asked(found, lambda questions: questions.answer(found.model(side), case))
+            grade = combined(await self._grades(found, case, side, text))
+        except TimeoutError:
+            grade, has_failed = Grade(0.0, False, f"no answer within {self._patience.answer_s:g} s"), True
+        except ApiError as error:
+            grade, has_failed = Grade(0.0, False, f"{error.code}: {error.message}"), True
+        score_ppm = round(grade.score * PPM)
+        return EvalAnswer(case.line, side, score_ppm, grade.is_passed, text, grade.detail), has_failed
+
+    async def _grades(self, found: Eval, case: Case, side: int, text: str) -> list[Grade]:
+        grades = await self._services.compute(grade_text, case, text)
+        if case.judge is not None and found.judge is not None:
+            judge = found.judge
+            grades.append(grade_verdict(await self._asked(found, lambda asked: asked.verdict(judge, case, text))))
+        if case.reference is not None:
+            logprobs = await self._asked(found, lambda questions: questions.likelihood(found.model(side), case))
+            grades.append(grade_likelihood(case, logprobs))
+        return grades
+
+    async def _asked(self, found: Eval, ask: Callable[[Questions], Awaitable[T]]) -> T:
+        """Ask until the question is admitted. Raises EvalFailed, TimeoutError, or ApiError for this question only."""
+        end_s = time.monotonic() + self._patience.refusal_s
+        while True:
+            questions = await self._questions(found)
+            await self._wait_for_turn()
+            try:
+                async with asyncio.timeout(self._patience.answer_s):
+                    return await ask(questions)
+            except ApiError as error:
+                if error.status in _FATAL:
+                    raise EvalFailed(error.code, error.message) from None
+                if error.status not in _LATER:
+                    raise
+                refusal, wait_s = error, error.retry_after_s or 1.0
+            except tuple(TRANSLATIONS) as error:
+                refusal, wait_s = TRANSLATIONS[_known(error)](error), 1.0
+            if time.monotonic() + wait_s > end_s:
+                raise EvalFailed(refusal.code, refusal.message)
+            await asyncio.sleep(wait_s)
+
+    async def _questions(self, found: Eval) -> Questions:
+        """Check again that the key and the tenant are in service. Raises EvalFailed."""
+        callers = self._services.callers
+        tenant = await self._services.call(callers.tenants.get, found.tenant_id)
+        if tenant is None or tenant.state != "active":
+            raise EvalFailed("tenant_suspended", "the tenant is not in service")
+        key = None
+        if found.api_key_id is not None:
+            key = await self._services.call(callers.api_keys.get, found.api_key_id)
+            if key is None:
+                raise EvalFailed("insufficient_scope", "the key that started the eval is gone")
+        try:
+            principal = payer(tenant.id, tenant.slug, key, self._services.database.now_us())
+        except PermissionDenied as error:
+            raise EvalFailed(error.code, error.message) from None
+        return Questions(self._services, principal, is_charged=key is not None)
+
+    async def _wait_for_turn(self) -> None:
+        """Wait until no sequence waits for the engine, but not forever."""
+        end_s = time.monotonic() + self._patience.queue_s
+        while time.monotonic() < end_s:
+            try:
+                stats = await self._services.engine.call(StatsRequest(), STATS_TIMEOUT_S)
+            except (EngineUnavailable, TimeoutError):
+                return
+            if stats.num_waiting == 0:
+                return
+            await asyncio.sleep(LOOK_S)
+
+
+def _known(error: Exception) -> type[Exception]:
+    return next(kind for kind in type(error).__mro__ if kind in TRANSLATIONS)

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from loramux.adapter_store.registry.eval_claims import EvalClaims
+from loramux.adapter_store.registry.evals import Eval, EvalAnswer
+from loramux.engine.protocol.messages import Add
+from loramux.migrations.database import Database
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.evals.runner import Patience
+from loramux.platform.openai_api.schemas import MAX_PRIORITY
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.platform.evals.eval_lab import EvalLab
+from tests.platform.gateways import open_gateway
+from tests.platform.ready_adapters import digest_of
+
+pytestmark = pytest.mark.anyio
+
+CHAT = [{"role": "user", "content": "Say yes"}]
+
+
+@pytest.fixture
+async def lab(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
+) -> AsyncIterator[EvalLab]:
+    async with open_gateway(accounts, tokenizer, threads, max_model_len=1024) as gateway:
+        yield EvalLab(gateway, gateway.add_adapter("acme", "support", versions=2))
+
+
+def key_of(lab: EvalLab) -> str:
+    return lab.gateway.services.callers.api_keys.create(lab.gateway.tenant.id, "evals").key.id
+
+
+def ended(found: Eval) -> tuple[Any, ...]:
+    return found.state, found.score_ppm, found.num_passed, found.error_code
+
+
+async def test_version_is_graded_and_compared(lab: EvalLab) -> None:
+    lab.answer_with({1: "yes", 2: "no"})
+    cases = [{"prompt": "Say yes", "equal": "yes"}, {"messages": CHAT, "contains": ["yes", "es"]}]
+    async with lab.running():
+        found = await lab.finished(lab.create([*cases, {"prompt": "Say no", "equal": "no"}], compared=2))
+    assert ended(found) == ("done", 666_666, 2, None)
+    assert (found.compared_ppm, found.compared_passed, found.num_answers) == (333_333, 1, 6)
+    assert [(one.line, one.side, one.is_passed, one.answer) for one in lab.answers(found)] == [
+        (1, 0, True, "yes"),
+        (1, 1, False, "no"),
+        (2, 0, True, "yes"),
+        (2, 1, False, "no"),
+        (3, 0, False, "yes"),
+        (3, 1, True, "no"),
+    ]
+    adds = lab.gateway.engine.adds
+    assert {add.priority for add in adds} == {MAX_PRIORITY}
+    assert {add.sampling.temperature for add in adds} == {0.0}
+
+
+async def test_operator_is_not_charged_and_a_tenant_is(lab: EvalLab) -> None:
+    lab.answer_with({1: "yes"})
+    async with lab.running():
+        await lab.finished(lab.create([{"prompt": "Say yes", "equal": "yes"}]))
+        assert lab.gateway.usage() == []
+        key_id = key_of(lab)
+        await lab.finished(lab.create([{"prompt": "Say yes", "equal": "yes"}], key_id))
+    [event] = lab.gateway.usage()
+    assert (event.endpoint, event.model, event.api_key_id) == ("evals", "acme/support@1", key_id)
+    engine = lab.gateway.engine
+    # The end token is charged, too.
+    num_tokens = len(lab.gateway.services.prompts.tokenizer.encode("yes", add_special_tokens=False)) + 1
+    assert (event.prompt_tokens, event.completion_tokens) == (len(engine.adds[-1].prompt), num_tokens)
+
+
+async def test_judge_decides(lab: EvalLab) -> None:
+    # The first check of a grammar starts a process.
+    lab.patience = Patience(answer_s=60)
+    lab.answer_with({1: "A poem", 0: "yes"})
+    cases = [{"messages": CHAT, "judge": "Is it a poem?"}]
+    async with lab.running():
+        found = await lab.finished(lab.create(cases, judge="base"))
+        lab.answer_with({1: "A poem", 0: "no"})
+        refused = await lab.finished(lab.create(cases, judge="base"))
+    assert ended(found) == ("done", 1_000_000, 1, None)
+    assert ended(refused) == ("done", 0, 0, None)
+    assert lab.gateway.engine.adds[-1].grammar
+
+
+async def test_reference_is_scored_without_generating(lab: EvalLab) -> None:
+    lab.answer_with({1: "x"}, logprob=-0.25)
+    cases = [{"prompt": "Say", "reference": " yes"}, {"messages": CHAT, "reference": "yes", "min_likelihood": 0.9}]
+    async with lab.running():
+        found = await lab.finished(lab.create(cases))
+    assert ended(found) == ("done", 778_801, 1, None)
+    assert [one.answer for one in lab.answers(found)] == ["", ""]
+
+
+@pytest.mark.parametrize("judge", ["other/secret", "other/absent", "acme/support@9", "nonsense::"])
+async def test_foreign_judge_ends_the_eval_like_an_absent_one(lab: EvalLab, judge: str) -> None:
+    lab.gateway.add_adapter("other", "secret")
+    lab.answer_with({1: "yes"})
+    async with lab.running():
+        found = await lab.finished(lab.create([{"prompt": "p", "judge": "?"}], judge=judge))
+    assert (found.state, found.error_code) == ("failed", "model_not_found")
+    assert found.error == f"The model {judge!r} does not exist or you do not have access to it."
+
+
+async def test_judge_that_never_answers_ends_the_eval(lab: EvalLab) -> None:
+    tokens = lab.gateway.services.prompts.tokenizer.encode("yes", add_special_tokens=False)
+    lab.gateway.engine.script = lambda add: Script(token_ids=tokens, stall_after=None if add.digest else 0)
+    async with lab.running():
+        found = await lab.finished(lab.create([{"prompt": "p", "judge": "?"}] * 20, key_of(lab), judge="base"))
+    assert (found.state, found.error_code, found.num_answers) == ("failed", "no_answers", 5)
+    assert {one.detail for one in lab.answers(found)} == {"no answer within 0.2 s"}
+    # The abandoned requests are settled.
+    assert await lab.gateway.services.run.requests.drain(5)
+    assert [event.status for event in lab.gateway.usage()].count("completed") == 5
+
+
+async def test_line_that_does_not_fit_fails_alone(lab: EvalLab) -> None:
+    lab.answer_with({1: "yes"})
+    cases = [{"prompt": "word " * 2000, "equal": "yes"}, {"prompt": "p", "equal": "yes"}]
+    async with lab.running():
+        found = await lab.finished(lab.create(cases))
+    assert ended(found) == ("done", 500_000, 1, None)
+    assert lab.answers(found)[0].detail.startswith("context_length_exceeded: ")
+
+
+async def test_spent_quota_ends_the_eval(lab: EvalLab) -> None:
+    lab.answer_with({1: "yes"})
+    lab.gateway.limit("requests_per_minute", 2)
+    async with lab.running():
+        found = await lab.finished(lab.create([{"prompt": "p", "equal": "yes"}] * 4, key_of(lab)))
+    assert (found.state, found.error_code, found.num_answers) == ("failed", "rate_limit_exceeded", 2)
+
+
+async def test_revoked_key_ends_the_eval(lab: EvalLab) -> None:
+    lab.answer_with({1: "yes"})
+    key_id = key_of(lab)
+    found = lab.create([{"prompt": "p", "equal": "yes"}], key_id)
+    lab.gateway.services.callers.api_keys.revoke(key_id)
+    async with lab.running():
+        found = await lab.finished(found)
+    assert (found.state, found.error_code) == ("failed", "insufficient_scope")
+    assert lab.gateway.engine.adds == []
+
+
+async def test_cancelled_eval_stops(lab: EvalLab) -> None:
+    lab.answer_with({1: "yes"}, delay_s=0.05)
+    async with lab.running():
+        found = lab.create([{"prompt": "p", "equal": "yes"}] * 200)
+        await lab.until(found, lambda now: now.num_answers > 0)
+        lab.evals.cancel(found.id)
+        await asyncio.sleep(0.3)
+        asked = len(lab.gateway.engine.adds)
+        await asyncio.sleep(0.3)
+    assert len(lab.gateway.engine.adds) == asked < 200
+    assert lab.evals.get(found.id).state == "cancelled"
+
+
+async def test_dead_servers_eval_is_continued(lab: EvalLab) -> None:
+    lab.answer_with({1: "yes"})
+    found = lab.create([{"prompt": f"p{line}", "equal": "yes"} for line in range(3)])
+    dead = EvalClaims(lab.database, lease_us=0)
+    assert dead.claim() is not None
+    dead.record(found.id, EvalAnswer(1, 0, 0, False, "stored before the death", ""))
+    async with lab.running():
+        found = await lab.finished(found)
+    assert ended(found) == ("done", 666_666, 2, None)
+    assert [one.answer for one in lab.answers(found)] == ["stored before the death", "yes", "yes"]
+    assert len(lab.gateway.engine.adds) == 2
+
+
+async def test_stopped_server_gives_its_eval_back(lab: EvalLab) -> None:
+    lab.answer_with({1: "yes"}, delay_s=0.05)
+    async with lab.running():
+        found = lab.create([{"prompt": "p", "equal": "yes"}] * 30)
+        await lab.until(found, lambda now: now.num_answers > 0)
+    assert lab.evals.get(found.id).state == "queued"
+    lab.answer_with({1: "yes"})
+    async with lab.running():
+        found = await lab.finished(found)
+    assert ended(found) == ("done", 1_000_000, 30, None)
+
+
+async def test_eval_waits_while_requests_wait(lab: EvalLab) -> None:
+    lab.answer_with({1: "yes"})
+    lab.gateway.engine.num_waiting = 1
+    async with lab.running():
+        found = lab.create([{"prompt": "p", "equal": "yes"}])
+        await lab.until(found, lambda now: now.state == "running")
+        began_s = time.monotonic()
+        found = await lab.finished(found)
+    # It waits for a limited time only.
+    assert lab.patience.queue_s * 0.8 < time.monotonic() - began_s < 10
+
+
+async def test_engine_restart_delays_an_eval(lab: EvalLab) -> None:
+    engine = lab.gateway.engine
+    lab.patience = Patience(answer_s=1, refusal_s=10, queue_s=1)
+    lab.answer_with({1: "yes"})
+    answer = engine.script
+
+    def die_once(add: Add) -> Script:
+        asyncio.get_running_loop().call_soon(engine.die)
+        asyncio.get_running_loop().call_later(0.3, engine.revive)
+        engine.script = answer
+        return Script(token_ids=(5,) * 9, delay_s=0.1)
+
+    engine.script = die_once
+    async with lab.running():
+        found = await lab.finished(lab.create([{"prompt": "p", "equal": "yes"}] * 2))
+    assert ended(found) == ("done", 1_000_000, 2, None)
+    assert {add.digest for add in engine.adds} == {digest_of("acme/support@1")}
