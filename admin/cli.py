@@ -14,6 +14,7 @@ from loramux.admin.commands import (
     check,
     database,
     doctor,
+    evals,
     grants,
     jobs,
     keys,
@@ -54,6 +55,8 @@ app.add_typer(tenants.app, name="tenants", rich_help_panel=VERBS)
 app.add_typer(keys.app, name="keys", rich_help_panel=VERBS)
 app.add_typer(adapters.app, name="adapters", rich_help_panel=VERBS)
 app.add_typer(aliases.app, name="aliases", rich_help_panel=VERBS)
+app.command("eval", rich_help_panel=VERBS)(evals.evaluate)
+app.add_typer(evals.app, name="evals", rich_help_panel=VERBS)
 app.add_typer(grants.app, name="grants", rich_help_panel=VERBS)
 app.add_typer(quotas.app, name="quotas", rich_help_panel=VERBS)
 app.command("usage", rich_help_panel=VERBS)(usage.usage)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from fractions import Fraction
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select, true, update
@@ -15,7 +17,17 @@ from loramux.adapter_store.errors import (
     VersionNotFound,
     VersionNotReady,
 )
-from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Alias, AliasAction, AliasChange, AliasTarget
+from loramux.adapter_store.registry.evals import check_passed
+from loramux.adapter_store.registry.records import (
+    DEFAULT_ALIAS,
+    Alias,
+    AliasAction,
+    AliasChange,
+    AliasTarget,
+    CanaryRule,
+    RequiredEval,
+    WatchedAlias,
+)
 from loramux.adapter_store.registry.registry import MAX_VERSION, SLUG, check_slug, is_identifier, lock_adapter, owner_of
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
@@ -25,14 +37,21 @@ from loramux.migrations.schema import (
     adapter_alias_history,
     adapter_alias_targets,
     adapter_aliases,
+    adapter_grants,
     adapter_versions,
 )
 
 MAX_TARGETS = 8
 MAX_WEIGHT = 10_000
 DEFAULT_WEIGHT = 100
+MAX_WATCHED = 100
+"""Maximum number of aliases with a canary that a server looks at in one round."""
+MAX_WATCHED_TENANTS = 20
+"""Maximum number of tenants whose requests count for one alias: the owner and tenants with a grant."""
 SYSTEM = "system"
 """The actor of automatic changes, such as making the first ready version the default."""
+KEPT = RequiredEval("", "", 0)
+"""Stands for the eval that the alias already demands."""
 
 
 class AdapterAliases:
@@ -63,11 +82,14 @@ class AdapterAliases:
         weights: Mapping[int, int],
         actor: str = SYSTEM,
         expected_revision: int | None = None,
+        required_eval: RequiredEval | None = KEPT,
+        canary: CanaryRule | None = None,
     ) -> Alias:
         """Point an alias at ready versions. `weights` maps version numbers to relative shares of the requests.
 
-        Raises InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, or AliasChanged if the
-        alias is no longer at `expected_revision` (0 means that it must not exist yet).
+        If the alias demands an eval, every version whose share grows must have passed it. A `canary` watches these
+        versions. Raises InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, EvalNotPassed, or
+        AliasChanged if the alias is no longer at `expected_revision` (0 means that it must not exist yet).
         """
         check_slug(name, "name")
         if not 0 < len(weights) <= MAX_TARGETS:
@@ -78,8 +100,22 @@ class AdapterAliases:
             lock_adapter(connection, adapter_id)
             _check_revision(_revision(connection, adapter_id, name), expected_revision)
             targets = [_ready_target(connection, adapter_id, number, weight) for number, weight in weights.items()]
+            present = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
+            if required_eval is KEPT:
+                required_eval = None if present is None else present.required_eval
+            grown = _grown(() if present is None else present.targets, targets)
+            if required_eval is not None:
+                for target in grown:
+                    check_passed(connection, target, required_eval)
+            if canary is not None:
+                if present is None or not grown:
+                    message = "a canary needs a version that gets more requests, and an earlier revision to return to"
+                    raise InvalidAlias("invalid_canary", message, "canary")
+                canary = replace(canary, versions=tuple(target.number for target in grown))
             now_us = self._database.now_us(connection)
-            return change_alias(connection, adapter_id, name, targets, actor, "set", now_us)
+            return change_alias(
+                connection, adapter_id, name, targets, actor, "set", now_us, required_eval=required_eval, canary=canary
+            )
 
     def rollback(
         self,
@@ -88,10 +124,12 @@ class AdapterAliases:
         actor: str = SYSTEM,
         revision: int | None = None,
         expected_revision: int | None = None,
+        canary: CanaryRule | None = None,
     ) -> Alias:
         """Restore the targets that an alias had at `revision`, by default the previous one.
 
-        The rollback adds a revision, so another rollback undoes it. Raises AdapterNotFound, AliasNotFound,
+        The rollback adds a revision, so another rollback undoes it. It needs no eval, and ends a canary. `canary` is
+        then the rule with its verdict, if it caused the rollback. Raises AdapterNotFound, AliasNotFound,
         NothingToRollBack, VersionNotReady if one of the targets can no longer be served, or AliasChanged if the alias
         is no longer at `expected_revision`.
         """
@@ -105,7 +143,25 @@ class AdapterAliases:
                 raise NothingToRollBack(f"the alias has no revision {wanted} before the current one")
             ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in targets]
             now_us = self._database.now_us(connection)
-            return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us)
+            demanded = present.required_eval
+            return change_alias(
+                connection, adapter_id, name, ready, actor, "rollback", now_us, required_eval=demanded, canary=canary
+            )
+
+    def watched(self) -> list[WatchedAlias]:
+        """List aliases with a canary that has no verdict yet."""
+        table, grants = adapter_aliases.c, adapter_grants.c
+        query = select(table.adapter_id, table.name).where(table.canary.is_not(None)).limit(MAX_WATCHED)
+        found = []
+        with self._database.read() as connection:
+            for adapter_id, name in connection.execute(query.order_by(table.updated_us.desc())).all():
+                [(_, alias)] = _read(connection, [adapter_id], name)
+                if alias.canary is None or alias.canary.verdict is not None:
+                    continue
+                owner = connection.execute(select(owner_of(adapter_id))).scalar_one()
+                granted = select(grants.tenant_id).where(grants.adapter_id == adapter_id).limit(MAX_WATCHED_TENANTS - 1)
+                found.append(WatchedAlias(adapter_id, alias, (owner, *connection.scalars(granted))))
+        return found
 
     def targets_at(self, adapter_id: str, name: str, revision: int | None = None) -> tuple[AliasTarget, ...]:
         """Return the targets that a rollback would restore. Raises AliasNotFound or NothingToRollBack."""
@@ -161,6 +217,9 @@ def change_alias(
     actor: str,
     action: AliasAction,
     now_us: int,
+    *,
+    required_eval: RequiredEval | None = None,
+    canary: CanaryRule | None = None,
 ) -> Alias:
     """Create or move an alias and add its history row. The caller must hold the lock on the adapter's row."""
     present = _revision(connection, adapter_id, name)
@@ -170,10 +229,16 @@ def change_alias(
     before = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
     key = {"adapter_id": adapter_id, "name": name}
     place = (adapter_aliases.c.adapter_id == adapter_id, adapter_aliases.c.name == name)
+    state = {
+        "revision": revision,
+        "updated_us": now_us,
+        "required_eval": None if required_eval is None else asdict(required_eval),
+        "canary": None if canary is None else asdict(canary),
+    }
     if not present:
-        connection.execute(insert(adapter_aliases).values(**key, revision=revision, updated_us=now_us))
+        connection.execute(insert(adapter_aliases).values(**key, **state))
     else:
-        connection.execute(update(adapter_aliases).where(*place).values(revision=revision, updated_us=now_us))
+        connection.execute(update(adapter_aliases).where(*place).values(state))
     table = adapter_alias_targets
     connection.execute(delete(table).where(table.c.adapter_id == adapter_id, table.c.name == name))
     ordered = tuple(sorted(targets, key=lambda target: target.number))
@@ -194,7 +259,7 @@ def change_alias(
             created_us=now_us,
         )
     )
-    alias = Alias(name, revision, ordered, now_us)
+    alias = Alias(name, revision, ordered, now_us, required_eval, canary)
     changed = {"before": _shown(before), "after": _shown(alias)}
     audit(connection, now_us, f"alias.{action}", f"{adapter_id}:{name}", tenant_id=owner_of(adapter_id), **changed)
     return alias
@@ -203,7 +268,25 @@ def change_alias(
 def _shown(alias: Alias | None) -> dict[str, object]:
     if alias is None:
         return {}
-    return {"revision": alias.revision, "targets": {str(target.number): target.weight for target in alias.targets}}
+    shown: dict[str, object] = {
+        "revision": alias.revision,
+        "targets": {str(target.number): target.weight for target in alias.targets},
+    }
+    if alias.required_eval is not None:
+        shown["required_eval"] = f"{alias.required_eval.name} {alias.required_eval.min_ppm}"
+    if alias.canary is not None:
+        shown["canary"] = alias.canary.verdict or "watching"
+    return shown
+
+
+def _grown(present: Sequence[AliasTarget], wanted: Sequence[AliasTarget]) -> list[AliasTarget]:
+    """Return the targets that get a larger share of the requests than now."""
+    shares = {target.version_id: _share_of(target, present) for target in present}
+    return [target for target in wanted if _share_of(target, wanted) > shares.get(target.version_id, 0)]
+
+
+def _share_of(target: AliasTarget, targets: Sequence[AliasTarget]) -> Fraction:
+    return Fraction(target.weight, sum(one.weight for one in targets))
 
 
 def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None = None) -> list[tuple[str, Alias]]:
@@ -214,6 +297,8 @@ def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None =
             table.name,
             table.revision,
             table.updated_us,
+            table.required_eval,
+            table.canary,
             targets.version_id,
             targets.weight,
             adapter_versions.c.number,
@@ -236,10 +321,16 @@ def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None =
                 rows[0].revision,
                 tuple(AliasTarget(row.version_id, row.number, row.weight) for row in rows),
                 rows[0].updated_us,
+                None if rows[0].required_eval is None else RequiredEval(**rows[0].required_eval),
+                None if rows[0].canary is None else _canary(rows[0].canary),
             ),
         )
         for (adapter_id, alias), rows in grouped.items()
     ]
+
+
+def _canary(document: Mapping[str, Any]) -> CanaryRule:
+    return CanaryRule(**{**document, "versions": tuple(document["versions"])})
 
 
 def _require(connection: Connection, adapter_id: str, name: str) -> Alias:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from loramux.adapter_store.errors import (
     VersionNotFound,
     VersionNotReady,
 )
+from loramux.adapter_store.registry.records import AliasTarget, RequiredEval
 from loramux.adapter_store.registry.registry import MAX_VERSION, is_identifier, lock_adapter, owner_of
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
@@ -160,23 +161,21 @@ class Evals:
             return require_eval(connection, eval_id)
 
     def list(
-        self, adapter_id: str, number: int, limit: int, after: str | None = None, before: str | None = None
+        self,
+        adapter_id: str,
+        number: int | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
     ) -> Page[Eval]:
-        """List the evals of a version, newest first."""
+        """List the evals of an adapter or of one of its versions, newest first."""
         versions = adapter_versions.c
-        query = _select().where(versions.adapter_id == adapter_id, versions.number == number)
+        query = _select().where(versions.adapter_id == adapter_id)
+        if number is not None:
+            query = query.where(versions.number == number)
         with self._database.read() as connection:
             rows, has_more = keyset_rows(connection, query, evals.c.id, limit, after, before)
         return Page(tuple(map(_eval, rows)), has_more)
-
-    def latest(self, adapter_id: str, numbers: Collection[int]) -> Mapping[int, Eval]:
-        """Return the newest finished eval of each of these versions that has one."""
-        versions = adapter_versions.c
-        query = _select().where(
-            versions.adapter_id == adapter_id, versions.number.in_(numbers), evals.c.state == "done"
-        )
-        with self._database.read() as connection:
-            return {row.number: _eval(row) for row in connection.execute(query.order_by(evals.c.id))}
 
     def answers(self, eval_id: str, limit: int, after_line: int = 0) -> tuple[Sequence[EvalAnswer], bool]:
         """List stored answers by line, and say whether there are more lines."""
@@ -209,16 +208,18 @@ def safe_name(name: str, sha256: str) -> str:
     return name if is_plain else f"eval-{sha256[:12]}"
 
 
-def check_passed(connection: Connection, version_id: str, number: int, sha256: str, name: str, min_ppm: int) -> None:
-    """Raise EvalNotPassed unless the version's newest finished eval of the file has at least this score."""
+def check_passed(connection: Connection, target: AliasTarget, wanted: RequiredEval) -> None:
+    """Raise EvalNotPassed unless the version's newest finished eval of the file has at least the score."""
     query = select(evals.c.score_ppm).where(
-        evals.c.version_id == version_id, evals.c.sha256 == sha256, evals.c.state == "done"
+        evals.c.version_id == target.version_id, evals.c.sha256 == wanted.sha256, evals.c.state == "done"
     )
     score = connection.scalar(query.order_by(evals.c.id.desc()).limit(1))
+    version = f"version {target.number}"
     if score is None:
-        raise EvalNotPassed(f"version {number} has no finished eval of {name}: run it first")
-    if score < min_ppm:
-        raise EvalNotPassed(f"version {number} has a score of {score / PPM:.3f} in {name}, below {min_ppm / PPM:.3f}")
+        raise EvalNotPassed(f"{version} has no finished eval of {wanted.name}, which the alias demands: run it first")
+    if score < wanted.min_ppm:
+        scores = f"{score / PPM:.3f} in {wanted.name}, and the alias demands {wanted.min_ppm / PPM:.3f}"
+        raise EvalNotPassed(f"{version} has a score of {scores}")
 
 
 def delete_evals(connection: Connection, version_ids: Sequence[str]) -> None:

@@ -71,6 +71,30 @@ class AliasTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class RequiredEval:
+    """The score, in millionths, that a version needs in an eval of this file before an alias gives it requests."""
+
+    sha256: str
+    name: str
+    min_ppm: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryRule:
+    """Bounds within which an alias's new `versions` must stay, or the alias is rolled back."""
+
+    max_error_rate: float | None = None
+    """Largest share of failed requests."""
+    max_first_token_s: float | None = None
+    """Largest 95th percentile of the time to the first token, in seconds."""
+    min_requests: int = 20
+    """Number of a version's requests from which its bounds count."""
+    versions: tuple[int, ...] = ()
+    verdict: str | None = None
+    """Why the alias was rolled back. None while the versions are watched."""
+
+
+@dataclass(frozen=True, slots=True)
 class Alias:
     """A name for versions of an adapter. `targets` are sorted by version number. `revision` counts the changes."""
 
@@ -78,6 +102,17 @@ class Alias:
     revision: int
     targets: tuple[AliasTarget, ...]
     updated_us: int
+    required_eval: RequiredEval | None = None
+    canary: CanaryRule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedAlias:
+    """An alias with a canary that has no verdict, and the tenants whose requests count."""
+
+    adapter_id: str
+    alias: Alias
+    tenant_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,11 +24,44 @@ def promote(
     percent: Annotated[
         int, typer.Option("--percent", min=1, max=100, help="Percentage of requests; current versions keep the rest.")
     ] = FULL_SHARE,
+    require_eval: Annotated[
+        Path | None,
+        typer.Option(
+            "--require-eval",
+            metavar="FILE.jsonl",
+            help="From now on, refuse versions that have not passed it.",
+        ),
+    ] = None,
+    min_score: Annotated[
+        float, typer.Option("--min-score", min=0, max=1, help="The score that --require-eval demands.")
+    ] = 1.0,
+    no_require_eval: Annotated[
+        bool, typer.Option("--no-require-eval", help="Demand no eval any more, for this and later moves.")
+    ] = False,
+    max_error_rate: Annotated[
+        float | None,
+        typer.Option("--max-error-rate", min=0, max=0.99, help="Roll back if a larger share of its requests fails."),
+    ] = None,
+    max_first_token: Annotated[
+        float | None,
+        typer.Option("--max-first-token", min=0.001, help="Roll back if p95 to the first token is longer, in seconds."),
+    ] = None,
+    min_requests: Annotated[
+        int, typer.Option("--min-requests", min=1, max=1000, help="Requests from which these bounds count.")
+    ] = 20,
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
     """Point an alias at a version, or send a share of the alias's requests to it. Running requests are not affected."""
     from loramux.admin.client.client import AdminError
+    from loramux.admin.client.eval_file import read_eval_file
+
+    body: Document = {"warm": not no_warm}
+    if max_error_rate is not None or max_first_token is not None:
+        bounds = {"max_error_rate": max_error_rate, "max_first_token_s": max_first_token}
+        body["canary"] = {**bounds, "min_requests": min_requests}
+    if no_require_eval:
+        body["require_eval"] = None
 
     with connected_to(model, as_json, needs_version=True) as (client, named):
         assert named.version is not None
@@ -41,7 +75,10 @@ def promote(
                     raise
                 fail(f"{model} has no alias {alias} that could keep the other requests: omit --percent", WRONG_CALL)
             targets = _share_out(present, named.version, percent)
-        changed = client.put(path, {"targets": targets, "warm": not no_warm})
+        if require_eval is not None:
+            given = read_eval_file(require_eval)
+            body["require_eval"] = {"sha256": given.sha256, "name": given.name, "min_score": min_score}
+        changed = client.put(path, {"targets": targets, **body})
     _tell(named.document, changed, as_json)
 
 

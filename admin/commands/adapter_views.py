@@ -29,10 +29,12 @@ _MAX_SHOWN = 12
 """Maximum number of added tokens shown for a version."""
 
 
-def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
+def print_versions(adapter: Document, versions: Sequence[Document], evals: Sequence[Document]) -> None:
+    """`evals` are finished evals of the versions, newest first."""
+    newest = {one["version"]: f"{one['score']:.3f} {one['name']}" for one in reversed(evals)}
     print(f"{adapter['model']} ({adapter['id']}, {adapter['state']})")
     print_table(
-        ("version", "state", "aliases", "rank", "pages", "size", "digest", "files", "created", "error"),
+        ("version", "state", "aliases", "rank", "pages", "size", "digest", "files", "eval", "created", "error"),
         [
             (
                 version["number"],
@@ -43,6 +45,7 @@ def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
                 _shown_size(version),
                 version["version_digest"] and version["version_digest"][:12],
                 _own_files(version),
+                newest.get(version["number"]),
                 shown_time(version["created_at"]),
                 version["error"] and version["error"]["code"],
             )

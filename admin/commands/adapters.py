@@ -78,10 +78,11 @@ def show(
             print_json(version) if as_json else print_version(named.document, version)
             return
         versions = list(client.items(f"{named.path}/versions"))
+        evals = [one for one in client.get(f"{named.path}/evals", limit=100)["data"] if one["state"] == "done"]
     if as_json:
-        print_json({**named.document, "versions": versions})
+        print_json({**named.document, "versions": versions, "evals": evals})
     else:
-        print_versions(named.document, versions)
+        print_versions(named.document, versions, evals)
 
 
 app.command()(push)

@@ -21,7 +21,14 @@ def list_aliases(model: Model, as_json: AsJson = False) -> None:
     """List an adapter's aliases and the versions that they point at."""
     with connected_to(model, as_json) as (client, named):
         aliases = client.get(f"{named.path}/aliases")
-    columns: Columns = {"alias": "name", "versions": _versions, "revision": "revision", "moved": time_in("updated_at")}
+    columns: Columns = {
+        "alias": "name",
+        "versions": _versions,
+        "revision": "revision",
+        "moved": time_in("updated_at"),
+        "demands": _demand,
+        "canary": _canary,
+    }
     print_list(aliases, columns, as_json)
 
 
@@ -55,3 +62,15 @@ def delete(
 
 def _versions(named: Document) -> str:
     return shown_targets(named["targets"])
+
+
+def _demand(alias: Document) -> str | None:
+    wanted = alias["require_eval"]
+    return wanted and f"{wanted['name']} {wanted['min_score']:.3f}"
+
+
+def _canary(alias: Document) -> str | None:
+    canary = alias["canary"]
+    if canary is None:
+        return None
+    return "watching" if canary["verdict"] is None else f"rolled back: {canary['verdict']}"

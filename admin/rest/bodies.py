@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT
+from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, KEPT
+from loramux.adapter_store.registry.evals import PPM, safe_name
+from loramux.adapter_store.registry.records import CanaryRule, RequiredEval
+from loramux.adapter_store.registry.registry import MAX_VERSION
 from loramux.platform.accounts.tenants import MAX_FLOOR_BYTES, MAX_WEIGHT
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.evals.cases import MAX_FILE_BYTES
 from loramux.platform.openai_api.request_body import parse_body, read_body
+from loramux.platform.openai_api.schemas import MAX_MODEL_NAME
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_LIFETIME_S = 10 * 366 * 86_400
 MAX_ASKED_TOKENS = 10**9
+MAX_EVAL_BYTES = 2 * MAX_FILE_BYTES + MAX_BODY_BYTES
+"""Largest body that starts an eval. JSON can double the size of the file in it."""
+
+_MAX_BYTES = "max_body_bytes"
 
 B = TypeVar("B", bound="_Body")
+R = TypeVar("R", bound=Callable[..., object])
 
 
 class _Body(BaseModel):
@@ -94,12 +105,52 @@ class WeightedVersion(_Body):
     weight: int = 100
 
 
+class EvalDemand(_Body):
+    """The score that a version needs in its newest finished eval of the file with this checksum."""
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    name: str = Field(default="the file", min_length=1, max_length=255)
+    min_score: float = Field(ge=0, le=1)
+
+    def demand(self) -> RequiredEval:
+        return RequiredEval(self.sha256, safe_name(self.name, self.sha256), round(self.min_score * PPM))
+
+
+class CanaryBounds(_Body):
+    """When the alias goes back to its previous revision on its own. At least one bound is needed."""
+
+    max_error_rate: float | None = Field(default=None, ge=0, lt=1)
+    max_first_token_s: float | None = Field(default=None, gt=0, le=3600)
+    min_requests: int = Field(default=20, ge=1, le=1000)
+
+    def rule(self) -> CanaryRule:
+        """Raises InvalidRequest."""
+        if self.max_error_rate is None and self.max_first_token_s is None:
+            raise InvalidRequest("specify max_error_rate or max_first_token_s", param="canary", code="invalid_canary")
+        return CanaryRule(
+            max_error_rate=self.max_error_rate,
+            max_first_token_s=self.max_first_token_s,
+            min_requests=self.min_requests,
+        )
+
+
 class AliasTargets(_Body):
-    """Either one `version` or several `targets`. `warm` loads the versions into the engine before the alias moves."""
+    """Either one `version` or several `targets`. `warm` loads the versions into the engine before the alias moves.
+
+    An alias keeps the eval that it demands until a call sends another `require_eval`, or null. A `canary` watches only
+    this move.
+    """
 
     version: int | None = None
     targets: list[WeightedVersion] | None = Field(default=None, max_length=64)
     warm: bool = True
+    require_eval: EvalDemand | None = None
+    canary: CanaryBounds | None = None
+
+    def demand(self) -> RequiredEval | None:
+        if "require_eval" not in self.model_fields_set:
+            return KEPT
+        return None if self.require_eval is None else self.require_eval.demand()
 
     def weights(self) -> dict[int, int]:
         """The weights by version number. Raises InvalidRequest."""
@@ -112,6 +163,19 @@ class AliasTargets(_Body):
         if len(weights) < len(self.targets):
             raise InvalidRequest("a version is listed twice", param="targets", code="invalid_targets")
         return weights
+
+
+class EvalRun(_Body):
+    """An eval. `file` is the text of a file of JSON lines. `compare` is the number of another version of the adapter,
+    and `judge` the name of a model that the tenant may call.
+    """
+
+    name: str = Field(min_length=1, max_length=255, examples=["tickets.jsonl"])
+    file: str = Field(
+        min_length=1, max_length=MAX_FILE_BYTES, examples=['{"prompt": "2 + 2 =", "contains": "4", "max_tokens": 8}']
+    )
+    compare: int | None = Field(default=None, ge=1, le=MAX_VERSION)
+    judge: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_NAME)
 
 
 class BaseWeight(_Body):
@@ -201,10 +265,21 @@ class NewPrice(_Body):
     effective_at: int | None = Field(default=None, ge=0, lt=2**40)
 
 
+def takes_up_to(num_bytes: int) -> Callable[[R], R]:
+    """Let a route's body have more than MAX_BODY_BYTES."""
+
+    def mark(route: R) -> R:
+        setattr(route, _MAX_BYTES, num_bytes)
+        return route
+
+    return mark
+
+
 async def body_of(request: Request) -> bytes:
     """Return the request's body. It is read only after the caller has been authorized, and kept for later calls."""
     if not hasattr(request.state, "body"):
-        request.state.body = await read_body(request, MAX_BODY_BYTES)
+        max_bytes = getattr(request.scope.get("endpoint"), _MAX_BYTES, MAX_BODY_BYTES)
+        request.state.body = await read_body(request, max_bytes)
     return bytes(request.state.body)
 
 

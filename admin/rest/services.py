@@ -16,6 +16,7 @@ from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.jobs import IngestJobs
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.bases import Bases
+from loramux.adapter_store.registry.evals import Evals
 from loramux.adapter_store.registry.pins import AdapterPins
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
@@ -93,6 +94,7 @@ class AdapterServices:
     version_states: VersionStates
     jobs: IngestJobs
     pins: AdapterPins
+    evals: Evals
     vocabulary: BaseVocabulary
 
     @classmethod
@@ -114,6 +116,7 @@ class AdapterServices:
             version_states=VersionStates(database, registry),
             jobs=IngestJobs(database),
             pins=AdapterPins(database, registry),
+            evals=Evals(database),
             vocabulary=vocabulary,
         )
 

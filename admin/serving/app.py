@@ -16,6 +16,7 @@ from loramux.admin.rest.accounts import api_keys, audit_log, tenants
 from loramux.admin.rest.adapters import (
     adapters,
     aliases,
+    evals,
     grants,
     jobs,
     models,
@@ -44,6 +45,7 @@ ROUTERS = (
     uploads,
     versions,
     version_files,
+    evals,
     models,
     pins,
     residency,

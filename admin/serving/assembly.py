@@ -28,6 +28,7 @@ from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.adapter_store.registry.bases import Bases
+from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.sandbox.confinement import ESSENTIAL
 from loramux.adapter_store.validation.validator import SubprocessValidator
@@ -63,6 +64,7 @@ from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.key_authentication import open_key_authentication
 from loramux.platform.base_draw import BaseDraw
 from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.evals.runner import EvalRunner
 from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.openai_api.app import create_openai_app
@@ -104,6 +106,7 @@ class Assembled:
     gateway_app: FastAPI
     admin_app: FastAPI
     upkeep: Upkeep
+    evals: EvalRunner
     sharing: Sharing | None
     base_id: str
     own_server: OwnServer
@@ -168,7 +171,8 @@ def assemble(
             is_loopback=is_loopback,
         )
         admin_app = create_admin_app(admin, settings.admin_root_path)
-        yield Assembled(gateway, gateway_app, admin_app, Upkeep(admin), sharing, stores.base_id, own_server)
+        evals = EvalRunner(gateway, EvalClaims(database), metrics.evals)
+        yield Assembled(gateway, gateway_app, admin_app, Upkeep(admin), evals, sharing, stores.base_id, own_server)
 
 
 def open_stores(

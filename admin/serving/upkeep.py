@@ -1,5 +1,5 @@
 """Periodic background work: reporting the server's state, restoring pins after an engine restart, deleting copies of
-purged weights, sweeping expired rows.
+purged weights, sweeping expired rows, rolling back aliases whose new versions fail.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from loramux.admin.rest.services import AdminServices
 from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.engine.protocol.messages import Pin, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.evals.canaries import Canaries
 
 LOOK_INTERVAL_S = 5.0
 REPORT_INTERVAL_S = 10.0
@@ -40,6 +41,9 @@ class Upkeep:
     def __init__(self, services: AdminServices) -> None:
         self._services = services
         self._expired = ExpiredRows(services.database)
+        self._canaries = Canaries(
+            services.database, services.adapters.registry, services.adapters.aliases, services.metrics.evals
+        )
         self._unpinnable: frozenset[str] = frozenset()
         """Digests that the last attempt could not pin. Their failures are not logged again."""
         self._forgotten_s: dict[str, float] = {}
@@ -71,6 +75,7 @@ class Upkeep:
         swept_s, looked_s = -SWEEP_INTERVAL_S, -PURGE_INTERVAL_S
         while True:
             try:
+                await self._services.call(self._canaries.check)
                 await self.renew_pins()
                 if time.monotonic() - looked_s >= PURGE_INTERVAL_S:
                     await self.forget_purged()

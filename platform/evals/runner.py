@@ -83,15 +83,17 @@ class EvalRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         """The tasks of running evals, by tenant."""
 
-    async def run(self) -> None:
-        """Run until cancelled. The evals that are running then go back to the queue."""
+    async def run(self, draining: asyncio.Event) -> None:
+        """Run until cancelled or until `draining` is set. The evals that are running then go back to the queue."""
         try:
-            while True:
+            while not draining.is_set():
                 try:
                     await self._claim()
                 except (SQLAlchemyError, DatabaseTrouble) as error:
                     log.warning("evals cannot be claimed; trying again", error=type(error).__name__)
-                await asyncio.sleep(POLL_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await draining.wait()
         finally:
             tasks = list(self._running.values())
             for task in tasks:

@@ -67,6 +67,7 @@ _PREFIXES: Mapping[str, str] = {
     "job": "job",
     "request": "req",
     "upload": "upl",
+    "eval": "evl",
 }
 _BY_NAME: Mapping[str, Any] = {
     "id": f"ada_{_HEX}",
@@ -77,6 +78,7 @@ _BY_NAME: Mapping[str, Any] = {
     "upload_id": f"upl_{_HEX}",
     "key_id": f"key_{_HEX}",
     "job_id": f"job_{_HEX}",
+    "eval_id": f"evl_{_HEX}",
     "request_id": f"req_{_HEX}",
     "quota_id": f"qta_{_HEX}",
     "first_id": f"ada_{_HEX}",

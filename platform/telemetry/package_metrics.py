@@ -203,6 +203,7 @@ class EvalMetrics:
         self.answers = new.counter(
             "loramux_eval_answers", "Graded answers of evals", "outcome", values=("passed", "failed")
         )
+        self.rollbacks = new.counter("loramux_canary_rollbacks", "Aliases rolled back because a new version failed")
 
 
 class IngestMetrics:

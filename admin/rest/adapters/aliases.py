@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Request, Response
 from typing_extensions import TypedDict
 
-from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Alias, AliasAction, AliasChange
+from loramux.adapter_store.registry.evals import PPM
+from loramux.adapter_store.registry.records import (
+    DEFAULT_ALIAS,
+    Alias,
+    AliasAction,
+    AliasChange,
+    CanaryRule,
+    RequiredEval,
+)
 from loramux.admin.rest.access import Caller, Developer, Reader, Services, Writer, known_names
 from loramux.admin.rest.adapters.adapters import TargetDocument, describe_targets, find_adapter
 from loramux.admin.rest.adapters.warm_and_drain import warm
@@ -24,6 +32,26 @@ _REVISION = re.compile(r'"(0|[1-9][0-9]{0,9})"')
 IfMatch = Annotated[str | None, Header(description="The alias's ETag; if the alias has moved, the call fails.")]
 
 
+class EvalDemandDocument(TypedDict):
+    """The score that a version needs in an eval of this file before it gets more of the alias's requests."""
+
+    sha256: str
+    name: str
+    min_score: float
+
+
+class CanaryDocument(TypedDict):
+    """The bounds of the `versions` that got more requests at the last move. `verdict` says why the alias was rolled
+    back.
+    """
+
+    max_error_rate: float | None
+    max_first_token_s: float | None
+    min_requests: int
+    versions: list[int]
+    verdict: str | None
+
+
 class AliasDocument(TypedDict):
     """A name for versions of an adapter. `revision` counts the alias's changes and is its ETag."""
 
@@ -32,6 +60,8 @@ class AliasDocument(TypedDict):
     name: str
     revision: int
     targets: list[TargetDocument]
+    require_eval: EvalDemandDocument | None
+    canary: CanaryDocument | None
     updated_at: int
 
 
@@ -82,18 +112,22 @@ async def set_alias(
 
     The versions are loaded into the engine first, unless `warm` is false. Running requests finish on the old versions.
     A tenant's loads count against `cold_loads_per_minute`. If that quota refuses a load, the alias does not move. Only
-    an administrator may move `default`, the alias behind an adapter's bare name. The call replaces the whole alias or
-    creates it, so If-Match is optional here.
+    an administrator may move `default`, the alias behind an adapter's bare name. With `require_eval`, the alias gives
+    a version more requests only if the version has passed the eval. With `canary`, the alias is rolled back if a
+    version that gets more requests fails or is slow. The call replaces the whole alias or creates it, so If-Match is
+    optional here.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     _check_may_move(caller, name)
     body = await read_json(request, AliasTargets)
-    weights = body.weights()
+    weights, demand = body.weights(), body.demand()
+    canary = None if body.canary is None else body.canary.rule()
     revision = _revision(if_match)
     if body.warm:
         await warm(services, caller, adapter.id, weights)
+    actor = caller.principal.key_id
     alias = await services.call(
-        services.adapters.aliases.set, adapter.id, name, weights, caller.principal.key_id, revision
+        services.adapters.aliases.set, adapter.id, name, weights, actor, revision, demand, canary
     )
     return _answer(response, adapter.id, alias)
 
@@ -173,7 +207,25 @@ def _describe(adapter_id: str, alias: Alias) -> AliasDocument:
         "name": alias.name,
         "revision": alias.revision,
         "targets": describe_targets(alias.targets),
+        "require_eval": _describe_demand(alias.required_eval),
+        "canary": None if alias.canary is None else _describe_canary(alias.canary),
         "updated_at": seconds(alias.updated_us),
+    }
+
+
+def _describe_demand(demand: RequiredEval | None) -> EvalDemandDocument | None:
+    if demand is None:
+        return None
+    return {"sha256": demand.sha256, "name": demand.name, "min_score": demand.min_ppm / PPM}
+
+
+def _describe_canary(rule: CanaryRule) -> CanaryDocument:
+    return {
+        "max_error_rate": rule.max_error_rate,
+        "max_first_token_s": rule.max_first_token_s,
+        "min_requests": rule.min_requests,
+        "versions": list(rule.versions),
+        "verdict": rule.verdict,
     }
 
 

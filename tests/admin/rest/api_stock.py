@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.registry.evals import NewEval
 from loramux.adapter_store.registry.records import Adapter, UploadFile
+from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.tenants import Tenant
 from tests.adapter_store.validation.hostile import good_files
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
@@ -32,6 +34,7 @@ class ApiStock:
         files = good_files()
         self._contents = {CONFIG_FILE: files.config_bytes, TENSORS_FILE: files.tensor_bytes}
         self._open_id = ""
+        self._eval_id = new_id("evl")
         self.version = self._services.adapters.ingest.create_version(self.adapter.id, self._upload(is_sent=True))
 
     def admin_keys(self) -> list[str]:
@@ -71,10 +74,24 @@ class ApiStock:
             "quota_id": quota.id,
             "metric": "tokens_per_day",
             "price_id": price.id,
+            "eval_id": self._eval(),
             "job_id": self.version.id.replace("adv_", "job_"),
             "request_id": begin_request(self._side, self.tenant.id, key.id, "acme/support@1", 10),
             "model": "the-base",
         }
+
+    def _eval(self) -> str:
+        """Return an eval's identifier. It exists once the version has been validated."""
+        services = self._services.adapters
+        if not services.evals.list(self.adapter.id, 1, 1).data and self._is_ready():
+            content = b'{"prompt": "p", "equal": "q"}'
+            new = NewEval(name="tests.jsonl", sha256=hashlib.sha256(content).hexdigest(), content=content, num_cases=1)
+            self._eval_id = services.evals.create(self.adapter.id, 1, new).id
+        return self._eval_id
+
+    def _is_ready(self) -> bool:
+        version = self._services.adapters.registry.get_version(self.adapter.id, 1)
+        return version is not None and version.state == "ready"
 
     def _open_upload(self) -> str:
         """Return an open upload's identifier. Uploads are limited, so the same one is reused until a call closes it."""

@@ -79,7 +79,7 @@ class EvalLab:
 
     @asynccontextmanager
     async def running(self, lease_us: int = 30_000_000) -> Any:
-        task = asyncio.create_task(self.runner(lease_us).run())
+        task = asyncio.create_task(self.runner(lease_us).run(asyncio.Event()))
         yield
         task.cancel()
         await asyncio.wait({task})

@@ -1,0 +1,190 @@
+"""`loramux eval` runs a version on a file of prompts; `loramux evals` lists, shows and cancels such runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loramux.admin.commands.options import AsJson, VersionedModel
+from loramux.admin.commands.output import (
+    Columns,
+    connected,
+    connected_to,
+    fail,
+    print_json,
+    print_list,
+    print_table,
+    tell,
+    time_in,
+)
+from loramux.admin.exit_codes import REFUSED
+
+if TYPE_CHECKING:
+    from loramux.admin.client.client import AdminClient, Document
+
+app = typer.Typer(no_args_is_help=True, help="List, show and cancel evals; 'loramux eval' starts one.")
+
+POLL_S = 0.5
+MAX_SHOWN = 10
+"""Number of lines without a pass that are shown."""
+
+EvalId = Annotated[str, typer.Argument(metavar="EVAL", help="The eval's identifier, evl_...", show_default=False)]
+
+
+def evaluate(
+    model: VersionedModel,
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One JSON object per line.", show_default=False)],
+    compare: Annotated[
+        int | None, typer.Option("--compare", min=1, help="Another version to run on the same prompts.")
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option("--judge", help="Model that judges answers, for lines with 'judge'.")
+    ] = None,
+    min_score: Annotated[
+        float | None, typer.Option("--min-score", min=0, max=1, help="Exit with code 1 if the score is lower.")
+    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return once the eval is queued.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a version on a file of prompts with expected answers, behind all other requests, and store the scores."""
+    from loramux.admin.client.eval_file import read_eval_file
+
+    with connected_to(model, as_json, needs_version=True) as (client, named):
+        given = read_eval_file(file)
+        body = {"name": given.name, "file": given.text, "compare": compare, "judge": judge}
+        found = client.post(f"{named.version_path()}/evals", body)
+        if no_wait:
+            tell(found, f"{found['id']} is queued: loramux evals show {found['id']}", as_json)
+            return
+        found = _followed(client, found, as_json)
+        _print(client, found, as_json)
+    score = found["score"]
+    if found["state"] != "done" or (min_score is not None and (score is None or score < min_score)):
+        raise typer.Exit(REFUSED)
+
+
+@app.command("list")
+def list_evals(
+    model: Annotated[
+        str, typer.Argument(metavar="TENANT/ADAPTER[@VERSION]", help="An adapter, or one of its versions.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """List the evals of an adapter, newest first."""
+    with connected_to(model, as_json) as (client, named):
+        found = client.whole_list(f"{named.path}/evals", version=named.version)
+    columns: Columns = {
+        "id": "id",
+        "version": "version",
+        "file": "name",
+        "state": "state",
+        "score": lambda one: shown_score(one["score"]),
+        "passed": lambda one: _passed(one, "num_passed"),
+        "compared": lambda one: one["compare"] and f"{one['compare']}: {shown_score(one['compare_score'])}",
+        "made": time_in("created_at"),
+    }
+    print_list(found, columns, as_json)
+
+
+@app.command()
+def show(eval_id: EvalId, as_json: AsJson = False) -> None:
+    """Show an eval's scores and the lines that did not pass. With --json, show every answer."""
+    with connected(as_json) as client:
+        _print(client, client.get(client.path("evals", eval_id)), as_json)
+
+
+@app.command()
+def cancel(eval_id: EvalId, as_json: AsJson = False) -> None:
+    """Cancel an eval that has not finished. Its answers so far are kept."""
+    with connected(as_json) as client:
+        found = client.post(client.path("evals", eval_id, "cancel"), {})
+    tell(found, f"{eval_id} is {found['state']}", as_json)
+
+
+def shown_score(score: float | None) -> str | None:
+    return None if score is None else f"{score:.3f}"
+
+
+def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
+    """Poll an eval until it ends."""
+    path = client.path("evals", found["id"])
+    try:
+        with _progress(found["num_cases"] * (1 if found["compare"] is None else 2), as_json) as advance:
+            while found["state"] in ("queued", "running"):
+                time.sleep(POLL_S)
+                found = client.get(path)
+                advance(found["num_answers"])
+    except KeyboardInterrupt:
+        print(f"loramux: the eval goes on: loramux evals show|cancel {found['id']}", file=sys.stderr)
+        raise
+    return found
+
+
+@contextmanager
+def _progress(total: int, as_json: bool) -> Iterator[Callable[[int], None]]:
+    if as_json or not sys.stderr.isatty():
+        yield lambda _done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=total)
+        yield lambda done: bars.update(task, completed=done)
+
+
+def _print(client: AdminClient, found: Document, as_json: bool) -> None:
+    answers = list(_answers(client, found["id"]))
+    if as_json:
+        print_json({**found, "answers": answers})
+        return
+    if found["error"]:
+        fail(f"the eval failed: {found['error']['message']}", REFUSED)
+    rows: list[tuple[object, ...]] = [_result(found, found["version"], "score", "num_passed")]
+    if found["compare"] is not None:
+        rows.append(_result(found, found["compare"], "compare_score", "compare_num_passed"))
+    print(f"{found['id']} {found['state']}: {found['name']}")
+    print_table(("model", "score", "passed"), rows)
+    missed = [one for one in answers if not one["passed"]]
+    if missed:
+        shown = missed[:MAX_SHOWN]
+        print()
+        print_table(
+            ("line", "version", "score", "answer", "why"),
+            [
+                (one["line"], one["version"], shown_score(one["score"]), _short(one["answer"]), one["detail"])
+                for one in shown
+            ],
+        )
+    if len(missed) > MAX_SHOWN:
+        print(f"and {len(missed) - MAX_SHOWN} more: loramux evals show {found['id']} --json")
+
+
+def _result(found: Document, version: int, score: str, passed: str) -> tuple[object, ...]:
+    return f"{found['model']}@{version}", shown_score(found[score]), _passed(found, passed)
+
+
+def _passed(found: Document, field: str) -> str | None:
+    return None if found[field] is None else f"{found[field]}/{found['num_cases']}"
+
+
+def _short(text: str) -> str:
+    shown = "".join(one if one.isprintable() else " " for one in text)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _answers(client: AdminClient, eval_id: str) -> Iterator[Document]:
+    after = 0
+    while True:
+        page = client.get(client.path("evals", eval_id, "answers"), after_line=after)
+        yield from page["data"]
+        if not page["has_more"]:
+            return
+        after = page["data"][-1]["line"]

@@ -1,0 +1,85 @@
+"""Rolls aliases back whose new versions fail or are slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import structlog
+
+from loramux.adapter_store.errors import AliasChanged, StoreError
+from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.records import CanaryRule, WatchedAlias
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.migrations.database import Database
+from loramux.platform.evals.questions import ENDPOINT
+from loramux.platform.ledger.outcomes import Outcomes, version_outcomes
+from loramux.platform.telemetry.package_metrics import EvalMetrics
+
+log = structlog.get_logger(__name__)
+
+
+class Canaries:
+    """Looks at all aliases with a canary. Blocking. Several servers can look: the first rollback ends the canary."""
+
+    def __init__(
+        self, database: Database, registry: AdapterRegistry, aliases: AdapterAliases, metrics: EvalMetrics
+    ) -> None:
+        self._database = database
+        self._registry = registry
+        self._aliases = aliases
+        self._metrics = metrics
+
+    def check(self) -> None:
+        for watched in self._aliases.watched():
+            verdict = self._verdict(watched)
+            if verdict is not None:
+                self._roll_back(watched, verdict)
+
+    def _verdict(self, watched: WatchedAlias) -> str | None:
+        adapter, rule = self._registry.get_adapter(watched.adapter_id), watched.alias.canary
+        if adapter is None or rule is None:
+            return None
+        for number in rule.versions:
+            model = f"{adapter.tenant_slug}/{adapter.name}@{number}"
+            since_us = watched.alias.updated_us
+            found = version_outcomes(self._database, watched.tenant_ids, model, since_us, but_endpoint=ENDPOINT)
+            verdict = judge(rule, found)
+            if verdict is not None:
+                return f"version {number}: {verdict}"
+        return None
+
+    def _roll_back(self, watched: WatchedAlias, verdict: str) -> None:
+        alias, rule = watched.alias, watched.alias.canary
+        assert rule is not None
+        names = {"adapter_id": watched.adapter_id, "alias": alias.name}
+        try:
+            self._aliases.rollback(
+                watched.adapter_id,
+                alias.name,
+                expected_revision=alias.revision,
+                canary=replace(rule, verdict=verdict),
+            )
+        except AliasChanged:
+            # Somebody has moved the alias, or another server has rolled it back.
+            return
+        except StoreError as error:
+            log.warning("a canary cannot be rolled back", **names, verdict=verdict, error=str(error))
+            return
+        self._metrics.rollbacks.inc()
+        log.warning("a canary was rolled back", **names, verdict=verdict)
+
+
+def judge(rule: CanaryRule, found: Outcomes) -> str | None:
+    """Return what speaks against a version, or None.
+
+    A version fails as soon as its errors would exceed the bound even if its other first requests succeeded.
+    """
+    counted = max(found.num_requests, rule.min_requests)
+    if rule.max_error_rate is not None and found.num_failed > rule.max_error_rate * counted:
+        return f"{found.num_failed} of {found.num_requests} requests failed"
+    slowest_s = found.first_token_p95_s
+    if rule.max_first_token_s is None or slowest_s is None or len(found.first_token_s) < rule.min_requests:
+        return None
+    if slowest_s <= rule.max_first_token_s:
+        return None
+    return f"the 95th percentile of the time to the first token is {slowest_s:.3g} s"

@@ -1,0 +1,52 @@
+"""Reads how the most recent requests for one version ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sqlalchemy import select
+
+from loramux.migrations.database import Database
+from loramux.migrations.schema import usage_events
+
+MAX_READ = 2000
+"""Number of a tenant's most recent requests that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """The failed requests among `num_requests`, and the times to their first tokens in seconds, sorted."""
+
+    num_requests: int
+    num_failed: int
+    first_token_s: tuple[float, ...]
+
+    @property
+    def first_token_p95_s(self) -> float | None:
+        count = len(self.first_token_s)
+        return self.first_token_s[min(count - 1, count * 95 // 100)] if count else None
+
+
+def version_outcomes(
+    database: Database, tenant_ids: Collection[str], model: str, since_us: int, but_endpoint: str
+) -> Outcomes:
+    """Return the outcomes of the tenants' requests for `model`, a version's full name, that began after `since_us`.
+
+    Requests to `but_endpoint` are left out. The time that this takes does not depend on the size of the ledger.
+    """
+    table = usage_events.c
+    num_requests, num_failed, waits = 0, 0, list[float]()
+    with database.read() as connection:
+        for tenant_id in tenant_ids:
+            query = select(
+                table.model, table.endpoint, table.status, table.started_us, table.finished_us, table.first_token_us
+            ).where(table.tenant_id == tenant_id, table.finished_us > since_us)
+            for row in connection.execute(query.order_by(table.finished_us.desc()).limit(MAX_READ)):
+                if row.model != model or row.started_us < since_us or row.endpoint == but_endpoint:
+                    continue
+                num_requests += 1
+                num_failed += row.status == "failed"
+                if row.first_token_us is not None:
+                    waits.append((row.first_token_us - row.started_us) / 1_000_000)
+    return Outcomes(num_requests, num_failed, tuple(sorted(waits)))
