@@ -56,6 +56,8 @@ def promote(
     from loramux.admin.client.client import AdminError
     from loramux.admin.client.eval_file import read_eval_file
 
+    if require_eval is not None and no_require_eval:
+        fail("--require-eval and --no-require-eval contradict each other", WRONG_CALL)
     body: Document = {"warm": not no_warm}
     if max_error_rate is not None or max_first_token is not None:
         bounds = {"max_error_rate": max_error_rate, "max_first_token_s": max_first_token}

@@ -29,6 +29,7 @@ from loramux.platform.openai_api.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
 from tests.admin.app_client import CONSOLE_HOST
 from tests.admin.console.signed_in_browser import Browser, Stream
+from tests.admin.finished_evals import add_finished_eval
 
 pytestmark = pytest.mark.anyio
 BASE = "/admin/v1"
@@ -98,12 +99,23 @@ class World:
             tenant_id=None, scope=adapter.id, prompt_nanos=3, cached_nanos=None, completion_nanos=4
         )
         self.side.engine.resident[ready["digest"]] = 1
+        eval_id = add_finished_eval(self.services.database, adapter.id, 1, passed=2)
         model = f"{adapter.tenant_slug}/{adapter.name}@1"
         for _ in range(2):
             self._use(payer_id, key_id, model, ready["id"], is_hidden=is_hidden)
         running = self._begin(payer_id, key_id, model, ready["id"], 5)
         if is_hidden:
-            self.hidden |= {adapter.id, upload.id, used.id, of_adapter.id, of_key.id, price.id, listed.id, running}
+            self.hidden |= {
+                adapter.id,
+                upload.id,
+                used.id,
+                of_adapter.id,
+                of_key.id,
+                price.id,
+                listed.id,
+                running,
+                eval_id,
+            }
             self.hidden |= {value for version in (ready, job, failed) for value in (version["id"], version["digest"])}
             self.hidden |= {version["id"].replace("adv_", "job_") for version in (ready, job, failed)}
         return {
@@ -118,6 +130,7 @@ class World:
             "quota_id": of_adapter.id,
             "metric": "tokens_per_day",
             "price_id": price.id,
+            "eval_id": eval_id,
             "job_id": job["id"].replace("adv_", "job_"),
             "request_id": running,
             "verb": "archive",
@@ -212,19 +225,24 @@ ONE_OF_ITS = {
     "GET /adapters/{adapter_id}/aliases",
     "GET /adapters/{adapter_id}/aliases/{name}",
     "GET /adapters/{adapter_id}/aliases/{name}/history",
+    "GET /adapters/{adapter_id}/evals",
     "GET /adapters/{adapter_id}/grants",
     "GET /adapters/{adapter_id}/uploads",
     "GET /adapters/{adapter_id}/versions",
     "GET /adapters/{adapter_id}/versions/{number}",
     "GET /adapters/{adapter_id}/versions/{number}/report",
     "GET /api_keys/{key_id}",
+    "GET /evals/{eval_id}",
+    "GET /evals/{eval_id}/answers",
     "GET /jobs/{job_id}",
     "GET /prices/{price_id}",
     "GET /quotas/{quota_id}",
     "GET /requests/{request_id}",
     "POST /adapters/{adapter_id}/aliases/{name}/rollback",
     "POST /adapters/{adapter_id}/uploads",
+    "POST /adapters/{adapter_id}/versions/{number}/evals",
     "POST /adapters/{adapter_id}/versions/{number}/preload",
+    "POST /evals/{eval_id}/cancel",
     "PUT /adapters/{adapter_id}/aliases/{name}",
 }
 """Routes that find only objects of the key's adapters. Any other object gets a 404."""

@@ -42,6 +42,8 @@ AUDITED = {
     ("POST", f"{_ADAPTER}/versions/{{number}}/archive"): "version.archive",
     ("POST", f"{_ADAPTER}/versions/{{number}}/quarantine"): "version.quarantine",
     ("POST", f"{_ADAPTER}/versions/{{number}}/restore"): "version.restore",
+    ("POST", f"{_ADAPTER}/versions/{{number}}/evals"): "eval.create",
+    ("POST", "/admin/v1/evals/{eval_id}/cancel"): "eval.cancel",
     ("POST", "/admin/v1/quotas"): "quota.set",
     ("PUT", "/admin/v1/quotas/tenants/{tenant}/{metric}"): "quota.set",
     ("PATCH", "/admin/v1/quotas/{quota_id}"): "quota.set",
@@ -139,6 +141,9 @@ async def test_changes_are_logged_without_secrets(http: httpx.AsyncClient, admin
     await call("DELETE", f"{_ADAPTER}/aliases/{{name}}", 204, **names)
     await call("PUT", f"{_ADAPTER}/grants/{{tenant}}", 200, **names)
     await call("DELETE", f"{_ADAPTER}/grants/{{tenant}}", 204, **names)
+    body = {"name": secret, "file": json.dumps({"prompt": secret, "equal": secret})}
+    made = await call("POST", f"{_ADAPTER}/versions/{{number}}/evals", 201, body, number="1", **names)
+    await call("POST", f"{v1}/evals/{{eval_id}}/cancel", 200, eval_id=made["id"])
     for action in ("archive", "restore", "quarantine"):
         await call("POST", f"{_ADAPTER}/versions/{{number}}/{action}", 200, number="3", **names)
     await call("POST", f"{_ADAPTER}/disable", 200, **names)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.adapter_store.registry.eval_claims import EvalClaims
+from loramux.adapter_store.registry.evals import PPM, EvalAnswer
+from tests.admin.admin_side import AdminSide
+from tests.admin.command_line import Run, printed_json
+from tests.admin.finished_evals import CONTENT, SHA256, add_finished_eval
+from tests.admin.rest.adapters.ready_versions import add_ready_versions
+
+
+@pytest.fixture
+def adapter_id(admin_side: AdminSide) -> str:
+    services = admin_side.services
+    adapter = services.adapters.registry.create_adapter(services.accounts.tenants.create("acme").id, "support")
+    add_ready_versions(services.database, adapter.id, 2)
+    return adapter.id
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tests.jsonl"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def run_in_background(side: AdminSide, passed: int, error: str = "") -> threading.Thread:
+    """Stand in for the server that runs the next eval."""
+
+    def run() -> None:
+        claims = EvalClaims(side.services.database)
+        while (claimed := claims.claim()) is None:
+            pass
+        for line in range(1, 5):
+            claims.record(
+                claimed.eval.id, EvalAnswer(line, 0, PPM * (line <= passed), line <= passed, "a\x1b[31mb", "no")
+            )
+        claims.fail(claimed.eval.id, "model_not_found", error) if error else claims.finish(claimed.eval.id)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("bound", "exit_code"), [(0.5, 0), (0.9, 1)])
+def test_eval_waits_for_the_scores(
+    loramux: Run, admin_side: AdminSide, adapter_id: str, file: Path, bound: float, exit_code: int
+) -> None:
+    thread = run_in_background(admin_side, passed=3)
+    done = loramux("eval", "acme/support@1", file, "--min-score", bound)
+    thread.join()
+    assert done.exit_code == exit_code, done.output
+    assert "acme/support@1  0.750  3/4" in done.stdout
+    assert "a [31mb" in done.stdout
+    assert "\x1b[31m" not in done.stdout
+
+
+def test_failed_eval_says_why(loramux: Run, admin_side: AdminSide, adapter_id: str, file: Path) -> None:
+    thread = run_in_background(admin_side, passed=0, error="The model 'x' does not exist")
+    done = loramux("eval", "acme/support@1", file)
+    thread.join()
+    assert (done.exit_code, done.stderr) == (1, "loramux: the eval failed: The model 'x' does not exist\n")
+
+
+def test_queued_eval_is_shown_and_cancelled(loramux: Run, adapter_id: str, file: Path) -> None:
+    queued = printed_json(loramux("eval", "acme/support@1", file, "--compare", 2, "--no-wait", "--json"))
+    assert (queued["state"], queued["compare"], queued["sha256"]) == ("queued", 2, SHA256)
+    listed = printed_json(loramux("evals", "list", "acme/support@1", "--json"))["data"]
+    assert listed == [queued]
+    assert printed_json(loramux("evals", "list", "acme/support@2", "--json"))["data"] == []
+    assert printed_json(loramux("evals", "cancel", queued["id"], "--json"))["state"] == "cancelled"
+    assert "cancelled" in loramux("evals", "show", queued["id"]).stdout
+
+
+def test_scores_are_shown_with_the_versions(loramux: Run, admin_side: AdminSide, adapter_id: str) -> None:
+    add_finished_eval(admin_side.services.database, adapter_id, 2, passed=1)
+    eval_id = add_finished_eval(admin_side.services.database, adapter_id, 2, passed=4, compared=1, others=2)
+    assert "1.000 tests.jsonl" in loramux("adapters", "show", "acme/support").stdout
+    assert "1: 0.500" in loramux("evals", "list", "acme/support").stdout
+    shown = loramux("evals", "show", eval_id).stdout
+    assert "acme/support@1  0.500  2/4" in shown
+    assert len(printed_json(loramux("evals", "show", eval_id, "--json"))["answers"]) == 8
+
+
+def test_promotion_demands_an_eval(loramux: Run, admin_side: AdminSide, adapter_id: str, file: Path) -> None:
+    demand = ("--require-eval", file, "--min-score", 0.75, "--no-warm")
+    refused = loramux("adapters", "promote", "acme/support@2", *demand)
+    assert refused.exit_code == 1
+    assert "version 2 has no finished eval of tests.jsonl, which the alias demands: run it first" in refused.stderr
+    add_finished_eval(admin_side.services.database, adapter_id, 2, passed=3)
+    moved = loramux("adapters", "promote", "acme/support@2", *demand, "--percent", 10, "--max-error-rate", 0.05)
+    assert moved.exit_code == 0, moved.output
+    [alias] = printed_json(loramux("aliases", "list", "acme/support", "--json"))["data"]
+    assert alias["require_eval"] == {"sha256": SHA256, "name": "tests.jsonl", "min_score": 0.75}
+    assert alias["canary"]["versions"] == [2]
+    shown = loramux("aliases", "list", "acme/support").stdout
+    assert "tests.jsonl 0.750" in shown
+    assert "watching" in shown
+    free = loramux("adapters", "promote", "acme/support@1", "--no-require-eval", "--no-warm", "--json")
+    assert printed_json(free)["require_eval"] is None
+    both = loramux("adapters", "promote", "acme/support@1", *demand, "--no-require-eval")
+    assert both.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"\xff\xfe", b"x" * (2 * 1024 * 1024 + 1)], ids=["absent", "binary", "large"]
+)
+def test_unusable_file_is_not_sent(loramux: Run, adapter_id: str, tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "sk-lmx-secret.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    done = loramux("eval", "acme/support@1", path)
+    assert done.exit_code == 1, done.output
+    assert "sk-lmx-secret" not in done.output
+
+
+def test_pipe_and_gigabyte_are_refused_at_once(loramux: Run, adapter_id: str, tmp_path: Path) -> None:
+    pipe, sparse = tmp_path / "pipe", tmp_path / "sparse"
+    os.mkfifo(pipe)
+    with sparse.open("wb") as file:
+        file.truncate(2**30)
+    said: list[Any] = [json.loads(loramux("eval", "acme/support@1", one, "--json").stdout) for one in (pipe, sparse)]
+    assert [one["error"]["code"] for one in said] == ["file_not_found", "file_too_large"]
