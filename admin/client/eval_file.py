@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from loramux.admin.client.client import AdminError
+from loramux.platform.evals.file_digest import lines_sha256
 
 MAX_FILE_BYTES = 2 * 1024 * 1024
 """The server's limit. A larger file is not sent."""
@@ -31,4 +31,4 @@ def read_eval_file(path: Path) -> EvalFile:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         raise AdminError(400, "the eval file is not UTF-8 text", "invalid_file", "file") from None
-    return EvalFile(path.name, text, hashlib.sha256(content).hexdigest())
+    return EvalFile(path.name, text, lines_sha256(content))

@@ -106,7 +106,9 @@ class WeightedVersion(_Body):
 
 
 class EvalDemand(_Body):
-    """The score that a version needs in its newest finished eval of the file with this checksum."""
+    """The score that a version needs in its newest finished eval of a file. `sha256` is the checksum of the file's
+    lines, as an eval reports it.
+    """
 
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     name: str = Field(default="the file", min_length=1, max_length=255)

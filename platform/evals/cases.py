@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from loramux.adapter_store.errors import InvalidEval
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.evals.file_digest import lines_sha256
 from loramux.platform.evals.schema_check import SchemaNotSupported, check_schema
 from loramux.platform.openai_api.request_body import validated
 from loramux.platform.openai_api.schemas import ChatRequest
@@ -80,7 +80,7 @@ def read_cases(content: bytes) -> CaseFile:
             raise InvalidEval("invalid_line", f"line {number}: {error}", f"file[{number}]") from None
     if not cases:
         raise InvalidEval("no_cases", "the file has no lines", "file")
-    return CaseFile(tuple(cases), hashlib.sha256(content).hexdigest())
+    return CaseFile(tuple(cases), lines_sha256(content))
 
 
 def _case(line: bytes, number: int) -> Case:

@@ -36,10 +36,11 @@ async def show(visit: Visit) -> Response:
     """One adapter: its aliases, the usage of its versions, and its grants."""
     rest, adapter_id = visit.rest, visit.param("adapter_id")
     adapter = await rest.get(f"/adapters/{adapter_id}")
-    aliases, versions, grants = await asyncio.gather(
+    aliases, versions, grants, evals = await asyncio.gather(
         rest.get(f"/adapters/{adapter_id}/aliases"),
         rest.get(f"/adapters/{adapter_id}/versions", limit=PAGE, after=visit.query("after")),
         panel(rest.get(f"/adapters/{adapter_id}/grants")),
+        rest.get(f"/adapters/{adapter_id}/evals", limit=100),
     )
     others = (
         [grant["tenant"] for grant in grants.data["data"]][:MAX_SUMMED] if grants.data and visit.is_platform else []
@@ -58,6 +59,8 @@ async def show(visit: Visit) -> Response:
         aliases=aliases["data"],
         versions=versions,
         grants=grants,
+        # The newest finished eval of each version.
+        scores={one["version"]: one for one in reversed(evals["data"]) if one["state"] == "done"},
         use=use,
         speed=speed,
         api_url=visit.site.services.api_url,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -33,7 +34,7 @@ async def move(visit: Visit) -> Response:
     problem = None
     if asked.all("version"):
         try:
-            return await _ask(visit, adapter, alias, name, _targets(asked))
+            return await _ask(visit, adapter, alias, name, _targets(asked), _canary(asked))
         except InvalidRequest as error:
             problem = error.message
     return visit.page(
@@ -51,7 +52,11 @@ async def set_alias(visit: Visit) -> Response:
     """Point an alias at versions by weight, unless someone has moved it since the form was shown."""
     adapter_id, name, revision = visit.param("adapter_id"), visit.form.text("alias"), visit.form.text("revision")
     path = f"/adapters/{adapter_id}/aliases/{name}"
-    alias = await _change(visit, "PUT", path, {"targets": _targets(visit.form)}, name, revision)
+    body: dict[str, Any] = {"targets": _targets(visit.form)}
+    canary = _canary(visit.form)
+    if canary:
+        body["canary"] = canary
+    alias = await _change(visit, "PUT", path, body, name, revision)
     undo = visit.url(f"{path}/rollback") if revision else visit.url(f"{path}/delete")
     return visit.done(f"{name} now points to {described(alias['targets'])}.", f"/adapters/{adapter_id}", undo)
 
@@ -138,7 +143,12 @@ def _seen(visit: Visit) -> str:
 
 
 async def _ask(
-    visit: Visit, adapter: Document, alias: Document | None, name: str, targets: Sequence[Mapping[str, int]]
+    visit: Visit,
+    adapter: Document,
+    alias: Document | None,
+    name: str,
+    targets: Sequence[Mapping[str, int]],
+    canary: Mapping[str, float],
 ) -> Response:
     if not name:
         raise InvalidRequest("enter a name for the alias")
@@ -168,8 +178,9 @@ async def _ask(
             "revision": str(alias["revision"]) if alias else "",
             "version": [str(target["version"]) for target in targets],
             **fields,
+            **_canary_fields(canary),
         },
-        facts=[("Requests for the adapter", used)],
+        facts=[("Requests for the adapter", used), *_canary_facts(canary)],
         is_danger=False,
     ).ask(visit)
 
@@ -183,6 +194,38 @@ def _targets(form: Form) -> list[dict[str, int]]:
     if not targets:
         raise InvalidRequest("enter a weight above 0 for at least one version")
     return sorted(targets, key=lambda target: target["version"])
+
+
+def _canary(form: Form) -> dict[str, float]:
+    """Return the bounds at which the alias rolls back on its own, or nothing. Raises InvalidRequest."""
+    percent, first_token_s = _decimal(form, "max_error_percent"), _decimal(form, "max_first_token_s")
+    bounds = {} if percent is None else {"max_error_rate": percent / 100}
+    return bounds if first_token_s is None else {**bounds, "max_first_token_s": first_token_s}
+
+
+def _canary_fields(canary: Mapping[str, float]) -> dict[str, str]:
+    shown = {"max_first_token_s": canary.get("max_first_token_s")}
+    if "max_error_rate" in canary:
+        shown["max_error_percent"] = 100 * canary["max_error_rate"]
+    return {name: f"{value:g}" for name, value in shown.items() if value is not None}
+
+
+def _canary_facts(canary: Mapping[str, float]) -> list[tuple[str, str]]:
+    texts = []
+    if "max_error_rate" in canary:
+        texts.append(f"more than {100 * canary['max_error_rate']:g} % of a version's requests fail")
+    if "max_first_token_s" in canary:
+        texts.append(f"its 95th percentile to the first token exceeds {canary['max_first_token_s']:g} s")
+    return [("Rolls back on its own if", " or ".join(texts))] if texts else []
+
+
+def _decimal(form: Form, name: str) -> float | None:
+    text = form.text(name)
+    if not text:
+        return None
+    if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", text) is None:
+        raise InvalidRequest("a bound must be a number such as 2.5", param=name)
+    return float(text)
 
 
 def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:

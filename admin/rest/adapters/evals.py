@@ -45,7 +45,8 @@ class EvalError(TypedDict):
 class EvalDocument(TypedDict):
     """One run of a version on a file. Scores are from 0 to 1, and null until the eval is `done`.
 
-    `name` is the file's name, or one made from its checksum if the name could be a secret. `num_answers` counts the
+    `name` is the file's name, or one made from its checksum if the name could be a secret. `sha256` is the checksum of
+    the file's lines, without empty lines and spaces around lines. `num_answers` counts the
     answers so far, of both versions. `charged` says whether the answers are the tenant's use. `error` says why the eval
     failed.
     """

@@ -83,3 +83,11 @@ def test_bad_file_is_refused(content: bytes, code: str) -> None:
 def test_depth_is_exact(value: object, depth: int) -> None:
     assert not is_deeper(value, depth)
     assert depth == 0 or is_deeper(value, depth - 1)
+
+
+def test_line_endings_do_not_change_the_checksum() -> None:
+    content = lines(GOOD, {**GOOD, "equal": "b"})
+    assert {read_cases(one).sha256 for one in (content, content + b"\n", content.replace(b"\n", b"\r\n\r\n"))} == {
+        read_cases(content).sha256
+    }
+    assert read_cases(lines(GOOD)).sha256 != read_cases(content).sha256

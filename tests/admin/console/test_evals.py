@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+from starlette.types import ASGIApp
+
+from loramux.adapter_store.registry.records import CanaryRule, RequiredEval
+from tests.admin.admin_side import AdminSide
+from tests.admin.app_client import client_of
+from tests.admin.console.signed_in_browser import Browser
+from tests.admin.finished_evals import CONTENT, SHA256, add_finished_eval
+from tests.admin.rest.adapters.ready_versions import add_ready_versions
+
+pytestmark = pytest.mark.anyio
+
+LINES = CONTENT.decode().replace("\n", "\r\n")
+
+
+@dataclass
+class Tab:
+    browser: Browser
+    side: AdminSide
+    adapter_id: str
+
+    @property
+    def here(self) -> str:
+        return f"/adapters/{self.adapter_id}"
+
+    async def text(self, path: str = "") -> str:
+        return (await self.browser.get(self.here + path)).text
+
+
+@pytest.fixture
+async def tab(console_side: AdminSide, console_app: ASGIApp, request: pytest.FixtureRequest) -> AsyncIterator[Tab]:
+    services = console_side.services
+    slug = f"t-{abs(hash(request.node.name))}"
+    adapter = services.adapters.registry.create_adapter(services.accounts.tenants.create(slug).id, "support")
+    add_ready_versions(services.database, adapter.id, 2)
+    async with client_of(console_app) as client:
+        browser = Browser(client)
+        await browser.sign_in("a-key-of-more-than-thirty-two-characters")
+        yield Tab(browser, console_side, adapter.id)
+
+
+async def test_eval_is_started_and_cancelled(tab: Tab) -> None:
+    assert "No evals yet" in await tab.text("/evals")
+    fields = {"version": "2", "compare": "1", "name": "tests.jsonl", "lines": LINES, "judge": ""}
+    assert "The eval is queued." in await tab.browser.post(f"{tab.here}/evals", **fields)
+    [found] = tab.side.services.adapters.evals.list(tab.adapter_id, 2, 10).data
+    assert (found.sha256, found.compared, found.api_key_id) == (SHA256, 1, None)
+    page = await tab.text(f"/evals/{found.id}")
+    assert "0 of 8 answers" in page
+    assert 'hx-trigger="every 2s"' in page
+    assert "cancelled" in await tab.browser.post(f"{tab.here}/evals/{found.id}/cancel")
+    assert "hx-trigger" not in (await tab.text(f"/evals/{found.id}")).partition('id="eval"')[2]
+
+
+@pytest.mark.parametrize(
+    ("lines", "judge", "said"),
+    [
+        ("nonsense", "", "line 1: "),
+        ('{"prompt": "p", "judge": "?"}', "", "lines of the file need a judge"),
+        ('{"prompt": "p", "judge": "?"}', "other/absent", "does not exist"),
+    ],
+)
+async def test_bad_file_is_refused_with_its_line(tab: Tab, lines: str, judge: str, said: str) -> None:
+    shown = await tab.browser.post(f"{tab.here}/evals", version="1", compare="", lines=lines, judge=judge)
+    assert 'class="notice error"' in shown
+    assert said in shown
+
+
+async def test_answers_are_side_by_side_and_escaped(tab: Tab) -> None:
+    eval_id = add_finished_eval(tab.side.services.database, tab.adapter_id, 2, passed=4, compared=1, others=1)
+    page = await tab.text(f"/evals/{eval_id}")
+    assert "1.000, 4 of 4 passed" in page
+    assert "0.250, 1 of 4 passed" in page
+    assert page.count("&lt;b&gt;no&lt;/b&gt;") == 3
+    assert "<b>no</b>" not in page
+    assert '<th scope="col">Version 2</th><th scope="col">Version 1</th>' in page
+    assert f"/evals/{eval_id}" in await tab.text("/evals")
+    assert f'/evals/{eval_id}" title="tests.jsonl">1.000</a>' in await tab.text()
+
+
+async def test_alias_shows_its_demand_and_its_canary(tab: Tab) -> None:
+    add_finished_eval(tab.side.services.database, tab.adapter_id, 2, passed=3)
+    aliases = tab.side.services.adapters.aliases
+    demand = RequiredEval(SHA256, "tests.jsonl", 750_000)
+    path = f"{tab.here}/move?alias=default&version=1&weight_1=90&version=2&weight_2=10&max_error_percent=5"
+    aliases.set(tab.adapter_id, "default", {1: 100}, required_eval=demand)
+    assert "demands 0.750 in tests.jsonl" in await tab.text()
+    page = (await tab.browser.get(path)).text
+    assert "more than 5 % of a version&#39;s requests fail" in page
+    await tab.browser.confirm(path)
+    moved = aliases.get(tab.adapter_id, "default")
+    assert moved.required_eval == demand
+    assert moved.canary == CanaryRule(max_error_rate=0.05, versions=(2,))
+    assert "watched" in await tab.text()
+    verdict = CanaryRule(max_error_rate=0.05, versions=(2,), verdict="version 2: 9 of 9 requests failed")
+    aliases.rollback(tab.adapter_id, "default", canary=verdict)
+    shown = await tab.text()
+    assert "rolled back" in shown
+    assert "version 2: 9 of 9 requests failed" in shown
+    refused = (await tab.browser.get(path.replace("percent=5", "percent=lots"))).text
+    assert "A bound must be a number such as 2.5." in refused
+
+
+async def test_viewer_sees_scores_but_no_form(tab: Tab, console_app: ASGIApp) -> None:
+    eval_id = add_finished_eval(tab.side.services.database, tab.adapter_id, 1, passed=2)
+    services = tab.side.services
+    owner = services.adapters.registry.get_adapter(tab.adapter_id)
+    assert owner is not None
+    key = services.accounts.api_keys.create(owner.tenant_id, "viewer", ["tenant:read"])
+    async with client_of(console_app) as client:
+        viewer = Browser(client)
+        await viewer.sign_in(key.secret)
+        assert "Run an eval" not in (await viewer.get(f"{tab.here}/evals")).text
+        assert "0.500, 2 of 4 passed" in (await viewer.get(f"{tab.here}/evals/{eval_id}")).text
+        foreign = services.adapters.registry.create_adapter(services.accounts.tenants.create("strange").id, "other")
+        await viewer.get(f"/adapters/{foreign.id}/evals", status=404)
