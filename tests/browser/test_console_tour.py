@@ -22,6 +22,7 @@ PAGES = {
     "adapters": ("/adapters", "harbour/pirate"),
     "adapter": ("/adapters/{harbour}", "harbour/pirate"),
     "version": ("/adapters/{harbour}/versions/1", "passed"),
+    "evals": ("/adapters/{harbour}/evals", "No evals yet"),
     "rollback": ("/adapters/{harbour}/aliases/default/rollback", "History"),
     "residency": ("/residency", "harbour/pirate@1"),
     "residency on disk": ("/residency?tier=disk", "harbour/pirate@1"),

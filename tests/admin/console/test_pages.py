@@ -29,6 +29,7 @@ from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
 from tests.admin.app_client import client_of
 from tests.admin.console.signed_in_browser import Browser, Stream, first_match
+from tests.admin.finished_evals import add_finished_eval
 from tests.admin.fleet import PEER, SILENT, ScriptedFleet
 from tests.admin.metered_requests import begin_request, settle_request
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
@@ -75,6 +76,8 @@ async def test_overview_counts_requests_refused_with_either_status(operator: Bro
         "/adapters/ada_" + "0" * 32,
         "/adapters/x",
         "/adapters/x/versions/1",
+        "/adapters/x/evals",
+        "/adapters/x/evals/evl_" + "0" * 32,
         "/tenants/nobody",
         "/nothing",
         "/keys?tenant=no",
@@ -99,6 +102,7 @@ async def test_missing_object_gets_a_not_found_page(operator: Browser, path: str
         "/audit?action=%00%0a",
         "/adapters/%00",
         "/adapters/x/versions/99999999999999999999",
+        "/adapters/x/evals/%00?after_line=-1",
         "/tenants/%E2%80%AE",
         "/bases?base=%00",
         "/bases/%00/revalidate",
@@ -345,6 +349,8 @@ async def test_markup_in_names_is_escaped_on_every_page(
     spoilt = Starlette(routes=[Mount("/console", create_console(services, HostileRest(console_app)))])
     pages = [path for path in PAGES if path != "/playground"]
     pages += [adapter, f"{adapter}/versions/1", f"{adapter}/move", f"{adapter}/state", f"{adapter}/delete"]
+    eval_id = add_finished_eval(services.database, adapter.split("/")[-1], 1, passed=2)
+    pages += [f"{adapter}/evals", f"{adapter}/evals/{eval_id}"]
     pages += [f"{adapter}/versions/1/archive", f"{adapter}/aliases/default/rollback", "/playground?tenant=marked"]
     pages += [
         "/tenants/marked",
