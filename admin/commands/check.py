@@ -30,7 +30,7 @@ def check(
     model: Annotated[
         str | None,
         typer.Option(
-            help="For an adapter, the base model: a directory, a GGUF file or a pulled URL; its weights are not needed.",
+            help="For an adapter, the base model: a directory, GGUF file or pulled URL; its weights are not needed.",
             show_default=False,
         ),
     ] = None,

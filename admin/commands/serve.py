@@ -18,8 +18,8 @@ AdminPort = Annotated[int | None, typer.Option(help="Port of the admin listener 
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Directory of the base model in Hugging Face format, a GGUF file, or the URL of either, hf://OWNER/NAME or "
-        "s3://BUCKET/PREFIX, which is pulled first.",
+        help="Directory of the base model in Hugging Face format, a GGUF file, or the URL of either, hf://OWNER/NAME "
+        "or s3://BUCKET/PREFIX, which is pulled first.",
         show_default=False,
     ),
 ]

@@ -451,7 +451,7 @@ class Settings(ModelSettings):
 
     @property
     def model_dir(self) -> Path:
-        """The model's directory or GGUF file. A model with a URL must have been pulled, and its path taken the URL's place."""
+        """The model's directory or GGUF file. Only for settings in which a path has taken the place of a URL."""
         assert isinstance(self.model, Path)
         return self.model
 
