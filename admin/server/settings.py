@@ -98,7 +98,7 @@ def _model_reference(given: Any) -> Any:
     return Path(given) if isinstance(given, str) else given
 
 
-ModelReference = Annotated[Path | ModelName, BeforeValidator(_model_reference)]
+ModelReference = Annotated[Path | ModelName, NoDecode, BeforeValidator(_model_reference)]
 
 
 class SettingsError(Exception):

@@ -15,12 +15,15 @@ from loramux.adapter_store.errors import PullRefused, Refused, SourceUnavailable
 from loramux.adapter_store.hub import hub_client
 from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.hub.hub_transport import HubTransport, is_trusted_endpoint, operators_rule
+from loramux.adapter_store.pulling import pull
 from loramux.adapter_store.pulling.download import MAX_FAILURES
 from loramux.adapter_store.pulling.model_name import ModelName
 from loramux.adapter_store.pulling.pull import Puller
+from loramux.adapter_store.pulling.pull_settings import PullSettings
 from loramux.adapter_store.pulling.remote import HubRemote
 from tests.adapter_store.hub.local_hub import Answer, LocalHub
 from tests.adapter_store.pulling.pulled import BASE, NEEDED, SHARDS, WEIGHTS, Pulls, contents
+from tests.platform.small_disk import BALLAST, fill, mounted
 
 FIRST = WEIGHTS[SHARDS[0]]
 MOST = len(FIRST) * 99 // 100
@@ -265,6 +268,30 @@ def test_disk_that_fills_is_named_and_the_beginning_is_kept(hub: LocalHub, pulls
     assert error.value.code == "disk_full"
     assert part_of(pulls).read_bytes() == FIRST[: 1 << 20]
     assert contents(pulls().path) == NEEDED
+
+
+def test_pull_continues_once_a_full_disk_has_space_again(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "RESERVE_BYTES", 0)
+    with mounted(tmp_path, 12):
+        pulls = Pulls(PullSettings(tmp_path / "models", hub.url))
+        plan = pulls.puller.plan(NAME)
+
+        def fill_once(name: str, _: int) -> None:
+            if name == SHARDS[0] and not (tmp_path / BALLAST).exists():
+                fill(tmp_path)
+
+        with pytest.raises(PullRefused, match="no space left") as error:
+            pulls.puller.carry_out(plan, progress=fill_once)
+        assert error.value.code == "disk_full"
+        with pytest.raises(PullRefused, match="more bytes"):
+            pulls()
+        (tmp_path / BALLAST).unlink()
+        kept = part_of(pulls).stat().st_size
+        assert 0 < kept < len(FIRST)
+        assert contents(pulls().path) == NEEDED
+        assert f"bytes={kept}-" in [asked for _, asked in hub.ranges]
 
 
 def pulls_from(hub: LocalHub, pulls: Pulls, own: str) -> Puller:

@@ -66,6 +66,12 @@ def test_model_can_have_a_url(toml: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(SettingsError, match=said) as error:
             load_settings(Settings, {"model": wrong})
         assert len(str(error.value).splitlines()) == 1
+    (toml.parent / "7").mkdir()
+    (toml.parent / "7" / "config.json").write_text("{}")
+    monkeypatch.chdir(toml.parent)
+    monkeypatch.setenv("LORAMUX_MODEL", "7")
+    assert load_settings(Settings, {}).model == toml.parent / "7"
+    monkeypatch.delenv("LORAMUX_MODEL")
     toml.write_text("model = 3")
     with pytest.raises(SettingsError, match="neither a path nor the URL"):
         load_settings(Settings, {"config": toml})
