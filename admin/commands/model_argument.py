@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from loramux.admin.commands.output import error_document, fail
 from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 from loramux.admin.server.settings import ModelSettings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from loramux.adapter_store.pulling.model_cache import PulledModel
 
 
 def model_settings(config: Path | None, data_dir: Path | None, as_json: bool) -> ModelSettings:
@@ -40,3 +44,16 @@ def existing_path(model: str, data_dir: Path | None, as_json: bool, hint: str) -
     if not path.exists():
         raise typer.BadParameter(f"there is no directory or file {path}", param_hint=hint)
     return path
+
+
+def model_document(model: PulledModel) -> dict[str, object]:
+    """Describe a pulled model in JSON."""
+    return {
+        "object": "model",
+        "model": model.name.url,
+        "commit": model.record.commit,
+        "revisions": list(model.revisions),
+        "num_bytes": model.num_bytes,
+        "pulled_s": model.record.pulled_s,
+        "path": str(model.path),
+    }

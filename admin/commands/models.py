@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from loramux.admin.commands.options import AsJson, ConfigFile, DataDir
 from loramux.admin.commands.output import error_document, fail, print_json, print_table, shown_time, tell
 from loramux.admin.exit_codes import REFUSED
-
-if TYPE_CHECKING:
-    from loramux.adapter_store.pulling.model_cache import PulledModel
 
 app = typer.Typer(no_args_is_help=True, help="List and remove pulled base models.")
 
@@ -21,7 +18,7 @@ def list_models(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
     """List the base models that have been pulled."""
     from loramux.adapter_store.errors import PullRefused
     from loramux.adapter_store.pulling.model_cache import ModelCache
-    from loramux.admin.commands.model_argument import model_settings
+    from loramux.admin.commands.model_argument import model_document, model_settings
     from loramux.admin.server.pulled_model import shown_bytes
 
     try:
@@ -29,7 +26,7 @@ def list_models(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
     except PullRefused as error:
         fail(error.message, REFUSED, error_document(error.message, error.code) if as_json else None)
     if as_json:
-        print_json({"object": "list", "data": [_document(model) for model in models]})
+        print_json({"object": "list", "data": [model_document(model) for model in models]})
         return
     rows = [
         (model.name.url, " ".join(model.revisions), shown_bytes(model.num_bytes), shown_time(model.record.pulled_s))
@@ -61,14 +58,3 @@ def remove(
         fail(error.message, REFUSED, error_document(error.message, error.code, error.param) if as_json else None)
     document = {"object": "removed_model", "model": name.url, "num_bytes": num_bytes}
     tell(document, f"removed {name.url}: {shown_bytes(num_bytes)}", as_json)
-
-
-def _document(model: PulledModel) -> dict[str, object]:
-    return {
-        "model": model.name.url,
-        "commit": model.record.commit,
-        "revisions": list(model.revisions),
-        "num_bytes": model.num_bytes,
-        "pulled_s": model.record.pulled_s,
-        "path": str(model.path),
-    }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson, ConfigFile, DataDir
-from loramux.admin.commands.output import error_document, fail, print_json
+from loramux.admin.commands.output import error_document, fail, print_json, tell
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def pull(
     from loramux.adapter_store.errors import Refused, SourceUnavailable
     from loramux.adapter_store.pulling.model_name import ModelName
     from loramux.adapter_store.pulling.pull import Puller
-    from loramux.admin.commands.model_argument import model_settings
+    from loramux.admin.commands.model_argument import model_document, model_settings
     from loramux.admin.server.data_directory import make_private
     from loramux.admin.server.pulled_model import failure_of, plan_lines, pull_shown
 
@@ -45,6 +45,10 @@ def pull(
     try:
         name = ModelName.parse(model)
         puller = Puller(settings.pulls)
+        found = puller.cache.find(name) if puller.settings.is_offline else None
+        if found is not None:
+            tell(model_document(found), f"{name.url} is {found.path}; offline, the hub is not asked", as_json)
+            return
         plan = puller.plan(name)
         if not as_json:
             print("\n".join(plan_lines(plan)), flush=True)

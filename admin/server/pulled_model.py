@@ -63,7 +63,9 @@ def plan_lines(plan: PullPlan) -> list[str]:
     commit = f" (commit {plan.commit})" if plan.name.kind == "hf" else ""
     lines = [f"{plan.name.url}{commit}: {len(plan.files)} files, {shown_bytes(plan.num_bytes)}, to {plan.directory}"]
     lines += [f"  {shown_bytes(file.size):>10}  {file.name}" for file in plan.files]
-    if 0 < plan.missing_bytes < plan.num_bytes:
+    if plan.is_complete:
+        lines.append("  all of them are here")
+    elif plan.missing_bytes < plan.num_bytes:
         lines.append(f"  {shown_bytes(plan.missing_bytes)} are to be fetched; the rest is here")
     if any(file.digest is None for file in plan.files):
         lines.append("  the bucket keeps no hash of some files: only their sizes are checked")

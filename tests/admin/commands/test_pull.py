@@ -55,6 +55,7 @@ def test_model_is_pulled_listed_used_and_removed(hub: LocalHub, tmp_path: Path) 
     assert result.stdout.splitlines()[-1] == f"serve it without a network: loramux serve --model hf://{BASE}@main"
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == FILES
     assert ((tmp_path / "data").stat().st_mode & 0o777) == 0o700
+    assert invoke("pull", BASE, "--dry-run").stdout.splitlines()[-1] == "  all of them are here"
     again = printed_json(invoke("pull", f"hf://{BASE}", "--json"))
     assert (again["missing_bytes"], again["path"], len(again["files"])) == (0, str(directory), len(FILES))
 
@@ -126,6 +127,12 @@ def test_offline_pull_is_refused(hub: LocalHub, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv(name, "1")
     code, message = refused("pull", BASE)
     assert (code, "pull it online first" in message) == ("not_pulled", True)
+    assert not hub.requests
+    monkeypatch.delenv(name)
+    path = printed_json(invoke("pull", BASE, "--json"))["path"]
+    hub.requests.clear()
+    monkeypatch.setenv(name, "1")
+    assert printed_json(invoke("pull", BASE, "--json"))["path"] == path
     assert not hub.requests
 
 
