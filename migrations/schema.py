@@ -207,6 +207,13 @@ adapter_aliases = Table(
     # The bounds within which the alias's new versions must stay, and the verdict: see CanaryRule in
     # adapter_store/registry/records.py. NULL if the alias does not watch its versions.
     Column("canary", JSON(none_as_null=True), nullable=True),
+    # Covers only the few aliases with a canary.
+    Index(
+        "ix_adapter_aliases_canary",
+        "updated_us",
+        postgresql_where=text("canary IS NOT NULL"),
+        sqlite_where=text("canary IS NOT NULL"),
+    ),
 )
 
 adapter_alias_targets = Table(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
 
 from loramux.adapter_store.errors import ClaimLost
 from loramux.adapter_store.registry.evals import (
@@ -53,17 +53,17 @@ class EvalClaims:
 
     def claim(self, but_tenants: Collection[str] = ()) -> ClaimedEval | None:
         """Claim the oldest eval that no server runs, except those of `but_tenants`."""
-        with self._database.write() as connection:
-            now_us = self._database.now_us(connection)
-            is_free = or_(
-                evals.c.state == "queued", and_(evals.c.state == "running", evals.c.claim_expires_us < now_us)
-            )
+        # Read first, because servers look often, and a writing transaction would delay reservations on SQLite.
+        with self._database.read() as connection:
+            is_free = _is_free(self._database.now_us(connection))
             query = select(evals.c.id).where(is_free, evals.c.tenant_id.not_in(but_tenants))
             eval_id = connection.scalar(query.order_by(evals.c.id).limit(1))
-            if eval_id is None:
-                return None
+        if eval_id is None:
+            return None
+        with self._database.write() as connection:
+            now_us = self._database.now_us(connection)
             claimed = {"state": "running", "claimed_by": self.server_id, "claim_expires_us": now_us + self._lease_us}
-            taken = connection.execute(update(evals).where(evals.c.id == eval_id, is_free).values(claimed))
+            taken = connection.execute(update(evals).where(evals.c.id == eval_id, _is_free(now_us)).values(claimed))
             if taken.rowcount == 0:
                 return None
             content = connection.execute(select(evals.c.content).where(evals.c.id == eval_id)).scalar_one()
@@ -95,8 +95,8 @@ class EvalClaims:
                     side=answer.side,
                     score_ppm=answer.score_ppm,
                     is_passed=int(answer.is_passed),
-                    answer=answer.answer[:MAX_ANSWER],
-                    detail=answer.detail[:MAX_DETAIL],
+                    answer=_storable(answer.answer, MAX_ANSWER),
+                    detail=_storable(answer.detail, MAX_DETAIL),
                 )
             )
 
@@ -118,10 +118,20 @@ class EvalClaims:
     def fail(self, eval_id: str, code: str, message: str) -> None:
         """End an eval that cannot be run. Raises ClaimLost."""
         with self._database.write() as connection:
-            error = {"error_code": code[:64], "error": message[:MAX_ERROR]}
+            error = {"error_code": code[:64], "error": _storable(message, MAX_ERROR)}
             self._change(connection, eval_id, {**ended("failed", self._database.now_us(connection)), **error})
 
     def _change(self, connection: Connection, eval_id: str, values: Mapping[str, Any]) -> None:
         is_own = (evals.c.id == eval_id, evals.c.state == "running", evals.c.claimed_by == self.server_id)
         if connection.execute(update(evals).where(*is_own).values(values)).rowcount == 0:
             raise ClaimLost("the eval was cancelled, or another server has taken it over")
+
+
+def _is_free(now_us: int) -> ColumnElement[bool]:
+    is_abandoned = and_(evals.c.state == "running", evals.c.claim_expires_us < now_us)
+    return or_(evals.c.state == "queued", is_abandoned)
+
+
+def _storable(text: str, max_characters: int) -> str:
+    # PostgreSQL cannot store NUL in a text, and a model can generate it.
+    return text[:max_characters].replace("\x00", "\ufffd")

@@ -64,6 +64,10 @@ def upgrade() -> None:
     )
     op.add_column("adapter_aliases", sa.Column("required_eval", sa.JSON(), nullable=True))
     op.add_column("adapter_aliases", sa.Column("canary", sa.JSON(), nullable=True))
+    watched = sa.text("canary IS NOT NULL")
+    op.create_index(
+        "ix_adapter_aliases_canary", "adapter_aliases", ["updated_us"], postgresql_where=watched, sqlite_where=watched
+    )
 
 
 def downgrade() -> None:

@@ -89,8 +89,8 @@ class EvalRunner:
             while not draining.is_set():
                 try:
                     await self._claim()
-                except (SQLAlchemyError, DatabaseTrouble) as error:
-                    log.warning("evals cannot be claimed; trying again", error=type(error).__name__)
+                except Exception as error:
+                    log.warning("evals cannot be claimed; trying again", error=repr(error))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
                         await draining.wait()

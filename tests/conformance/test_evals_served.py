@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ DEMO = Path(__file__).parents[2] / "admin" / "demo"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     made = deployment(DEMO / "base", tmp_path_factory.mktemp("served") / "data", ("--dtype", "float32"), {})
     with made.running():
-        made.json("tenants", "create", "acme")
-        for adapter in ("json", "pirate"):
-            # Both are versions of one adapter, so that they can be compared.
-            made.json("adapters", "push", str(DEMO / "adapters" / adapter), "--tenant", "acme", "--name", "parcels")
-    return made
+        push(made)
+        yield made
+
+
+def push(made: Deployment) -> None:
+    made.json("tenants", "create", "acme")
+    for adapter in ("json", "pirate"):
+        # Both are versions of one adapter, so that they can be compared.
+        made.json("adapters", "push", str(DEMO / "adapters" / adapter), "--tenant", "acme", "--name", "parcels")
 
 
 def write(path: Path, cases: list[dict[str, Any]]) -> str:
@@ -41,23 +46,20 @@ def asked(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
-def test_adapter_is_better_than_another_at_its_own_task(made: Deployment, tmp_path: Path) -> None:
+def test_adapter_is_better_than_another_at_its_own_task(served: Deployment, tmp_path: Path) -> None:
     cases = [{"messages": asked(prompt), "schema": {"type": "object"}, "max_tokens": 48} for prompt in DEMO_PROMPTS]
     file = write(tmp_path / "json.jsonl", cases)
-    with made.running():
-        found = made.json("eval", "acme/parcels@1", file, "--compare", "2")
-        assert (found["state"], found["score"], found["compare_score"]) == ("done", 1.0, 0.0)
-        # The operator's evals are not charged.
-        assert made.json("usage", "--tenant", "acme", "--format", "json")["data"][0]["results"] == []
-        shown = made.command("adapters", "show", "acme/parcels").stdout
-        assert "1.000 json.jsonl" in shown
-        demand = ("--require-eval", file, "--min-score", "0.9")
-        made.json("adapters", "promote", "acme/parcels@1", *demand)
-        refused = made.command("adapters", "promote", "acme/parcels@2")
-        assert (refused.returncode, "has no finished eval of json.jsonl" in refused.stderr) == (1, True)
+    found = served.json("eval", "acme/parcels@1", file, "--compare", "2")
+    assert (found["state"], found["score"], found["compare_score"]) == ("done", 1.0, 0.0)
+    # The operator's evals are not charged.
+    assert served.json("usage", "--tenant", "acme", "--format", "json")["data"] == []
+    assert "1.000 json.jsonl" in served.command("adapters", "show", "acme/parcels").stdout
+    served.json("adapters", "promote", "acme/parcels@1", "--require-eval", file, "--min-score", "0.9")
+    refused = served.command("adapters", "promote", "acme/parcels@2")
+    assert (refused.returncode, "has no finished eval of json.jsonl" in refused.stderr) == (1, True)
 
 
-def test_likelihood_is_the_models_own(made: Deployment, tmp_path: Path) -> None:
+def test_likelihood_is_the_models_own(served: Deployment, tmp_path: Path) -> None:
     reference = '{"answer":'
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
     base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
@@ -72,14 +74,15 @@ def test_likelihood_is_the_models_own(made: Deployment, tmp_path: Path) -> None:
         scored = [logprobs[len(context) - 1 + at, token].item() for at, token in enumerate(wanted)]
         expected.append(math.exp(sum(scored) / len(scored)))
         cases.append({"messages": asked(prompt), "reference": reference})
-    with made.running():
-        found = made.json("eval", "acme/parcels@1", write(tmp_path / "likely.jsonl", cases))
+    found = served.json("eval", "acme/parcels@1", write(tmp_path / "likely.jsonl", cases))
     assert [answer["score"] for answer in found["answers"]] == pytest.approx(expected, abs=1e-4)
 
 
-def test_killed_servers_eval_continues_beside_other_requests(made: Deployment, tmp_path: Path) -> None:
+def test_killed_servers_eval_continues_beside_other_requests(tmp_path: Path) -> None:
+    made = deployment(DEMO / "base", tmp_path / "data", (), {})
     cases = [{"messages": asked(prompt), "contains": "{", "max_tokens": 32} for prompt in DEMO_PROMPTS * 8]
     with made.running() as server:
+        push(made)
         started = made.json("eval", "acme/parcels@1", write(tmp_path / "long.jsonl", cases), "--no-wait")
         path = f"evals show {started['id']}".split()
         while not (seen := made.json(*path))["num_answers"]:
@@ -92,7 +95,8 @@ def test_killed_servers_eval_continues_beside_other_requests(made: Deployment, t
     assert seen["state"] == "running"
     with made.running():
         key = made.json("keys", "create", "--tenant", "acme")["secret"]
-        answer = made.client(key).chat.completions.create(model="acme/parcels@2", messages=asked("Who are you?"))
+        with made.client(key) as client:
+            answer = client.chat.completions.create(model="acme/parcels@2", messages=asked("Who are you?"))
         assert answer.choices[0].message.content
         deadline = time.monotonic() + 120
         while (found := made.json(*path))["state"] in ("queued", "running") and time.monotonic() < deadline:

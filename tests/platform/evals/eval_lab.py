@@ -19,7 +19,7 @@ from loramux.platform.evals.runner import EvalRunner, Patience
 from tests.platform.gateways import Gateway
 from tests.platform.ready_adapters import digest_of
 
-SHORT = Patience(answer_s=0.2, refusal_s=0.5, queue_s=0.5)
+PATIENCE = Patience(answer_s=60, refusal_s=0.5, queue_s=0.5)
 
 
 @dataclass
@@ -28,7 +28,7 @@ class EvalLab:
 
     gateway: Gateway
     adapter_id: str
-    patience: Patience = SHORT
+    patience: Patience = PATIENCE
 
     @property
     def database(self) -> Database:

@@ -77,8 +77,6 @@ async def test_operator_is_not_charged_and_a_tenant_is(lab: EvalLab) -> None:
 
 
 async def test_judge_decides(lab: EvalLab) -> None:
-    # The first check of a grammar starts a process.
-    lab.patience = Patience(answer_s=60)
     lab.answer_with({1: "A poem", 0: "yes"})
     cases = [{"messages": CHAT, "judge": "Is it a poem?"}]
     async with lab.running():
@@ -112,10 +110,11 @@ async def test_foreign_judge_ends_the_eval_like_an_absent_one(lab: EvalLab, judg
 async def test_judge_that_never_answers_ends_the_eval(lab: EvalLab) -> None:
     tokens = lab.gateway.services.prompts.tokenizer.encode("yes", add_special_tokens=False)
     lab.gateway.engine.script = lambda add: Script(token_ids=tokens, stall_after=None if add.digest else 0)
+    lab.patience = Patience(answer_s=1)
     async with lab.running():
         found = await lab.finished(lab.create([{"prompt": "p", "judge": "?"}] * 20, key_of(lab), judge="base"))
     assert (found.state, found.error_code, found.num_answers) == ("failed", "no_answers", 5)
-    assert {one.detail for one in lab.answers(found)} == {"no answer within 0.2 s"}
+    assert {one.detail for one in lab.answers(found)} == {"no answer within 1 s"}
     # The abandoned requests are settled.
     assert await lab.gateway.services.run.requests.drain(5)
     assert [event.status for event in lab.gateway.usage()].count("completed") == 5
