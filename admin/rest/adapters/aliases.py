@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Request, Response
 from typing_extensions import TypedDict
 
+from loramux.adapter_store.registry.aliases import KEPT
 from loramux.adapter_store.registry.evals import PPM
 from loramux.adapter_store.registry.records import (
     DEFAULT_ALIAS,
@@ -23,6 +24,7 @@ from loramux.admin.rest.adapters.adapters import TargetDocument, describe_target
 from loramux.admin.rest.adapters.warm_and_drain import warm
 from loramux.admin.rest.bodies import AliasTargets, Rollback, read_json, read_optional_json
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds, whole_list
+from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import InvalidRequest, PermissionDenied
 from loramux.platform.openai_api.openapi import errors, takes
 
@@ -112,15 +114,18 @@ async def set_alias(
 
     The versions are loaded into the engine first, unless `warm` is false. Running requests finish on the old versions.
     A tenant's loads count against `cold_loads_per_minute`. If that quota refuses a load, the alias does not move. Only
-    an administrator may move `default`, the alias behind an adapter's bare name. With `require_eval`, the alias gives
-    a version more requests only if the version has passed the eval. With `canary`, the alias is rolled back if a
-    version that gets more requests fails or is slow. The call replaces the whole alias or creates it, so If-Match is
-    optional here.
+    an administrator may move `default`, the alias behind an adapter's bare name.
+
+    With `require_eval`, the alias gives a version more requests only if the version has passed the eval. Only an
+    administrator may change a demand. With `canary`, the alias is rolled back if a version that gets more requests
+    fails or is slow. The call replaces the whole alias or creates it, so If-Match is optional here.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     _check_may_move(caller, name)
     body = await read_json(request, AliasTargets)
     weights, demand = body.weights(), body.demand()
+    if demand is not KEPT:
+        await _check_may_demand(services, caller, adapter.id, name, demand)
     canary = None if body.canary is None else body.canary.rule()
     revision = _revision(if_match)
     if body.warm:
@@ -184,6 +189,17 @@ async def delete_alias(
 def _check_may_move(caller: Caller, name: str) -> None:
     if name == DEFAULT_ALIAS and not caller.is_administrator:
         raise PermissionDenied("only an administrator may move the default alias: move another alias")
+
+
+async def _check_may_demand(
+    services: AdminServices, caller: Caller, adapter_id: str, name: str, demand: RequiredEval | None
+) -> None:
+    if caller.is_administrator:
+        return
+    aliases = (await services.call(services.adapters.aliases.of, [adapter_id]))[adapter_id]
+    present = aliases[name].required_eval if name in aliases else None
+    if present is not None and present != demand:
+        raise PermissionDenied("only an administrator may change the eval that the alias demands")
 
 
 def _revision(if_match: str | None) -> int | None:

@@ -233,6 +233,22 @@ async def test_alias_demands_an_eval(stand: Stand) -> None:
     assert (freed.status_code, freed.json()["require_eval"]) == (200, None)
 
 
+async def test_developer_cannot_end_a_demand(stand: Stand) -> None:
+    developer = stand.key("acme", "tenant:develop")
+    demand = {"sha256": SHA256, "name": "tests.jsonl", "min_score": 0.5}
+    add_finished_eval(stand.side.services.database, stand.adapter_id, 2, passed=2)
+
+    async def move(require_eval: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+        body = {"version": 2, "warm": False, "require_eval": require_eval}
+        return await stand.http.put(f"{stand.path}/aliases/stable", json=body, headers=headers or {})
+
+    assert (await move(demand, developer)).status_code == 200
+    assert (await move(demand, developer)).status_code == 200
+    for weaker in (None, {**demand, "min_score": 0.1}):
+        assert code_of(await move(weaker, developer)) == (403, "insufficient_scope")
+    assert (await move(None)).json()["require_eval"] is None
+
+
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
