@@ -70,7 +70,7 @@ def adds_bos(found: TokenizerMetadata) -> bool:
     if found.add_bos is not None:
         return found.add_bos
     pre = _pre_tokenizer(found)
-    return pre.adds_bos if pre else True
+    return (pre is None or pre.adds_bos) and "bos_token" in found.roles
 
 
 def is_special(found: TokenizerMetadata, token_id: int) -> bool:

@@ -27,6 +27,8 @@ from tokenizers import Tokenizer
 
 from loramux.adapter_store.gguf.pre_tokenizers import PRE_TOKENIZERS
 from loramux.adapter_store.gguf.tokenizer_files import tokenizer_files
+from loramux.engine.text.detokenizer import new_detokenizer
+from loramux.engine.text.text_tokenizer import TextTokenizer
 from tests.conformance.gguf_vocabularies import mixed_texts, read_metadata, write_vocabulary
 from tests.environments import ENVIRONMENTS, ROOT, create
 from tests.strangers.sdists import unpacked
@@ -123,6 +125,20 @@ class Findings:
         for text in differing[:3]:
             print(f"  {text[:300]!r}", flush=True)
 
+    def compare_decoded(self, name: str, texts: Sequence[str], tokenizer: TextTokenizer, ids: Ids) -> None:
+        """Compare texts with their tokens, decoded at once and as a stream that the first token starts."""
+        differing = [text for text, one in zip(texts, ids, strict=True) if tokenizer.decode(one) != text]
+        for text, one in zip(texts, ids, strict=True):
+            detokenizer = new_detokenizer(tokenizer, one[:1], skip_special_tokens=True)
+            streamed = tokenizer.decode(one[:1]) + "".join(map(detokenizer.feed, one[1:])) + detokenizer.finish()
+            # A text that begins with a part of a character has no text for its first token alone.
+            if streamed != text and "\ufffd" not in tokenizer.decode(one[:1]):
+                differing.append(text)
+        self.num_differing += len(differing)
+        counts = (len(texts), sum(map(len, texts)), sum(map(len, ids)), len(differing))
+        self._table.add_row(name, "the text, decoded and streamed", *(f"{count:,}" for count in counts))
+        print(name, "decoded", *counts, *(f"\n  {text[:300]!r}" for text in differing[:3]), flush=True)
+
     def show(self) -> None:
         Console().print(self._table)
 
@@ -192,7 +208,12 @@ def compare_mistral(findings: Findings, file: str, texts: Sequence[str]) -> None
     )
     answer = json.loads(done.stdout)
     metadata = (tekken_metadata if file == TEKKEN else piece_metadata)(answer["vocabulary"])
-    findings.compare(file, "mistral-common", texts, encoded(built(metadata), texts, adds=False), answer["ids"])
+    tokenizer = built(metadata)
+    ids = encoded(tokenizer, texts, adds=False)
+    findings.compare(file, "mistral-common", texts, ids, answer["ids"])
+    # The spellings of spaces are alike in SentencePiece.
+    expected = texts if file == TEKKEN else [text.replace("\u2581", " ") for text in texts]
+    findings.compare_decoded(file, expected, TextTokenizer(tokenizer), ids)
 
 
 def models(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

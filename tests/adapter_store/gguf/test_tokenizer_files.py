@@ -138,6 +138,14 @@ def test_a_sentencepiece_file_without_flags_adds_bos_and_a_space() -> None:
     assert stripped.encode("  a   a ").tokens == ["<s>", SPACE + "a", SPACE + "a"]
 
 
+def test_bos_is_added_by_default_only_where_llama_cpp_adds_it() -> None:
+    for pre, is_added in (("llama-bpe", True), ("tekken", True), ("qwen2", False), ("gpt-2", False)):
+        metadata = byte_level_metadata(original(byte_level(use_regex=True)), pre)
+        del metadata["tokenizer.ggml.add_bos_token"]
+        assert built(metadata).encode("").ids == []
+        assert bool(built({**metadata, "tokenizer.ggml.bos_token_id": 0}).encode("").ids) is is_added
+
+
 def test_phi3_ignores_spaces_after_its_control_tokens() -> None:
     metadata = sentencepiece_metadata({SPACE + "a": -1.0, SPACE: -2.0, "a": -3.0}, controls=("<|user|>",))
     plain, phi3 = built(metadata), built({**metadata, "general.architecture": "phi3"})
