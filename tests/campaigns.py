@@ -108,7 +108,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     ),
     "gguf-tokenizers": Campaign(
         line="Tokenizers read from GGUF metadata against the originals and llama.cpp (ARGS='--help' for sizes)",
-        commands=(("tests.conformance.gguf_tokenizers",),),
+        commands=(("tests.environments", "gguf"), ("tests.conformance.gguf_tokenizers",)),
     ),
     "trainers": Campaign(
         line="251 directories as training programs write them, served equal to peft or refused "

@@ -180,7 +180,8 @@ def _added_tokens(found: TokenizerMetadata, vocabulary: Mapping[str, int]) -> It
 def _space_normalizer(found: TokenizerMetadata) -> Document:
     steps: list[Document] = []
     if found.remove_extra_whitespaces:
-        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        # SentencePiece strips only spaces, not other blanks.
+        steps.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     if found.add_space_prefix:
         steps.append({"type": "Prepend", "prepend": _SPACE})

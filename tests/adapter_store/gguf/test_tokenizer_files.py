@@ -136,6 +136,7 @@ def test_a_sentencepiece_file_without_flags_adds_bos_and_a_space() -> None:
     assert built({**metadata, "tokenizer.ggml.add_space_prefix": False}).encode("a").tokens == ["<s>", "a"]
     stripped = built({**metadata, "tokenizer.ggml.remove_extra_whitespaces": True})
     assert stripped.encode("  a   a ").tokens == ["<s>", SPACE + "a", SPACE + "a"]
+    assert stripped.encode("  \n  a\n").tokens == ["<s>", SPACE, "<0x0A>", SPACE + "a", "<0x0A>"]
 
 
 def test_bos_is_added_by_default_only_where_llama_cpp_adds_it() -> None:
