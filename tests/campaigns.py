@@ -65,6 +65,10 @@ CAMPAIGNS: Mapping[str, Campaign] = {
             ),
         ),
     ),
+    "gguf": Campaign(
+        line="Real models in GGUF files from PyPI (330 MB) against transformers",
+        commands=(_pytest("tests/conformance/test_real_gguf.py"),),
+    ),
     "simulation": Campaign(
         line="Long random runs of the engine on a simulated device (LORAMUX_SIMULATION_TURNS=10000)",
         commands=(_pytest("tests/simulation"),),

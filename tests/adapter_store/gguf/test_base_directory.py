@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import time
 import tracemalloc
@@ -15,8 +16,11 @@ import numpy as np
 import pytest
 
 from loramux.adapter_store.errors import ConversionRefused
+from loramux.adapter_store.formats.files.float_formats import STORAGE
 from loramux.adapter_store.formats.files.mapped_tensors import GGUF_INDEX, map_directory
+from loramux.adapter_store.formats.quantization.gguf_blocks import BLOCK_TYPES
 from loramux.adapter_store.gguf.base_directory import MAX_ELEMENTS, base_directory, is_gguf, model_name
+from loramux.adapter_store.gguf.base_records import RECORDS
 from loramux.engine.architectures.gguf_model import model_directory
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import stored_tensors
@@ -286,3 +290,10 @@ def test_paths_that_are_no_models_are_refused(tmp_path: Path) -> None:
     directory = base_directory(path, tmp_path / "root")
     assert json.loads((directory / GGUF_INDEX).read_text())["files"][0]["path"] == str(path)
     assert model_directory(directory) == directory
+
+
+def test_the_guide_lists_the_types_and_architectures() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "gguf.md").read_text()
+    rows = dict(line.strip("| ").split(" | ", 1) for line in guide.splitlines() if line.startswith("| "))
+    assert rows["types of tensors"].split(", ") == [*STORAGE, *BLOCK_TYPES]
+    assert set(re.findall("`([^`]+)`", rows["architectures"])) == set(RECORDS)
