@@ -33,6 +33,7 @@ from loramux.adapter_store.gguf.base_records import RECORDS, find_record
 from loramux.adapter_store.gguf.base_rope import FACTORS
 from loramux.adapter_store.gguf.base_tensors import BaseTensors, place_tensors
 from loramux.adapter_store.gguf.gguf_header import GgufTensor, HeaderParser, HeaderRules, open_regular
+from loramux.adapter_store.gguf.tokenizer_files import tokenizer_files
 
 MAX_HEADER_BYTES = 256 << 20
 """Largest header, up to the tensors' data, in bytes. A tokenizer with 262,144 tokens needs about 15 million bytes."""
@@ -189,6 +190,14 @@ def _write(
         config["quantization_config"] = {"quant_method": "gguf", "types": placed.types}
     _write_json(directory / "config.json", config)
     _write_json(directory / GENERATION_FILE, tokens)
+    if "tokenizer.ggml.model" in metadata:
+        # Its list of the tokens that end an answer is longer than the metadata's.
+        for name, content in tokenizer_files(metadata).items():
+            (directory / name).write_bytes(content)
+        num_tokens, num_rows = len(metadata["tokenizer.ggml.tokens"]), config["vocab_size"]
+        if num_tokens > num_rows:
+            message = f"the tokenizer has {num_tokens} tokens, but the embedding has {num_rows} rows"
+            raise ConversionRefused("base_mismatch", message, "token_embd.weight")
     index = {
         "files": [{"path": str(part.path), "size": part.size, "mtime_ns": part.mtime_ns} for part in parts],
         "tensors": {name: {**entry, "file": file_of[tensor.name]} for name, (entry, tensor) in placed.stored.items()},

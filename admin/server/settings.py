@@ -308,7 +308,9 @@ class Settings(ModelSettings):
     def _is_a_model_directory(cls, model: Path | ModelName) -> Path | ModelName:
         if isinstance(model, ModelName):
             return model
-        if is_gguf(model) and model.is_file():
+        if is_gguf(model):
+            if not model.is_file():
+                raise ValueError(f"there is no file {model}")
             return Path(os.path.abspath(model))
         if not model.is_dir():
             is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", str(model)) is not None
