@@ -171,7 +171,8 @@ def _write(
 ) -> None:
     if metadata.get("general.type", "model") != "model":
         kind = printable(str(metadata["general.type"]), 40)
-        raise ConversionRefused("unsupported_gguf", f"the file contains a {kind}, not a model", "general.type")
+        advice = "; check an adapter against its base, with --model" if kind == "adapter" else ""
+        raise ConversionRefused("unsupported_gguf", f"general.type is {kind}, not model{advice}", "general.type")
     stated = BaseMetadata(metadata, tensors)
     record = find_record(stated)
     if record is None:

@@ -45,7 +45,7 @@ def converted_gguf(
         directory = Path(scratch)
         head_dim = None if model is None else model.attention.head_dim
         architecture = convert_gguf(path, directory, head_dim, lambda num_bytes: progress("convert", num_bytes))
-        if model is not None and NAMES[model.architecture] != architecture:
+        if model is not None and NAMES.get(model.architecture) != architecture:
             message = f"the adapter is for {architecture}, but the base is a {model.architecture}"
             raise ConversionRefused("base_mismatch", message, "general.architecture")
         yield directory

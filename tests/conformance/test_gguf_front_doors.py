@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.admin.check.adapter_check import check_directory, check_gguf
 from loramux.admin.check.base_check import check_base
+from loramux.admin.cli import app
 from loramux.admin.doctor.doctor import HostSettings, check_host
 from loramux.admin.doctor.memory_plan import plan_memory
 from loramux.admin.errors import StartRefused
@@ -17,9 +21,10 @@ from loramux.admin.server.settings import Settings, SettingsError, load_settings
 from loramux.engine.llm import LLM, SamplingParams
 from loramux.engine.protocol.errors import ModelNotSupported
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.adapter_store.gguf.llama_cpp import write_gguf
 from tests.adapter_store.gguf.vocabularies import sentencepiece_metadata, trained_pieces
 from tests.conformance.gguf_models import GgufFamily, by_turns, write_base
-from tests.conformance.tiny_models import SMALL_SHAPE, make_base
+from tests.conformance.tiny_models import SMALL_SHAPE, AdapterPlan, add_adapters, make_base
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -100,3 +105,28 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(gguf_base: P
     write_base(model, path, GgufFamily("llama", permutes=True), by_turns(("F16",)), entries)
     [problem] = check_base(path).problems
     assert "tokens, but the embedding has 320 rows" in problem.message
+
+
+def test_adapters_of_both_kinds_are_checked_against_the_file(gguf_base: Path, tmp_path: Path) -> None:
+    model = make_base("llama", tmp_path / "float", {**SMALL_SHAPE, "vocab_size": 320})
+    add_adapters(model, [AdapterPlan("r4", 4, ["q_proj", "down_proj"])], tmp_path / "adapters")
+    directory = tmp_path / "adapters" / "r4"
+    verdict = check_directory(directory, gguf_base)
+    assert (verdict.is_served, verdict.problems) == (True, ())
+    tensors = load_file(directory / "adapter_model.safetensors")
+    heads = {"num_heads": SMALL_SHAPE["num_attention_heads"], "num_kv_heads": SMALL_SHAPE["num_key_value_heads"]}
+    write_gguf(tmp_path / "adapter.gguf", tensors, alpha=16.0, **heads)
+    converted = check_gguf(tmp_path / "adapter.gguf", gguf_base)
+    assert (converted.is_served, converted.facts["digest"]) == (True, verdict.facts["digest"])
+    [problem] = check_base(tmp_path / "adapter.gguf").problems
+    assert "general.type is adapter, not model; check an adapter against its base, with --model" in problem.message
+
+
+def test_the_command_line_checks_the_file(gguf_base: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["check", str(gguf_base)])
+    assert result.exit_code == 0, result.output
+    assert f"{gguf_base} would be served" in result.output.replace("\n", "")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "bad.gguf")])
+    assert result.exit_code == 1
+    assert "the file ends inside its header" in result.output.replace("\n", " ")
