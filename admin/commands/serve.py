@@ -103,14 +103,13 @@ def serve(
 
     Every setting is also read from LORAMUX_<NAME> and from the TOML file. A flag takes precedence over both.
     """
-    from loramux.admin.demo.corpus import sample_texts
     from loramux.admin.errors import StartRefused
     from loramux.admin.server.settings import Settings, SettingsError, load_settings
     from loramux.admin.serving.serve import run
 
     try:
         # The parameters have the same names as the settings.
-        run(load_settings(Settings, context.params), sample_texts)
+        run(load_settings(Settings, context.params))
     except (SettingsError, StartRefused) as error:
         fail(str(error), WRONG_CALL)
 

@@ -1,6 +1,5 @@
 """Draws training conversations from the facts. Equal seeds give equal conversations."""
 
-import itertools
 import random
 from collections import defaultdict
 from dataclasses import dataclass
@@ -123,10 +122,3 @@ class Corpus:
 
     def base_example(self) -> TrainingConversation:
         return self.document() if self._random.random() < 0.12 else self.conversation("plain")
-
-
-def sample_texts(num_texts: int) -> list[str]:
-    """Return `num_texts` texts, each a question and its answer. They are the same on each call."""
-    corpus = Corpus(seed=0)
-    turns = (turn for _ in range(num_texts) for turn in corpus.conversation("plain").turns)
-    return [f"{turn.question} {turn.answer}" for turn in itertools.islice(turns, num_texts)]

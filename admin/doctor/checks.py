@@ -8,10 +8,11 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -20,6 +21,7 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.sandbox.confinement import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.doctor.findings import Finding, Grade
+from loramux.engine.quantizing.messages import QUALITY_FILE, Quality
 from loramux.kernels.cpu.instructions.capability import bfloat16_products, byte_products, integer_products
 from loramux.migrations.database import Database, DatabaseError, WrongSchema
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
@@ -195,6 +197,27 @@ def check_data_directory(directory: Path) -> Finding:
             mend=f"chmod 700 {directory}",
         )
     return Finding(check="data directory", grade=Grade.OK, message=f"only its owner can access {directory}")
+
+
+def check_quantized(directory: Path) -> Iterator[Finding]:
+    """Report bases that were quantised here and predict much worse than their float models."""
+    for path in sorted(directory.glob(f"*/{QUALITY_FILE}")):
+        try:
+            quality = msgspec.json.decode(path.read_bytes(), type=Quality)
+        except (OSError, msgspec.MsgspecError) as error:
+            yield Finding(
+                check="quantised base",
+                grade=Grade.WARNING,
+                message=f"{path} cannot be read: {error}",
+                mend="delete the file: the next start measures the quality again",
+            )
+            continue
+        yield Finding(
+            check="quantised base",
+            grade=Grade.WARNING if quality.is_poor else Grade.OK,
+            message=quality.problem if quality.is_poor else f"{quality.method}: {quality.sentence}",
+            mend=quality.advice if quality.is_poor else None,
+        )
 
 
 def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]] = missing_measures) -> Finding:

@@ -22,6 +22,7 @@ from loramux.admin.doctor.checks import (
     check_engine_socket,
     check_package,
     check_python,
+    check_quantized,
     check_sandbox,
     check_skew,
     check_store,
@@ -59,6 +60,7 @@ def check_host(settings: HostSettings) -> Iterator[Finding]:
     yield check_engine_socket(DataDirectory(settings.data_dir).run)
     yield check_data_directory(settings.data_dir)
     yield check_disk(settings.data_dir)
+    yield from check_quantized(DataDirectory(settings.data_dir).quantized)
     yield check_sandbox(settings.sandbox == "required")
     if settings.model is not None:
         yield from _check_base(settings, settings.model)

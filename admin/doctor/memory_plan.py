@@ -20,8 +20,9 @@ from loramux.engine.architectures.weight_shapes import check_shapes, weight_shap
 from loramux.engine.loop.config import ITEMSIZE, resolve_dtype
 from loramux.engine.pages.pool_size import DEFAULT_BYTES
 from loramux.engine.protocol.errors import ModelNotSupported
-from loramux.engine.quantizing.methods import CHOICES, METHODS, WITH_HEAD
+from loramux.engine.quantizing.methods import CHOICES, HEAD_METHOD, METHODS, WITH_HEAD
 from loramux.engine.quantizing.quantize import quantized_names
+from loramux.engine.quantizing.sensitivity import EXTRA_BYTES
 from loramux.kernels.cpu.instructions.capability import host_features, integer_products
 from loramux.kernels.cpu.linear.code_groups import groups_of
 from loramux.kernels.gpu.code_layout import can_place, placed_bytes
@@ -32,7 +33,6 @@ PROCESS_BYTES = 765 << 20
 and without a GPU.
 """
 
-_SCALE_BYTES = 4
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -117,18 +117,19 @@ def _method_bytes(config: ModelConfig, names: Collection[str], method: str, devi
     """Return the size in bytes of each weight that stays quantised on the device."""
     known = weight_shapes(config)
     shapes = {name: known[name] for name in names}
-    linears = method.removesuffix(WITH_HEAD)
-    group = METHODS[linears].group({in_features for _, in_features in shapes.values()})
-    bits = 4 if linears == "int4" else 8
+    linears = METHODS[method.removesuffix(WITH_HEAD)]
+    group = linears.group({in_features for _, in_features in shapes.values()})
     # A CPU dequantises FP8.
-    kept = {} if linears == "fp8" and device == "cpu" else shapes
+    kept = {} if linears is METHODS["fp8"] and device == "cpu" else shapes
+    # A few weights of an int4 model may get 8 bits. Which ones depends on their values, so the plan allows for all.
+    allowance = 1 if group is None else 1 + EXTRA_BYTES
     sizes = {
-        name: out * in_features * bits // 8 + _SCALE_BYTES * out * (in_features // (group or in_features))
+        name: math.ceil(allowance * linears.nbytes(out, in_features, group))
         for name, (out, in_features) in kept.items()
     }
     if method.endswith(WITH_HEAD):
         out, in_features = known[EMBEDDING]
-        sizes[HEAD] = out * (in_features + _SCALE_BYTES)
+        sizes[HEAD] = HEAD_METHOD.nbytes(out, in_features, None)
     return sizes
 
 

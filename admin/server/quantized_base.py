@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import structlog
 from rich.console import Console
 from rich.progress import Progress
 
@@ -22,41 +23,43 @@ from loramux.engine.quantizing.messages import (
     QuantizeRefused,
     QuantizeResult,
 )
+from loramux.engine.quantizing.reading import MAX_TOKENS, reading_text
 from loramux.platform.tokenizer.chat_template import ModelFilesError
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
-MAX_PROMPTS = 32
-MAX_PROMPT_TOKENS = 48
-"""Limits on the texts with which the quality is measured, so that the measurement takes only seconds."""
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBase:
-    """Quantised weights, and a sentence on how far their predictions diverge from the float model's."""
+    """Quantised weights, a sentence on how well they predict, and a warning if that is much worse than the float model."""
 
     directory: Path
     quality: str
+    warning: str | None = None
 
 
-def quantize_base(
-    config: EngineConfig, root: Path, method: str, texts: Callable[[int], Sequence[str]]
-) -> QuantizedBase:
+def quantize_base(config: EngineConfig, root: Path, method: str) -> QuantizedBase:
     """Quantise the model of `config` in another process and store the result below `root`. Raises StartRefused.
 
-    On a CPU, if the float model fits into memory, the quality is measured on the beginnings of texts. `texts(n)`
-    returns n texts.
+    On a CPU, if the float model fits into memory, the quality is measured on `reading_text`.
     """
-    prompts: tuple[tuple[int, ...], ...] = ()
-    quality = "the quality was not measured: it is measured only on CPUs"
+    text: tuple[int, ...] = ()
+    why_not = "it is measured only on CPUs"
     if config.device == "cpu":
-        quality = "the quality was not measured: the float model does not fit into the free memory"
+        why_not = "the float model does not fit into the free memory"
         if float_bytes(Path(config.model_dir)) * _WORKING_SPACE < free_memory():
-            prompts = _prompts(Path(config.model_dir), texts(MAX_PROMPTS))
-    job = QuantizeJob(config=config, root=str(root), method=method, prompts=prompts)
-    result = _run(job)
-    if result.divergence is not None:
-        quality = f"mean KL divergence from the float model: {result.divergence:.2g} nats per token"
-    return QuantizedBase(Path(result.directory), quality)
+            text = _encode(Path(config.model_dir), reading_text())
+            why_not = "the model's predictions are not finite"
+    result = _run(QuantizeJob(config=config, root=str(root), method=method, text=text))
+    directory, quality = Path(result.directory), result.quality
+    if quality is None:
+        return QuantizedBase(directory, f"the quality was not measured: {why_not}")
+    if not quality.is_poor:
+        return QuantizedBase(directory, quality.sentence)
+    warning = f"{quality.problem}: {quality.advice}"
+    log.warning(warning, divergence=round(quality.divergence, 4))
+    return QuantizedBase(directory, quality.sentence, warning)
 
 
 _WORKING_SPACE = 1.25
@@ -75,20 +78,11 @@ def free_memory() -> int:
     return 0
 
 
-def _prompts(model_dir: Path, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Encode the beginning of each text. Prompts get longer from text to text, so that different kinds of next tokens
-    are predicted.
-    """
+def _encode(model_dir: Path, text: str) -> tuple[int, ...]:
     try:
-        tokenizer = ModelTokenizer.load(model_dir)
+        return ModelTokenizer.load(model_dir).encode(text)[:MAX_TOKENS]
     except ModelFilesError as error:
         raise StartRefused(str(error)) from error
-    found = []
-    for index, text in enumerate(texts):
-        tokens = tokenizer.encode(text)[: 4 + index * (MAX_PROMPT_TOKENS - 4) // MAX_PROMPTS]
-        if tokens:
-            found.append(tuple(tokens))
-    return tuple(found)
 
 
 def _run(job: QuantizeJob) -> QuantizeResult:

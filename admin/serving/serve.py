@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -53,13 +53,11 @@ SETTLE_S = 5.0
 
 def run(
     settings: Settings,
-    texts: Callable[[int], Sequence[str]] = lambda num_texts: (),
     command: tuple[str, ...] = ENGINE_COMMAND,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening.
 
-    If the server quantises the model, it measures the quality with `texts(n)`, which returns n texts. `command` is the
-    command line that starts the engine.
+    `command` is the command line that starts the engine.
     """
     configure_logs(settings.log_format)
     load_extensions()
@@ -77,9 +75,11 @@ def run(
         peers = _bind_peers(settings, stack)
         directory = stack.enter_context(open_data_directory(settings.data_dir))
         if settings.quantization is not None:
-            base = quantize_base(config, directory.quantized.absolute(), settings.quantization, texts)
+            base = quantize_base(config, directory.quantized.absolute(), settings.quantization)
             config = msgspec.structs.replace(config, quantized_dir=str(base.directory))
             print(f"weights quantised to {settings.quantization}; {base.quality}", flush=True)
+            if base.warning is not None:
+                print(f"warning: {base.warning}", flush=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, directory, model, config, command, gateway, admin, peers, limits))
 

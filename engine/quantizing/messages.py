@@ -6,16 +6,68 @@ import msgspec
 
 from loramux.engine.loop.config import EngineConfig
 
-QUALITY_FILE = "quality.json"
+QUALITY_FILE = "predictions.json"
+
+
+MAX_DIVERGENCE = 0.1
+"""Mean KL divergence, in nats per token, above which a server warns that another format is better."""
+
+
+class Quality(msgspec.Struct, frozen=True, kw_only=True):
+    """How well the model quantised by `method` predicts a text, compared with the float model.
+
+    `divergence` is the mean KL divergence of the next token's distribution from the float model's, in nats.
+    """
+
+    method: str
+    divergence: float
+    perplexity: float
+    float_perplexity: float
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"mean KL divergence from the float model: {self.divergence:.2g} nats per token; "
+            f"perplexity of a plain text: {self.perplexity:.4g} (float model: {self.float_perplexity:.4g})"
+        )
+
+    @property
+    def is_poor(self) -> bool:
+        return self.divergence > MAX_DIVERGENCE
+
+    @property
+    def problem(self) -> str:
+        """What is wrong if the quality is poor."""
+        return (
+            f"{self.method} changes this model's predictions by {self.divergence:.2g} nats per token, "
+            f"which is more than {MAX_DIVERGENCE} and shows in answers"
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do if the quality is poor."""
+        return _BETTER.get(self.method, "omit --quantization")
+
+
+_BETTER = {
+    "int4": "use --quantization int8",
+    "fp8": "use --quantization int8",
+    "int4+head": "use --quantization int8+head",
+    "fp8+head": "use --quantization int8+head",
+    "int8+head": "use --quantization int8",
+}
+"""What to do instead, by the value of `--quantization`."""
 
 
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Quantise the model of `config` and store it below `root`. Without `prompts`, the quality is not measured."""
+    """Quantise the model of `config` and store it below `root`. The quality is measured on the tokens `text`, if there
+    are any.
+    """
 
     config: EngineConfig
     root: str
     method: str
-    prompts: tuple[tuple[int, ...], ...] = ()
+    text: tuple[int, ...] = ()
 
 
 class QuantizeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -29,10 +81,10 @@ class QuantizeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`divergence` is the mean KL divergence from the float model, in nats, or None if it was not measured."""
+    """`quality` is None if it was not measured."""
 
     directory: str
-    divergence: float | None
+    quality: Quality | None
 
 
 class QuantizeRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from loramux.engine.loop.config import EngineConfig
 from loramux.engine.protocol.errors import EngineError
 from loramux.engine.quantizing.messages import (
     QUALITY_FILE,
+    Quality,
     QuantizeJob,
     QuantizeLine,
     QuantizeProgress,
@@ -51,23 +53,26 @@ def run(job: QuantizeJob) -> QuantizeResult:
 
         quantize(Path(job.config.model_dir), destination, job.method, progress)
     config = msgspec.structs.replace(job.config, quantized_dir=str(destination))
-    return QuantizeResult(directory=str(destination), divergence=_quality(job, config, destination / QUALITY_FILE))
+    return QuantizeResult(directory=str(destination), quality=_quality(job, config, destination / QUALITY_FILE))
 
 
-def _quality(job: QuantizeJob, config: EngineConfig, path: Path) -> float | None:
-    """The divergence, which is stored beside the weights, or None if it was not measured."""
-    if path.is_file():
-        return msgspec.json.decode(path.read_bytes(), type=float)
-    if not job.prompts:
+def _quality(job: QuantizeJob, config: EngineConfig, path: Path) -> Quality | None:
+    """The quality, which is stored beside the weights, or None if it was not measured."""
+    # A file that cannot be read is measured again.
+    with suppress(FileNotFoundError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=Quality)
+    if not job.text:
         return None
-    from loramux.engine.quantizing.quality import mean_divergence
+    from loramux.engine.quantizing.quality import measure_quality
 
     _send(QuantizeProgress(done=0, total=0))
-    divergence = mean_divergence(config, job.prompts)
+    quality = measure_quality(config, job.method, job.text)
+    if quality is None:
+        return None
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(msgspec.json.encode(divergence))
+    unfinished.write_bytes(msgspec.json.encode(quality))
     os.replace(unfinished, path)
-    return divergence
+    return quality
 
 
 def _send(line: QuantizeLine) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from loramux.engine.adapters.slot_tables import SlotTables
@@ -17,36 +18,57 @@ from loramux.engine.loop.config import EngineConfig, pack_target
 from loramux.engine.loop.loaded_base import DTYPES, load_decoder
 from loramux.engine.pages.pool_memory import allocate_pool
 from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.engine.quantizing.messages import Quality
 from loramux.engine.sequences.batch import ScheduledSequence, build_batch
 from loramux.engine.sequences.cache_groups import CacheLayout
 from loramux.engine.sequences.sequence import PageTable, block_list
 from loramux.engine.sequences.sequence import Sequence as EngineSequence
 
+MAX_LOGITS = 1 << 26
+"""Maximum number of logits of the float model that are kept in memory, 256 MiB. A text is cut off to fit."""
 
-def mean_divergence(config: EngineConfig, prompts: Sequence[tuple[int, ...]]) -> float:
-    """Mean KL divergence of the quantised model from the float model, in nats, for the token after each prompt. Runs on
-    a CPU.
 
-    The two models are loaded one after the other.
+def measure_quality(config: EngineConfig, method: str, text: tuple[int, ...]) -> Quality | None:
+    """Compare how the quantised model and the float model predict each token of a text, on a CPU.
+
+    The two models are loaded one after the other. Returns None if the text has fewer than two tokens, or if a
+    prediction is not finite.
     """
-    floats = _next_token_logits(msgspec.structs.replace(config, quantized_dir=None), prompts)
-    quantized = _next_token_logits(config, prompts)
-    p, q = floats.log_softmax(1), quantized.log_softmax(1)
-    return float((p.exp() * (p - q)).sum(1).mean())
+    model = ModelConfig.load(Path(config.model_dir))
+    text = text[: min(max(2, MAX_LOGITS // model.vocab_size), model.max_model_len)]
+    if len(text) < 2:
+        return None
+    floats = _log_probabilities(msgspec.structs.replace(config, quantized_dir=None), text)
+    quantized = _log_probabilities(config, text)
+    figures = (_divergence(floats, quantized), _perplexity(quantized, text), _perplexity(floats, text))
+    if not all(map(math.isfinite, figures)):
+        return None
+    divergence, perplexity, float_perplexity = figures
+    return Quality(method=method, divergence=divergence, perplexity=perplexity, float_perplexity=float_perplexity)
+
+
+def _divergence(floats: torch.Tensor, quantized: torch.Tensor) -> float:
+    # Row by row, because the temporary tensors of all rows would need several times the memory.
+    rows = [float((p.exp() * (p - q)).nansum()) for p, q in zip(floats, quantized, strict=True)]
+    return math.fsum(rows) / len(rows)
+
+
+def _perplexity(log_probabilities: torch.Tensor, text: tuple[int, ...]) -> float:
+    found = log_probabilities[:-1].gather(1, torch.tensor(text[1:])[:, None])
+    return float((-found.double().mean()).exp())
 
 
 @torch.inference_mode()
-def _next_token_logits(config: EngineConfig, prompts: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """Logits after each prompt, float32 `[num_prompts, vocab_size]`."""
+def _log_probabilities(config: EngineConfig, text: tuple[int, ...]) -> torch.Tensor:
+    """The log-probabilities of all tokens after each token of the text, float32 `[num_tokens, vocab_size]`."""
     backend = open_backend("cpu")
     backend.set_num_threads(config.num_threads)
     model = ModelConfig.load(Path(config.model_dir))
     dtype = DTYPES[config.dtype]
     target = pack_target(model, config.dtype)
-    longest = max(map(len, prompts))
-    decoder = load_decoder(config, model, dtype, longest, None, backend)
+    decoder = load_decoder(config, model, dtype, len(text), None, backend)
     cache = decoder.cache_layout
-    tables, state_pages, num_pages = _pages(cache, longest)
+    tables, state_pages, num_pages = _pages(cache, len(text))
     views = allocate_pool(
         target.geometry,
         num_pages * target.geometry.total_page_bytes,
@@ -57,14 +79,12 @@ def _next_token_logits(config: EngineConfig, prompts: Sequence[tuple[int, ...]])
     )
     slots = SlotTables(target, 1, backend.accelerator, decoder.outer_factors)
     executor = DirectExecutor(decoder, backend.make_kernels(views, decoder.shapes), slots, model.eos_token_ids)
-    logits = []
-    for prompt in prompts:
-        add = Add(sequence_id="", prompt=prompt, max_tokens=1, sampling=SamplingParams())
-        sequence = EngineSequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, tables=tables)
-        sequence.state_pages = state_pages
-        batch = build_batch([ScheduledSequence(sequence, len(prompt))], cache.block_tokens)
-        logits.append(executor.logits(batch)[0].float().clone())
-    return torch.stack(logits)
+    add = Add(sequence_id="", prompt=text, max_tokens=1, sampling=SamplingParams())
+    sequence = EngineSequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, tables=tables)
+    sequence.state_pages = state_pages
+    batch = build_batch([ScheduledSequence(sequence, len(text))], cache.block_tokens)
+    every_row = msgspec.structs.replace(batch, sample_rows=np.arange(len(text), dtype=np.int32))
+    return executor.logits(every_row).float().log_softmax(1)
 
 
 def _pages(cache: CacheLayout, num_tokens: int) -> tuple[list[PageTable], array[int], int]:

@@ -22,9 +22,10 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
 from loramux.engine.architectures.weight_shapes import check_shapes
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
-from loramux.engine.quantizing.methods import HEAD_METHOD, METHODS, WITH_HEAD, Method
+from loramux.engine.quantizing.methods import HEAD_METHOD, METHODS, SENSITIVE_METHOD, WITH_HEAD, Floats, Method
+from loramux.engine.quantizing.sensitivity import sensitive_weights
 
-VERSION = 2
+VERSION = 3
 """Increased when the meaning of the files changes, so that files from older versions are not used."""
 
 _UNFINISHED = "unfinished-"
@@ -61,19 +62,23 @@ def quantized_directory(root: Path, model_dir: Path, method: str) -> Path:
     return root / hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
-def quantized_names(config: ModelConfig) -> list[str]:
+def quantized_groups(config: ModelConfig) -> list[list[str]]:
     """The weights that every method quantises: the linear layers of attention, delta rules and feed-forward blocks.
 
-    Routers, experts and the linear layers of layer inputs are not quantised.
+    Weights of one group share an input, so they are multiplied together. Routers, experts and the linear layers of
+    layer inputs are not quantised.
     """
     modules = config.modules
     return [
-        f"model.layers.{layer}.{modules[index].name}.weight"
+        [f"model.layers.{layer}.{modules[index].name}.weight" for index in group]
         for layer in range(config.num_layers)
         # The last group contains the router.
         for group in config.layer_groups(layer)[:-1]
-        for index in group
     ]
+
+
+def quantized_names(config: ModelConfig) -> list[str]:
+    return [name for group in quantized_groups(config) for name in group]
 
 
 def quantize(model_dir: Path, destination: Path, method: str, progress: Callable[[int, int], None]) -> None:
@@ -90,7 +95,11 @@ def quantize(model_dir: Path, destination: Path, method: str, progress: Callable
     tensors = {name: plain[name] for name in quantized_names(config)}
     how = METHODS[method.removesuffix(WITH_HEAD)]
     group = how.group({tensor.shape[1] for tensor in tensors.values()})
-    jobs = [_Job(name, tensor, how, group) for name, tensor in tensors.items()]
+    better = set() if group is None else sensitive_weights(quantized_groups(config), tensors, group)
+    jobs = [
+        _Job(name, tensor, SENSITIVE_METHOD, None) if name in better else _Job(name, tensor, how, group)
+        for name, tensor in tensors.items()
+    ]
     if method.endswith(WITH_HEAD):
         # A head that is tied to the embedding is written as a separate weight.
         jobs.append(_Job(HEAD, plain[EMBEDDING if config.tied_embeddings else HEAD], HEAD_METHOD, None))
@@ -129,22 +138,34 @@ def _write(path: Path, jobs: list[_Job], progress: Callable[[int, int], None]) -
         _write_header(file, entries)
         for job in jobs:
             out_features, in_features = job.tensor.shape
-            scales: list[npt.NDArray[np.float32]] = []
+            scales: list[Floats] = []
+            minima: list[Floats] = []
             num_rows = max(1, _BLOCK_ELEMENTS // in_features)
             for begin in range(0, out_features, num_rows):
                 rows = job.tensor.float_rows(begin, min(begin + num_rows, out_features))
                 if not np.isfinite(rows).all():
                     raise ModelNotSupported(f"the tensor {job.name} contains a value that is not finite")
-                items, block_scales = job.method.encode(rows, job.group or in_features)
-                file.write(np.ascontiguousarray(items).data)
-                scales.append(block_scales)
+                encoded = job.method.encode(rows, job.group or in_features)
+                file.write(np.ascontiguousarray(encoded.items).data)
+                scales.append(encoded.scales)
+                minima += [] if encoded.minima is None else [encoded.minima]
                 done += rows.size
                 progress(done, total)
-            file.write(np.concatenate(scales).astype("<f4").data)
+            for values in filter(None, (scales, minima)):
+                file.write(_stored(job, np.concatenate(values)).data)
             if job.method.suffix == ".weight_packed":
                 file.write(np.array(job.tensor.shape, "<i8").data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _stored(job: _Job, values: Floats) -> npt.NDArray[Any]:
+    """Scales or minima in the dtype of the file."""
+    with np.errstate(over="ignore"):
+        stored = values.astype(STORED[job.method.scale_dtype])
+    if not np.isfinite(stored).all():
+        raise ModelNotSupported(f"the weights of {job.name} are too large for 4 bits: use --quantization int8")
+    return stored
 
 
 def _entries(job: _Job) -> list[_Entry]:
@@ -153,10 +174,13 @@ def _entries(job: _Job) -> list[_Entry]:
         raise ModelNotSupported(f"the tensor {job.name} has dtype {tensor.dtype}; only float weights can be quantised")
     out_features, in_features = tensor.shape
     module = job.name.removesuffix(".weight")
+    grouped = out_features, in_features // (job.group or in_features)
     entries = [
         _Entry(module + method.suffix, method.dtype, (out_features, in_features // method.codes_per_item)),
-        _Entry(f"{module}.weight_scale", "F32", (out_features, in_features // (job.group or in_features))),
+        _Entry(f"{module}.weight_scale", method.scale_dtype, grouped),
     ]
+    if method.has_minima:
+        entries.append(_Entry(f"{module}.weight_minimum", method.scale_dtype, grouped))
     if method.suffix == ".weight_packed":
         entries.append(_Entry(f"{module}.weight_shape", "I64", (2,)))
     return entries

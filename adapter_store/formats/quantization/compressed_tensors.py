@@ -29,6 +29,7 @@ from loramux.kernels.quantized import QuantizedWeight
 _INT4, _INT8, _FP8, _FP4 = "int4", "int8", "fp8", "fp4"
 _KINDS = {("int", 4): _INT4, ("int", 8): _INT8, ("float", 8): _FP8, ("float", 4): _FP4}
 _CODED = (".weight_packed", ".weight")
+_MINIMUM = ".weight_minimum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ class CompressedTensorsFormat:
     - fp8: `weight` float8_e4m3fn;
     - fp4: `weight_packed` uint8, two values of mxfp4 or nvfp4 in a byte.
 
-    Stored scales of activations, keys and values are ignored, because loramux does not use them.
+    Instead of zero points, weights that are not symmetric can have the minimum of each group in `weight_minimum`. Only
+    loramux's own int4 has these. Stored scales of activations, keys and values are ignored, because loramux does not
+    use them.
     """
 
     schemes: tuple[tuple[str, Scheme], ...]
@@ -59,6 +62,7 @@ class CompressedTensorsFormat:
         ".weight_scale",
         ".weight_shape",
         ".weight_zero_point",
+        _MINIMUM,
         ".weight_g_idx",
         ".weight_global_scale",
         ".input_scale",
@@ -102,11 +106,12 @@ class CompressedTensorsFormat:
             codes = np.ascontiguousarray(parts.tensor(".weight_packed", "I32").array()).view(np.uint8)
         else:
             codes = flip_sign(parts.tensor(".weight", "I8").array())
-        zeros = None if scheme.is_symmetric else _zero_codes(parts, bits, scales.shape)
+        minima = None if scheme.is_symmetric or not parts.has(_MINIMUM) else _minima(parts, scales.shape)
+        zeros = None if scheme.is_symmetric or minima is not None else _zero_codes(parts, bits, scales.shape)
         order = inputs_by_group(parts, ".weight_g_idx", in_features, scales.shape[1])
         if order is not None:
             codes = pack(unpack(codes)[:, order]) if bits == 4 else codes[:, order]
-        weight = affine_weight(parts, bits, codes, scales, zeros)
+        weight = affine_weight(parts, bits, codes, scales, zeros, minima)
         return weight if order is None else ReorderedWeight(weight, order)
 
     def _scheme(self, parts: Parts) -> tuple[str, Scheme]:
@@ -145,6 +150,13 @@ def _zero_codes(parts: Parts, bits: int, shape: tuple[int, ...]) -> npt.NDArray[
         return zeros - np.uint8(120) if bits == 4 else zeros
     words = parts.array(suffix, "I32", (-(-shape[0] * bits // 32), shape[1]))
     return words_as_codes(words.T, bits).T[: shape[0]]
+
+
+def _minima(parts: Parts, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    minima = parts.floats(_MINIMUM)
+    if minima.shape != shape:
+        raise parts.wrong(_MINIMUM, f"has shape {list(minima.shape)}, not {list(shape)}")
+    return minima
 
 
 def _fp4(parts: Parts, out_features: int, in_features: int) -> QuantizedWeight:

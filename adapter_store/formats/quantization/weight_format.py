@@ -55,11 +55,15 @@ def affine_weight(
     codes: npt.NDArray[np.uint8],
     scales: npt.NDArray[np.float32],
     zero_codes: npt.NDArray[np.uint8] | None,
+    minima: npt.NDArray[np.float32] | None = None,
 ) -> QuantizedWeight:
-    """Return the weight `(code - zero) * scale` for unsigned codes. 4-bit codes are packed, two in a byte.
+    """Return the weight `(code - zero) * scale`, or `code * scale + minimum`, for unsigned codes.
 
-    Without zero points, `zero` is the middle code, 8 or 128.
+    4-bit codes are packed, two in a byte. Without zero points and minima, `zero` is the middle code, 8 or 128.
     """
+    if minima is not None:
+        codebook = UINT4 if bits == 4 else UINT8
+        return QuantizedWeight(codes=codes, codebook=codebook, scales=scales, minima=minima)
     middle = 8 if bits == 4 else 128
     if zero_codes is not None and not (zero_codes == middle).all():
         zeros = np.ascontiguousarray(zero_codes, np.int16)

@@ -46,14 +46,17 @@ def weights(directory: Path, device: str = "cpu") -> dict[str, int]:
 def test_formats_of_a_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "host_features", lambda: {"avx2"})
     save(tmp_path)
-    assert weights(tmp_path) == {
+    planned = weights(tmp_path)
+    # 5 bits per weight, and a tenth for weights that get 8 bits, rounded up for each weight.
+    int4 = OUTER + 1.1 * 5 / 8 * NUM_WEIGHTS
+    assert 0 <= planned.pop("int4") - int4 < 20
+    assert 0 <= planned.pop("int4+head") - int4 - HEAD_CHANGE < 20
+    assert planned == {
         "bfloat16": OUTER + 2 * NUM_WEIGHTS,
         "int8": OUTER + NUM_WEIGHTS + 4 * NUM_OUTPUTS,
-        "int4": OUTER + NUM_WEIGHTS // 2 + 4 * NUM_WEIGHTS // 64,
         # No CPU kernel multiplies by FP8 codes, so they are dequantised.
         "fp8": OUTER + 2 * NUM_WEIGHTS,
         "int8+head": OUTER + NUM_WEIGHTS + 4 * NUM_OUTPUTS + HEAD_CHANGE,
-        "int4+head": OUTER + NUM_WEIGHTS // 2 + 4 * NUM_WEIGHTS // 64 + HEAD_CHANGE,
         "fp8+head": OUTER + 2 * NUM_WEIGHTS + HEAD_CHANGE,
     }
     assert weights(tmp_path, "cuda")["fp8"] == weights(tmp_path)["int8"]

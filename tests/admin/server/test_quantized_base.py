@@ -5,16 +5,18 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
-from loramux.admin.demo.corpus import sample_texts
 from loramux.admin.errors import StartRefused
 from loramux.admin.server import quantized_base
-from loramux.admin.server.quantized_base import MAX_PROMPTS, quantize_base
+from loramux.admin.server.quantized_base import quantize_base
 from loramux.admin.server.settings import Settings
 from loramux.admin.serving.serve import read_model
 from loramux.engine.loop.config import EngineConfig, check_activations
 from loramux.engine.protocol.errors import DeviceNotUsable
+from loramux.engine.quantizing.messages import QUALITY_FILE, Quality, QuantizeResult
 from loramux.kernels.cpu.instructions import capability
 from tests.conformance.tiny_models import SMALL_SHAPE
 from tests.quantized_layouts import LAYOUTS, quantize_directory
@@ -27,24 +29,53 @@ def test_weights_are_made_once_by_another_process(
     # models.
     monkeypatch.setattr(quantized_base, "free_memory", lambda: 0)
     config = EngineConfig(model_dir=str(demo_base), blob_url="", cache_dir="")
-    base = quantize_base(config, tmp_path / "quantized", "int8", sample_texts)
+    base = quantize_base(config, tmp_path / "quantized", "int8")
     assert base.directory.parent == tmp_path / "quantized"
     assert sorted(path.name for path in base.directory.iterdir()) == ["config.json", "model.safetensors"]
     assert "the float model does not fit into the free memory" in base.quality
-    (base.directory / "quality.json").write_text("0.0123")
+    quality = Quality(method="int8", divergence=0.0123, perplexity=14.25, float_perplexity=14)
+    (base.directory / QUALITY_FILE).write_bytes(msgspec.json.encode(quality))
     written = (base.directory / "model.safetensors").stat()
-    again = quantize_base(config, tmp_path / "quantized", "int8", sample_texts)
+    again = quantize_base(config, tmp_path / "quantized", "int8")
     assert again.directory == base.directory
-    assert again.quality == "mean KL divergence from the float model: 0.012 nats per token"
+    assert again.quality == (
+        "mean KL divergence from the float model: 0.012 nats per token; "
+        "perplexity of a plain text: 14.25 (float model: 14)"
+    )
+    assert again.warning is None
     assert (base.directory / "model.safetensors").stat().st_ino == written.st_ino
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "advice"),
+    [
+        ("int4", "use --quantization int8"),
+        ("int4+head", "use --quantization int8+head"),
+        ("int8", "omit --quantization"),
+    ],
+)
+def test_a_large_divergence_is_a_warning_that_names_a_better_format(
+    demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, advice: str
+) -> None:
+    monkeypatch.setattr(quantized_base, "free_memory", lambda: 0)
+    quality = Quality(method=method, divergence=0.41, perplexity=38, float_perplexity=25)
+    monkeypatch.setattr(quantized_base, "_run", lambda job: QuantizeResult(directory=str(tmp_path), quality=quality))
+    config = EngineConfig(model_dir=str(demo_base), blob_url="", cache_dir="")
+    with capture_logs() as logs:
+        base = quantize_base(config, tmp_path / "quantized", method)
+    assert base.warning == (
+        f"{method} changes this model's predictions by 0.41 nats per token, "
+        f"which is more than 0.1 and shows in answers: {advice}"
+    )
+    assert [(line["log_level"], line["event"]) for line in logs] == [("warning", base.warning)]
 
 
 def test_refusals_of_the_process_stop_the_start(demo_base: Path, tmp_path: Path) -> None:
     config = EngineConfig(model_dir=str(demo_base), blob_url="", cache_dir="", device="cuda")
     (tmp_path / "quantized").write_text("a file")
     with pytest.raises(StartRefused, match=r"cannot be written to .*: (Not a directory|File exists)"):
-        quantize_base(config, tmp_path / "quantized", "int8", sample_texts)
+        quantize_base(config, tmp_path / "quantized", "int8")
 
 
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
@@ -81,9 +112,3 @@ def test_activations_of_8_bits_need_bytes(monkeypatch: pytest.MonkeyPatch, featu
     expected = nullcontext() if has_bytes else pytest.raises(DeviceNotUsable, match="AVX2 or AVX512_VNNI: omit")
     with expected:
         check_activations("cpu", is_quantized=True)
-
-
-def test_the_sample_texts_are_always_the_same() -> None:
-    texts = sample_texts(MAX_PROMPTS)
-    assert len(texts) == MAX_PROMPTS
-    assert texts == sample_texts(MAX_PROMPTS)
