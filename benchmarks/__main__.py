@@ -31,6 +31,9 @@ BENCHMARKS = {
     "sharing": Benchmark("sharing.round_robin", "Three servers that share requests, compared with round robin"),
     "forwarding": Benchmark("sharing.forwarding", "Time that running a request on another server adds"),
     "quantized": Benchmark("quantized", "Products and decode steps with 8 and 4 bits, compared with bfloat16"),
+    "quantization-quality": Benchmark(
+        "quantization_quality", "How much each format of weights changes the predictions of real models"
+    ),
     "memory": Benchmark("memory", "Memory of a server with 16, 8 and 4 bits, compared with its plan"),
     "versions": Benchmark("versions", "Decode steps, compared with those of another checkout (CHECKOUT)"),
     "simulation": Benchmark("simulation", "Engine steps per second on a simulated device"),

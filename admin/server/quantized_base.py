@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBase:
-    """Quantised weights, a sentence on how well they predict, and a warning if that is much worse than the float model."""
+    """Quantised weights, a sentence on how well they predict, and a warning if the float model is much better."""
 
     directory: Path
     quality: str

@@ -35,31 +35,36 @@ def measure_quality(config: EngineConfig, method: str, text: tuple[int, ...]) ->
     prediction is not finite.
     """
     model = ModelConfig.load(Path(config.model_dir))
-    text = text[: min(max(2, MAX_LOGITS // model.vocab_size), model.max_model_len)]
+    text = text[: longest_text(model)]
     if len(text) < 2:
         return None
-    floats = _log_probabilities(msgspec.structs.replace(config, quantized_dir=None), text)
-    quantized = _log_probabilities(config, text)
-    figures = (_divergence(floats, quantized), _perplexity(quantized, text), _perplexity(floats, text))
+    floats = log_probabilities(msgspec.structs.replace(config, quantized_dir=None), text)
+    quantized = log_probabilities(config, text)
+    figures = (divergence(floats, quantized), perplexity(quantized, text), perplexity(floats, text))
     if not all(map(math.isfinite, figures)):
         return None
-    divergence, perplexity, float_perplexity = figures
-    return Quality(method=method, divergence=divergence, perplexity=perplexity, float_perplexity=float_perplexity)
+    return Quality(method=method, divergence=figures[0], perplexity=figures[1], float_perplexity=figures[2])
 
 
-def _divergence(floats: torch.Tensor, quantized: torch.Tensor) -> float:
+def longest_text(model: ModelConfig) -> int:
+    """Number of tokens of a text that are read. All their logits are in memory at the same time."""
+    return min(max(2, MAX_LOGITS // model.vocab_size), model.max_model_len)
+
+
+def divergence(floats: torch.Tensor, quantized: torch.Tensor) -> float:
+    """Mean KL divergence of the second log-probabilities from the first, in nats."""
     # Row by row, because the temporary tensors of all rows would need several times the memory.
     rows = [float((p.exp() * (p - q)).nansum()) for p, q in zip(floats, quantized, strict=True)]
     return math.fsum(rows) / len(rows)
 
 
-def _perplexity(log_probabilities: torch.Tensor, text: tuple[int, ...]) -> float:
+def perplexity(log_probabilities: torch.Tensor, text: tuple[int, ...]) -> float:
     found = log_probabilities[:-1].gather(1, torch.tensor(text[1:])[:, None])
     return float((-found.double().mean()).exp())
 
 
 @torch.inference_mode()
-def _log_probabilities(config: EngineConfig, text: tuple[int, ...]) -> torch.Tensor:
+def log_probabilities(config: EngineConfig, text: tuple[int, ...]) -> torch.Tensor:
     """The log-probabilities of all tokens after each token of the text, float32 `[num_tokens, vocab_size]`."""
     backend = open_backend("cpu")
     backend.set_num_threads(config.num_threads)

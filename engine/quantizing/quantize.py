@@ -22,7 +22,7 @@ from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.architectures.weight_files import EMBEDDING, HEAD, checkpoint_of, stored_tensors
 from loramux.engine.architectures.weight_shapes import check_shapes
 from loramux.engine.protocol.errors import ConfigNotUsable, ModelNotSupported
-from loramux.engine.quantizing.methods import HEAD_METHOD, METHODS, SENSITIVE_METHOD, WITH_HEAD, Floats, Method
+from loramux.engine.quantizing.methods import HEAD_METHOD, INT4, METHODS, SENSITIVE_METHOD, WITH_HEAD, Floats, Method
 from loramux.engine.quantizing.sensitivity import sensitive_weights
 
 VERSION = 3
@@ -95,7 +95,10 @@ def quantize(model_dir: Path, destination: Path, method: str, progress: Callable
     tensors = {name: plain[name] for name in quantized_names(config)}
     how = METHODS[method.removesuffix(WITH_HEAD)]
     group = how.group({tensor.shape[1] for tensor in tensors.values()})
-    better = set() if group is None else sensitive_weights(quantized_groups(config), tensors, group)
+    better: set[str] = set()
+    if how is INT4:
+        assert group is not None
+        better = sensitive_weights(quantized_groups(config), tensors, group)
     jobs = [
         _Job(name, tensor, SENSITIVE_METHOD, None) if name in better else _Job(name, tensor, how, group)
         for name, tensor in tensors.items()
