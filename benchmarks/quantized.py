@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -29,12 +30,13 @@ from benchmarks.tables import table
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.device.backend import Linear, open_backend
 from loramux.engine.loop.config import EngineConfig
+from loramux.engine.quantizing.grids import encode_groups
 from loramux.kernels.cpu.instructions.integer_blocks import HAS_VNNI
 from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.linear.linear import PackedLinear
 from loramux.kernels.cpu.linear.quantized_layout import BLOCKS
 from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
-from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
+from loramux.kernels.quantized import INT4, INT8, UINT4, QuantizedWeight
 from loramux.kernels.reference.quantized import round_to_bytes
 
 LARGEST_BLOCK = BLOCKS[0]
@@ -54,13 +56,14 @@ COLD_BYTES, MAX_COPIES = 128 << 20, 16
 class Format:
     """A format of the weights of linear layers, and the number of bits to which their inputs are rounded.
 
-    If `group` is None, each output has one scale.
+    If `group` is None, each output has one scale. With `has_minima`, 4-bit groups have minima, too.
     """
 
     name: str
     bits: int = 16
     group: int | None = None
     x_bits: int = 16
+    has_minima: bool = False
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """Round `x` as the format's own kernels do. Rounding to 16 bits is left out, because `TOLERANCE` covers its
@@ -70,6 +73,8 @@ class Format:
 
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
         """Round to the nearest integer. The largest magnitude in a group becomes the largest integer."""
+        if self.has_minima:
+            return _with_minima(weight, self.group or weight.shape[1])
         values = weight.float().view(len(weight), -1, self.group or weight.shape[1])
         largest = 127 if self.bits == 8 else 7
         scales = values.abs().amax(2) / largest
@@ -88,6 +93,15 @@ class Format:
         if linear is None:
             raise SystemExit("this CPU has no kernels for quantised weights")
         return linear
+
+
+def _with_minima(weight: torch.Tensor, group: int) -> QuantizedWeight:
+    """4-bit codes as `--quantization int4` makes them."""
+    codes, scales, minima = encode_groups(weight.float().numpy().reshape(-1, group))
+    codes, scales, minima = (values.reshape(len(weight), -1) for values in (codes, scales, minima))
+    return QuantizedWeight(
+        codes=codes[:, ::2] | codes[:, 1::2] << np.uint8(4), codebook=UINT4, scales=scales, minima=minima
+    )
 
 
 class RoundingLinear:
@@ -109,6 +123,7 @@ FORMATS = {
         Format("int8-g32", 8, 32),
         Format("int4", 4, 128),
         Format("int4-g32", 4, 32),
+        Format("int4-minima", 4, 32, has_minima=True),
         Format("int8-a8", 8, x_bits=8),
         Format("int4-a8", 4, 128, x_bits=8),
         Format("int4-g32-a8", 4, 32, x_bits=8),
