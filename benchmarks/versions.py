@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.answers import CheckError
+from benchmarks.answers import CheckError, RunFailed
 from benchmarks.harness import SCRATCH, begin, new_parser, reports_failure
 from benchmarks.machine import commit
 from benchmarks.peers.model_files import ModelFiles, make_model_files
@@ -137,19 +137,36 @@ class Version:
         return line
 
 
+def compile_kernels(checkout: Path) -> None:
+    """Compile the CPU kernels of a checkout, and print how long it takes. Otherwise its process would do so silently.
+
+    Raise RunFailed for another folder, because its process would find the modules of this checkout instead.
+    """
+    if not (checkout / ".src" / "loramux").is_dir():
+        raise RunFailed(f"{checkout} is not a checkout of loramux")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "loramux.kernels.cpu.warm"], env=_environment(checkout), cwd=checkout, check=False
+    )
+    if done.returncode:
+        raise RunFailed(f"the kernels of {checkout} cannot be compiled")
+
+
+def _environment(checkout: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout / ".src"), str(checkout)])}
+
+
 @contextmanager
 def open_version(checkout: Path, files: ModelFiles, threads: int) -> Iterator[Version]:
     paths = [str(path) for path in files.adapters.values()]
     canonical = files.directory / f"canonical-{os.getpid()}.safetensors"
     job = json.dumps([str(files.base), paths, str(canonical), threads, PROMPT, files.shape.vocab_size])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout / ".src"), str(checkout)])}
     # With -P, modules of the current directory do not hide modules of the checkout.
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", WORKER, job],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=_environment(checkout),
         cwd=checkout,
     )
     try:
@@ -193,7 +210,7 @@ def compare(before: Decoder, after: Decoder, rounds: int, num_steps: int) -> lis
 def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser("versions", __doc__)
     add = parser.add_argument
-    add("before", type=Path, help="checkout of the other version, with compiled kernels")
+    add("before", type=Path, help="checkout of the other version")
     add("--model", choices=sorted(SHAPES), default="1b")
     add("--rounds", type=int, default=12)
     add("--steps", type=int, default=16, help="decode steps per turn")
@@ -201,8 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--scratch", type=Path, default=SCRATCH / "peers", help="directory for models")
     run = begin(parser.parse_args(argv))
     parsed = run.arguments
-    files = make_model_files(parsed.scratch, parsed.model, NUM_ROWS, 16)
     checkouts = parsed.before.absolute(), SCRATCH.parents[1]
+    for checkout in checkouts:
+        compile_kernels(checkout)
+    files = make_model_files(parsed.scratch, parsed.model, NUM_ROWS, 16)
     with ExitStack() as stack:
         before, after = (stack.enter_context(open_version(each, files, parsed.threads)) for each in checkouts)
         cases = compare(before, after, parsed.rounds, parsed.steps)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.answers import CheckError
-from benchmarks.versions import KINDS, compare
+from benchmarks.versions import KINDS, compare, main
 
 
 class FakeVersion:
@@ -28,3 +30,8 @@ def test_versions_alternate_and_are_compared() -> None:
 def test_different_tokens_end_the_comparison() -> None:
     with pytest.raises(CheckError, match="base only"):
         compare(FakeVersion("old", 0.1, 7, []), FakeVersion("new", 0.1, 8, []), 2, 4)
+
+
+def test_a_folder_without_a_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--allow-busy"]) == 1
+    assert "is not a checkout of loramux" in capsys.readouterr().out.replace("\n", " ")
