@@ -23,9 +23,9 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.answers import CheckError
+from benchmarks.answers import CheckError, RunFailed
 from benchmarks.harness import begin, new_parser, reports_failure
-from benchmarks.sharing.stamping_engine import now_us
+from benchmarks.sharing.stamping_engine import now_us, passed_us
 from benchmarks.tables import table
 from loramux.engine.protocol.messages import Add, Finished, SamplingParams
 from loramux.platform.engine_link.engine_connection import EngineConnection
@@ -48,11 +48,10 @@ async def ask(session: EngineSession, name: str, num_tokens: int, sample: Sample
     async for item in session.submit(add):
         if isinstance(item, Finished):
             break
-        arrived_us = now_us()
         if num_received == 0:
-            sample.requests_us.append(arrived_us - begin_us)
+            sample.requests_us.append(passed_us(begin_us))
         else:
-            sample.chunks_us.append(arrived_us - item.token_ids[0])
+            sample.chunks_us.append(passed_us(item.token_ids[0]))
         num_received += len(item.token_ids)
     if num_received != num_tokens:
         raise CheckError(f"{num_received} tokens arrived instead of {num_tokens}")
@@ -65,7 +64,15 @@ async def run_clients(
         for turn in range(num_requests):
             await ask(session, f"{number}-{turn}", num_tokens, sample)
 
-    await asyncio.gather(*(client(number) for number in range(num_clients)))
+    clients = asyncio.gather(*(client(number) for number in range(num_clients)))
+    lost = asyncio.create_task(session.wait_lost())
+    await asyncio.wait((clients, lost), return_when=asyncio.FIRST_COMPLETED)
+    lost.cancel()
+    if not clients.done():
+        clients.cancel()
+        # The session's owner ends the streams of a lost connection. Nobody does so here, and the clients would wait.
+        raise RunFailed("a connection ended before its answers")
+    await clients
 
 
 @asynccontextmanager

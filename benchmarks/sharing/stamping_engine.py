@@ -2,7 +2,7 @@
 
 The first token of a sequence is sent at once. Later tokens follow at the interval, in one message for all sequences of
 a client, like the tokens of an engine's step. Times are microseconds of CLOCK_MONOTONIC, which all processes of one
-machine share.
+machine share. They are counted modulo 2^31, because a peer's larger tokens are refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from loramux.engine.protocol.messages import (
 READY = EngineReady(max_model_len=1 << 20, num_pages=1, page_tokens=1, device="cpu", dtype="float32")
 
 
+WRAP_US = 1 << 31
+
+
 def now_us() -> int:
-    return time.monotonic_ns() // 1000
+    return time.monotonic_ns() // 1000 % WRAP_US
+
+
+def passed_us(since_us: int) -> int:
+    return (now_us() - since_us) % WRAP_US
 
 
 def main() -> None:
@@ -36,6 +43,7 @@ def main() -> None:
     socket.bind(f"ipc://{path}")
     decoder, encoder = msgspec.msgpack.Decoder(ToEngine), msgspec.msgpack.Encoder()
     known: set[bytes] = set()
+    adds: dict[tuple[bytes, str], Add] = {}
     left: dict[tuple[bytes, str], int] = {}
 
     def send(owner: bytes, message: FromEngine) -> None:
@@ -50,7 +58,7 @@ def main() -> None:
                 left[owner, name] -= 1
                 if left[owner, name] == 0:
                     del left[owner, name]
-                    send(owner, Finished(sequence_id=name, reason="length", prompt_tokens=1, completion_tokens=1))
+                    send(owner, _end(adds.pop((owner, name))))
 
     next_s = time.monotonic() + interval_s
     while True:
@@ -61,11 +69,22 @@ def main() -> None:
                 send(owner, READY)
             message = decoder.decode(data)
             if isinstance(message, Add):
+                adds[owner, message.sequence_id] = message
                 left[owner, message.sequence_id] = message.max_tokens
                 emit([(owner, message.sequence_id)])
         if time.monotonic() >= next_s:
             next_s += interval_s
             emit(list(left))
+
+
+def _end(add: Add) -> Finished:
+    """Gateways refuse an end whose counts are not those of the sequence."""
+    return Finished(
+        sequence_id=add.sequence_id,
+        reason="length",
+        prompt_tokens=len(add.prompt),
+        completion_tokens=add.max_tokens,
+    )
 
 
 if __name__ == "__main__":
