@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.adapter_store.waiting import wait_until
 from tests.browser.console_tab import Tab
 from tests.browser.running_demo import Demo
 
@@ -91,6 +92,8 @@ def test_free_texts_with_markup_are_shown_as_text(tab: Tab, demo: Demo) -> None:
         adapter = http.post("/admin/v1/adapters", json={"tenant": "harbour", "name": "marked"}).json()
         files = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": weights}
         number = push(http, adapter["id"], files)
+        version = f"/admin/v1/adapters/{adapter['id']}/versions/{number}"
+        wait_until(lambda: http.get(version).json()["state"] == "rejected", timeout_s=60)
     pages = {
         "/keys?tenant=harbour": "demo",
         "/usage?group_by=end_user&tenant=harbour": "",
