@@ -94,6 +94,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/admin/serving/test_serve.py",
                 "tests/admin/serving/test_pulled_server.py",
                 "tests/admin/serving/test_sharing.py",
+                "tests/conformance/test_staging_deaths.py",
                 marks=ALL,
             ),
         ),
