@@ -89,7 +89,12 @@ def measure(model_dir: Path, num_threads: int) -> dict[str, Any]:
     text = text[: longest_text(ModelConfig.load(model_dir))]
     floats = log_probabilities(config, text)
     rows: list[dict[str, Any]] = [
-        {"format": "float32", "bits_per_weight": 32, "divergence": None, "perplexity": perplexity(floats, text)}
+        {
+            "format": "float32",
+            "bits_per_weight": 32.0,
+            "divergence": None,
+            "perplexity": round(perplexity(floats, text), 4),
+        }
     ]
     for form in FORMATS:
         with tempfile.TemporaryDirectory() as scratch, _extra_bytes(form.extra_bytes):
