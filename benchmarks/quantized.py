@@ -98,9 +98,12 @@ class Format:
 def _with_minima(weight: torch.Tensor, group: int) -> QuantizedWeight:
     """4-bit codes as `--quantization int4` makes them."""
     codes, scales, minima = encode_groups(weight.float().numpy().reshape(-1, group))
-    codes, scales, minima = (values.reshape(len(weight), -1) for values in (codes, scales, minima))
+    codes = codes.reshape(len(weight), -1)
     return QuantizedWeight(
-        codes=codes[:, ::2] | codes[:, 1::2] << np.uint8(4), codebook=UINT4, scales=scales, minima=minima
+        codes=codes[:, ::2] | codes[:, 1::2] << np.uint8(4),
+        codebook=UINT4,
+        scales=scales.reshape(len(weight), -1),
+        minima=minima.reshape(len(weight), -1),
     )
 
 

@@ -80,9 +80,10 @@ def _int4(rows: Floats, group: int) -> EncodedRows:
     # Imported here because the other methods do not need numba.
     from loramux.engine.quantizing.grids import encode_groups
 
-    found = encode_groups(rows.reshape(-1, group))
-    codes, scales, minima = (values.reshape(len(rows), -1) for values in found)
-    return EncodedRows((codes[:, ::2] | codes[:, 1::2] << np.uint8(4)).view("<i4"), scales, minima)
+    codes, scales, minima = encode_groups(rows.reshape(-1, group))
+    codes = codes.reshape(rows.shape)
+    items = (codes[:, ::2] | codes[:, 1::2] << np.uint8(4)).view("<i4")
+    return EncodedRows(items, scales.reshape(len(rows), -1), minima.reshape(len(rows), -1))
 
 
 def _fp8(rows: Floats, group: int) -> EncodedRows:

@@ -53,7 +53,8 @@ def sensitive_weights(groups: Sequence[Sequence[str]], tensors: Mapping[str, Map
 def _sample(tensor: MappedTensor) -> Floats:
     out_features = tensor.shape[0]
     count = min(out_features, _SAMPLED_ROWS)
-    return np.concatenate([tensor.float_rows(row, row + 1) for row in np.arange(count) * out_features // count])
+    rows = [sample * out_features // count for sample in range(count)]
+    return np.concatenate([tensor.float_rows(row, row + 1) for row in rows])
 
 
 def _in_4_bits(rows: Floats, group: int) -> Floats:
