@@ -1,11 +1,11 @@
-"""Runs queued evals, one question at a time, while no request waits for the engine."""
+"""Runs queued evals, one question at a time, behind all other requests."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,6 +34,9 @@ POLL_S = 1.0
 LOOK_S = 0.25
 """Interval between looks at the engine's queue, in seconds."""
 
+REST = 4.0
+"""How long evals rest after a question while other requests run, as a multiple of the question's duration."""
+
 STATS_TIMEOUT_S = 5.0
 MAX_FAILURES_IN_A_ROW = 5
 """Number of consecutive questions without an answer after which an eval fails."""
@@ -55,7 +58,7 @@ class Patience:
     refusal_s: float = 600.0
     """Longest time for which one question is refused for lack of quota or capacity. Then the eval fails."""
     queue_s: float = 60.0
-    """Longest time that a question waits for other requests to leave the engine's queue."""
+    """Longest time that a question waits because of other requests."""
 
 
 class EvalFailed(Exception):
@@ -82,6 +85,8 @@ class EvalRunner:
         self._patience = patience or Patience()
         self._running: dict[str, asyncio.Task[None]] = {}
         """The tasks of running evals, by tenant."""
+        self._num_asking = 0
+        self._rests_until_s = 0.0
 
     async def run(self, draining: asyncio.Event) -> None:
         """Run until cancelled or until `draining` is set. The evals that are running then go back to the queue."""
@@ -188,7 +193,7 @@ class EvalRunner:
             questions = await self._questions(found)
             await self._wait_for_turn()
             try:
-                async with asyncio.timeout(self._patience.answer_s):
+                async with asyncio.timeout(self._patience.answer_s), self._asking():
                     return await ask(questions)
             except ApiError as error:
                 if error.status in _FATAL:
@@ -201,6 +206,17 @@ class EvalRunner:
             if time.monotonic() + wait_s > end_s:
                 raise EvalFailed(refusal.code, refusal.message)
             await asyncio.sleep(wait_s)
+
+    @asynccontextmanager
+    async def _asking(self) -> AsyncIterator[None]:
+        began_s = time.monotonic()
+        self._num_asking += 1
+        try:
+            yield
+        finally:
+            self._num_asking -= 1
+            now_s = time.monotonic()
+            self._rests_until_s = max(self._rests_until_s, now_s + REST * (now_s - began_s))
 
     async def _questions(self, found: Eval) -> Questions:
         """Check again that the key and the tenant are in service. Raises EvalFailed."""
@@ -220,14 +236,15 @@ class EvalRunner:
         return Questions(self._services, principal, is_charged=key is not None)
 
     async def _wait_for_turn(self) -> None:
-        """Wait until no sequence waits for the engine, but not forever."""
+        """Wait until no other request waits for the engine, and rest while others run, but not forever."""
         end_s = time.monotonic() + self._patience.queue_s
         while time.monotonic() < end_s:
             try:
                 stats = await self._services.engine.call(StatsRequest(), STATS_TIMEOUT_S)
             except (EngineUnavailable, TimeoutError):
                 return
-            if stats.num_waiting == 0:
+            has_rested = time.monotonic() >= self._rests_until_s
+            if stats.num_waiting == 0 and (has_rested or stats.num_running <= self._num_asking):
                 return
             await asyncio.sleep(LOOK_S)
 

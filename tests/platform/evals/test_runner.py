@@ -198,6 +198,21 @@ async def test_eval_waits_while_requests_wait(lab: EvalLab) -> None:
     assert lab.patience.queue_s * 0.8 < time.monotonic() - began_s < 10
 
 
+async def test_eval_rests_while_other_requests_run(lab: EvalLab) -> None:
+    lab.patience = Patience(queue_s=60)
+    lab.answer_with({0: "word " * 200, 1: "yes"}, delay_s=0.05)
+    body = {"model": "base", "prompt": "p", "max_tokens": 60}
+    other = asyncio.create_task(lab.gateway.http.post("/v1/completions", json=body))
+    async with lab.running():
+        found = lab.create([{"prompt": "p", "equal": "yes"}] * 24)
+        await other
+        beside = lab.evals.get(found.id).num_answers
+        found = await lab.finished(found)
+    # The other request takes 60 steps and a question at least 2. The eval rests for four fifths of the time.
+    assert 1 <= beside <= 12
+    assert (found.state, found.num_answers) == ("done", 24)
+
+
 async def test_engine_restart_delays_an_eval(lab: EvalLab) -> None:
     engine = lab.gateway.engine
     lab.patience = Patience(answer_s=1, refusal_s=10, queue_s=1)
