@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,27 +44,45 @@ class DemoAnswer:
     reasoning: str
 
 
-def ask_together(base_url: str, questions: Sequence[DemoQuestion]) -> list[DemoAnswer]:
-    """Ask all questions concurrently and return the answers in the order of the questions."""
-    return asyncio.run(_ask_all(base_url, questions))
+def ask_together(
+    base_url: str,
+    questions: Sequence[DemoQuestion],
+    at_once: int | None = None,
+    on_answer: Callable[[], None] = lambda: None,
+) -> list[DemoAnswer]:
+    """Ask the questions concurrently, `at_once` or all, and return the answers in the order of the questions."""
+    return asyncio.run(_ask_all(base_url, questions, asyncio.Semaphore(at_once or len(questions)), on_answer))
 
 
-async def _ask_all(base_url: str, questions: Sequence[DemoQuestion]) -> list[DemoAnswer]:
+async def _ask_all(
+    base_url: str, questions: Sequence[DemoQuestion], turns: asyncio.Semaphore, on_answer: Callable[[], None]
+) -> list[DemoAnswer]:
     # A proxy from the environment cannot reach this machine's loopback interface.
     async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
-                    _ask(
+                    _ask_in_turn(
                         openai.AsyncOpenAI(
                             base_url=base_url, api_key=question.api_key, http_client=http, max_retries=0
                         ),
                         question,
+                        turns,
+                        on_answer,
                     )
                 )
                 for question in questions
             ]
         return [task.result() for task in tasks]
+
+
+async def _ask_in_turn(
+    client: openai.AsyncOpenAI, question: DemoQuestion, turns: asyncio.Semaphore, on_answer: Callable[[], None]
+) -> DemoAnswer:
+    async with turns:
+        answer = await _ask(client, question)
+    on_answer()
+    return answer
 
 
 async def _ask(client: openai.AsyncOpenAI, question: DemoQuestion) -> DemoAnswer:
@@ -94,7 +112,7 @@ async def _ask(client: openai.AsyncOpenAI, question: DemoQuestion) -> DemoAnswer
                     calls.append({"id": delta.id, "type": "function", "function": function})
                 calls[delta.index]["function"]["arguments"] += delta.function.arguments or ""
         usage = chunk.usage or usage
-    if usage is None or first_token_s is None:
+    if usage is None:
         raise RuntimeError(f"{question.model} did not return a complete answer")
     text = "".join(parts)
     return DemoAnswer(
@@ -103,7 +121,8 @@ async def _ask(client: openai.AsyncOpenAI, question: DemoQuestion) -> DemoAnswer
         text=text,
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
-        time_to_first_token_s=first_token_s,
+        # An answer can be empty.
+        time_to_first_token_s=time.monotonic() - started if first_token_s is None else first_token_s,
         message={"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})},
         reasoning="".join(thoughts),
     )

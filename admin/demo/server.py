@@ -16,6 +16,7 @@ from loramux.admin.client.client import AdminClient
 from loramux.admin.exit_codes import WRONG_CALL
 
 POLL_S = 0.05
+WATCH_S = 0.5
 START_TIMEOUT_S = 120.0
 GPU_START_TIMEOUT_S = 900.0
 """A GPU's first start compiles its kernels, which takes minutes on few cores."""
@@ -94,6 +95,12 @@ class DemoServer:
             raise DemoFailed(self._last_words().replace("loramux: ", ""))
         if code is not None:
             raise DemoFailed(f"the server ended with exit code {code}\n{self._last_words()}")
+
+    def watch(self) -> None:
+        """Return never, unless the server ends. Raises DemoFailed then."""
+        while True:
+            self.check()
+            time.sleep(WATCH_S)
 
     def stop(self) -> None:
         """Let running requests finish and wait for the process to exit. Ctrl-C during the wait cuts the drain short."""

@@ -1,0 +1,59 @@
+"""Starts the demo's server in a temporary data directory, on free ports, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from loramux.admin.demo.server import DemoFailed, DemoServer
+
+
+@contextmanager
+def demo_server(
+    model: Path, served_name: str, port: int | None, admin_port: int | None, data_dir: Path | None, device: str
+) -> Iterator[DemoServer]:
+    """Ctrl-C or SIGTERM ends the block without an exception. At its end, the server stops."""
+    with ExitStack() as stack:
+        stack.enter_context(_ended_by_signals())
+        if data_dir is None:
+            data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-demo-")))
+        ports = _port(port, 8000), _port(admin_port, 8001)
+        server = DemoServer(model, data_dir, *ports, served_name, device=device)
+        stack.callback(server.stop)
+        yield server
+
+
+def _port(given: int | None, preferred: int) -> int:
+    """Return the requested port. Without one, return the preferred port if it is free, otherwise any free port."""
+    if given is not None:
+        return given
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise DemoFailed("no port is free on 127.0.0.1")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let Ctrl-C or SIGTERM end the block without an exception."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        return
+    finally:
+        signal.signal(signal.SIGTERM, previous)
