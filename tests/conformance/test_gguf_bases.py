@@ -24,6 +24,7 @@ from tests.conformance.tiny_models import (
     make_base,
     pack_peft_directory,
 )
+from tests.engine.device.gpu_backend import gpu_backend
 
 SHAPE = {**SMALL_SHAPE, "hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 2}
 SHAPE["initializer_range"] = 0.08
@@ -57,3 +58,9 @@ def test_every_architecture_equals_transformers(family: str, tmp_path: Path, mon
     dequantizing = replace(backend, make_quantized_linear=None, make_quantized_experts=None)
     check_engine(subject, [None, "r8"], dequantizing, TOLERANCE, monkeypatch)
     check_engine(subject, [None, "r8"], backend, CODES_TOLERANCE, monkeypatch)
+
+
+@pytest.mark.campaign
+def test_a_gpu_serves_every_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = make_gguf("llama", tmp_path, TYPES)
+    check_engine(subject, ["r8"], gpu_backend(monkeypatch), TOLERANCE, monkeypatch, num_tokens=1)
