@@ -68,7 +68,7 @@ $(WARM): $(READY) $(wildcard kernels/*.py kernels/cpu/*.py kernels/cpu/*/*.py)
 	$(VENV)/bin/python -m loramux.kernels.cpu.warm
 	@touch $@
 
-demo: $(WARM) ## Serve three tenants' adapters in one batch (ARGS='--tools --exit': tool calls, and exit after the report)
+demo: $(WARM) ## Serve three tenants' adapters in one batch (ARGS=--real: a real model; ARGS='--tools --exit': tool calls, and exit after the report)
 	@$(VENV)/bin/loramux demo $(ARGS)
 
 ##@ Work on the code

@@ -155,6 +155,14 @@ def demo(
         bool,
         typer.Option("--tools", help="Serve a base that thinks and calls tools, with the adapters of two tenants."),
     ] = False,
+    real: Annotated[
+        bool,
+        typer.Option(
+            "--real",
+            help="Download a real model (93 MB), and count the right answers to 600 held-out prompts with and without "
+            "three adapters.",
+        ),
+    ] = False,
     port: Port = None,
     admin_port: AdminPort = None,
     data_dir: Annotated[
@@ -168,10 +176,16 @@ def demo(
     ] = "cpu",
 ) -> None:
     """Demonstrate loramux with three tenants, three adapters, one batch and one bill."""
+    from loramux.admin.demo.real.run import run_real_demo
     from loramux.admin.demo.run import STYLES, TOOLS, run_demo
     from loramux.admin.demo.server import DemoFailed
 
+    if real and tools:
+        fail("--real and --tools exclude each other", WRONG_CALL)
     try:
+        if real:
+            run_real_demo(port, admin_port, data_dir, exit_after, device)
+            return
         run_demo(port, admin_port, data_dir, exit_after, TOOLS if tools else STYLES, device)
     except DemoFailed as error:
         fail(str(error), 1)

@@ -10,6 +10,8 @@ from typing import Any
 
 import openai
 
+from loramux.admin.demo.server import DemoFailed
+
 
 @dataclass(frozen=True, slots=True)
 class DemoQuestion:
@@ -50,8 +52,17 @@ def ask_together(
     at_once: int | None = None,
     on_answer: Callable[[], None] = lambda: None,
 ) -> list[DemoAnswer]:
-    """Ask the questions concurrently, `at_once` or all, and return the answers in the order of the questions."""
-    return asyncio.run(_ask_all(base_url, questions, asyncio.Semaphore(at_once or len(questions)), on_answer))
+    """Ask the questions concurrently, `at_once` or all, and return the answers in the order of the questions.
+
+    Raises DemoFailed if the server refuses one.
+    """
+    try:
+        return asyncio.run(_ask_all(base_url, questions, asyncio.Semaphore(at_once or len(questions)), on_answer))
+    except ExceptionGroup as group:
+        failed, others = group.split(openai.APIError)
+        if failed is None or others is not None:
+            raise
+        raise DemoFailed(f"a question was not answered: {failed.exceptions[0]}") from group
 
 
 async def _ask_all(
