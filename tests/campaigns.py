@@ -192,6 +192,11 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         line="Attacks on a running server while a polite tenant uses it, on both databases (ARGS='--help' for sizes)",
         commands=(("tests.adversary",),),
     ),
+    "real": Campaign(
+        line="Two real models from the Python package index in every format of weights, and the real demo: equality, "
+        "long contexts, quality, memory and speed (ARGS='--only equality')",
+        commands=(("tests.environments", "real"), ("tests.real",)),
+    ),
     "benchmarks": Campaign(
         line="Every part of the benchmarks once, at small sizes, on the CPU",
         commands=(_pytest("tests/benchmarks"),),
