@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,12 @@ def test_a_sentencepiece_file_without_flags_adds_bos_and_a_space() -> None:
     stripped = built({**metadata, "tokenizer.ggml.remove_extra_whitespaces": True})
     assert stripped.encode("  a   a ").tokens == ["<s>", SPACE + "a", SPACE + "a"]
     assert stripped.encode("  \n  a\n").tokens == ["<s>", SPACE, "<0x0A>", SPACE + "a", "<0x0A>"]
+
+
+def test_documented_pre_tokenizers_are_those_that_are_read() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gguf.md").read_text()
+    listed = page.partition("The pre-tokenizers are ")[2].partition(".\n")[0]
+    assert set(re.findall(r"`([^`]+)`", listed)) == PRE_TOKENIZERS.keys()
 
 
 def test_bos_is_added_by_default_only_where_llama_cpp_adds_it() -> None:
