@@ -15,13 +15,13 @@ from tests.real.models import RealModel
 
 RANK = 8
 NUM_ADDED = 2
-SIZE = 0.05
+SIZE = 0.12
 """Standard deviation of the weights: enough to change most answers, but not to make every answer noise."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]},
     "dora": {"target_modules": ["q_proj", "k_proj", "up_proj"], "use_dora": True},
-    "rslora-tokens": {"target_modules": ["v_proj", "gate_proj", "down_proj"], "use_rslora": True},
+    "rslora-tokens": {"target_modules": ["v_proj", "gate_proj", "down_proj"], "use_rslora": True, "lora_alpha": 3},
 }
 
 
@@ -37,7 +37,8 @@ def make_adapters(model: RealModel, out: Path) -> dict[str, Path]:
             tokenizer = AutoTokenizer.from_pretrained(model.directory)
             tokenizer.add_tokens([f"<added-{number}>" for number in range(NUM_ADDED)])
             tokenizer.save_pretrained(out / kind)
-        config = LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights=False, task_type="CAUSAL_LM", **settings, **more)
+        given = {"lora_alpha": RANK, **settings, **more}
+        config = LoraConfig(r=RANK, init_lora_weights=False, task_type="CAUSAL_LM", **given)
         adapted = get_peft_model(base, config)
         with torch.no_grad():
             for name, weight in adapted.named_parameters():
