@@ -23,14 +23,14 @@ from loramux.kernels.recording import NotRecordable
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall
 
 
-class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OnlyViews(TorchDispatchMode):
     """Refuses every operation of torch except views, because a program would not repeat it.
 
     While `is_off`, all operations are allowed, for the recorder itself.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.is_off = False
 
     @contextmanager

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from loramux.engine.loop.config import EngineConfig
-from loramux.engine.quantizing.quality import mean_divergence
+from loramux.engine.quantizing.quality import measure_quality
 from tests.real.findings import Finding
 from tests.real.models import FLOATS, FORMATS, RealModel
 from tests.real.texts import long_text
@@ -16,7 +16,8 @@ WINDOW = 1024
 MAX_DIFFERENCE = {"float32": 0.0, "gguf": 1e-3, "bfloat16": 0.05}
 """Largest difference of the mean log-probability from float32, in nats. Quantised weights have no limit here."""
 
-NUM_PROMPTS = 32
+NUM_COMPARED = 512
+"""Number of tokens after which all probabilities are compared."""
 
 
 def quality(model: RealModel, num_prompts: int) -> Iterator[Finding]:
@@ -37,7 +38,7 @@ def quality(model: RealModel, num_prompts: int) -> Iterator[Finding]:
 
 
 def _divergence(model: RealModel, method: str, text: list[int]) -> float:
-    """Mean KL divergence of the next token's probabilities, after up to 128 tokens from all over the text."""
+    """Mean KL divergence of the next token's probabilities from those of bfloat16, over the text's first tokens."""
     config = EngineConfig(
         model_dir=str(model.directory),
         quantized_dir=str(model.quantized(method)),
@@ -45,5 +46,5 @@ def _divergence(model: RealModel, method: str, text: list[int]) -> float:
         cache_dir="",
         dtype="bfloat16",
     )
-    step = len(text) // NUM_PROMPTS
-    return mean_divergence(config, [tuple(text[n * step : n * step + 4 * (n + 1)]) for n in range(NUM_PROMPTS)])
+    found = measure_quality(config, method, tuple(text[:NUM_COMPARED]))
+    return math.nan if found is None else found.divergence

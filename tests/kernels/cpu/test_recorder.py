@@ -98,9 +98,9 @@ def run_layer(
     kernels.lora_add(total, step.call, y)
     q, k, v = torch.split(y, [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], 1)
     q = kernels.rms_norm(q.view(num_rows, HEADS, HEAD_DIM), HEAD_WEIGHT, 1e-5)
-    kv = [part.view(num_rows, KV_HEADS, HEAD_DIM) for part in (k, v)]
+    k, v = k.view(num_rows, KV_HEADS, HEAD_DIM), v.view(num_rows, KV_HEADS, HEAD_DIM)
     attended = outputs_of(step)
-    kernels.rotate_and_store(q, *kv, *step.angles, 0, step.batch)
+    kernels.rotate_and_store(q, k, v, *step.angles, 0, step.batch)
     kernels.paged_attention(q, 0, step.batch, spec, attended, sinks)
     y = kernels.multiply(o, attended.view(num_rows, -1))
     x = kernels.add_rms_norm(y, total, WEIGHT, 1e-6)
