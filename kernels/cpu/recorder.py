@@ -76,6 +76,7 @@ class RecordingKernels:
 
     def multiply(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
         with self._mode.off():
+            self._tape.own(x)
             return record_product(self._tape, linear, x)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,7 +91,7 @@ class RecordingKernels:
                 (x.data_ptr(), 4 * x.stride(0), out.data_ptr(), 4 * out.stride(0), _floats(weight), num_vectors, size),
                 (float(eps),),
             )
-            self._tape.own(weight)
+            self._tape.own(x, weight)
             return out.view(x.shape)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -98,7 +99,7 @@ class RecordingKernels:
             out = self._tape.rows(x.shape[1])
             words = (*_steps(x), *_steps(residual), *_steps(out), _floats(weight), x.shape[1])
             self._tape.for_each_row(rows.add_norm, words, (float(eps),))
-            self._tape.own(weight, residual)
+            self._tape.own(x, residual, weight)
             return out
 
     def rotate_and_store(
@@ -113,7 +114,7 @@ class RecordingKernels:
     ) -> None:
         with self._mode.off():
             angles = (_floats(cos), _floats(sin), cos.shape[1])
-            self._tape.own(cos, sin)
+            self._tape.own(q, k, v, cos, sin)
             for heads in (q, k):
                 if heads is not None:
                     self._tape.for_each_row(rows.rotate, (*_steps(heads), heads.shape[1], heads.shape[2], *angles))
@@ -144,7 +145,7 @@ class RecordingKernels:
             self._tape.in_tasks(
                 ATTEND[pool.itemsize], num_tasks, words, (float(spec.scale), float(spec.soft_cap or 0.0))
             )
-            self._tape.own(sinks, out)
+            self._tape.own(q, sinks, out)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._gate(rows.silu, gate_up)
@@ -174,13 +175,14 @@ class RecordingKernels:
             element = pool.dtype.name
             tape.in_tasks(lora.shrink(element), num_tasks, (*rows_of(x), *words))
             tape.in_tasks(lora.expand(element), num_tasks, (*rows_of(y), *words))
-            tape.own(tables, plan)
+            tape.own(x, y, tables, plan)
 
     def _gate(self, operation: Operation, gate_up: torch.Tensor, doubles: tuple[float, ...] = ()) -> torch.Tensor:
         with self._mode.off():
             out = self._tape.rows(gate_up.shape[1] // 2)
             words = (*_steps(gate_up), *_steps(out), out.shape[1])
             self._tape.for_each_row(operation, words, doubles)
+            self._tape.own(gate_up)
             return out
 
 

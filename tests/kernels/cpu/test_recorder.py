@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -203,3 +205,41 @@ def test_what_a_program_would_not_repeat_is_refused(compute: Callable[[Any, torc
     x = torch.zeros(1, HIDDEN)
     with pytest.raises(NotRecordable), recorder.recording():
         compute(recorder, x)
+
+
+@pytest.mark.parametrize(
+    ("record", "shapes"),
+    [
+        (lambda kernels, _, x, weight: kernels.rms_norm(x, weight, 1e-6), [(1, HIDDEN), (HIDDEN,)]),
+        (
+            lambda kernels, _, x, total, weight: kernels.add_rms_norm(x, total, weight, 1e-6),
+            [(1, HIDDEN), (1, HIDDEN), (HIDDEN,)],
+        ),
+        (
+            lambda kernels, step, *tensors: kernels.rotate_and_store(*tensors, 0, step.batch),
+            [(1, HEADS, HEAD_DIM), *[(1, KV_HEADS, HEAD_DIM)] * 2, *[(1, HEAD_DIM // 2)] * 2],
+        ),
+        (
+            lambda kernels, step, q, out, sinks: kernels.paged_attention(q, 0, step.batch, SPECS["plain"], out, sinks),
+            [(1, HEADS, HEAD_DIM), (1, HEADS, HEAD_DIM), (HEADS,)],
+        ),
+        (lambda kernels, _, x: kernels.silu_and_mul(x), [(1, 2 * INNER)]),
+        (lambda kernels, _, x: kernels.multiply(PackedLinear(torch.zeros(4, HIDDEN)), x), [(1, HIDDEN)]),
+        (lambda kernels, step, x, y: kernels.lora_add(x, step.call, y), [(1, HIDDEN), (1, 2 * HIDDEN)]),
+    ],
+    ids=["norm", "added norm", "rotation", "attention", "gate", "product", "adapters"],
+)
+def test_program_keeps_the_memory_that_it_uses(record: Callable[..., object], shapes: list[tuple[int, ...]]) -> None:
+    """Otherwise, a program would write to memory that has another owner by then."""
+    geometry = PageGeometry(1, KV_HEADS, HEAD_DIM, 4, 4)
+    adapters = adapter_pool(MODULES, RANKS, geometry, torch.float32)
+    step = make_step(adapters, 0, [1], 1)
+    recorder = start_recording(CpuKernels(adapters.pool), 1, (step.batch,))
+    tensors = [torch.zeros(shape) for shape in shapes]
+    kept = [weakref.ref(tensor) for tensor in tensors]
+    record(recorder, step, *tensors)
+    program = recorder.finish()
+    del recorder, tensors
+    gc.collect()
+    assert all(one() is not None for one in kept)
+    assert len(program.operations) > 0
