@@ -1,1 +1,0 @@
-"""The CPU kernels as operations of a recorded program."""
