@@ -195,7 +195,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     "real": Campaign(
         line="Two real models from the Python package index in every format of weights, and the real demo: equality, "
         "long contexts, quality, memory and speed (ARGS='--only equality')",
-        commands=(("tests.environments", "real"), ("tests.real",)),
+        commands=(("tests.environments", "gguf"), ("tests.real",)),
     ),
     "benchmarks": Campaign(
         line="Every part of the benchmarks once, at small sizes, on the CPU",

@@ -41,7 +41,6 @@ ENVIRONMENTS: Mapping[str, Environment] = {
         pinned=TORCH,
     ),
     "gguf": Environment(folder=".venv-gguf", requirements={".": "tests/conformance/gguf-requirements.txt"}),
-    "real": Environment(folder=".venv-real", requirements={".": "tests/real/requirements.txt"}),
     "deploy": Environment(folder=".venv-deploy", requirements={".": "tests/platform/deploy/requirements.txt"}),
 }
 

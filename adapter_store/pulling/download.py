@@ -40,8 +40,8 @@ def patiently(call: Callable[[], T], pause: Pause) -> T:
 def download(remote: Remote, file: RemoteFile, part: Path, progress: Progress, pause: Pause) -> None:
     """Complete the file at `part`, which may hold the beginning from an earlier call, and verify it.
 
-    After any error but a wrong hash or size, `part` keeps what has arrived. Raises PullRefused, SourceUnavailable or
-    another Refused.
+    After any error except a wrong hash or size, `part` keeps the bytes received. Raises PullRefused, SourceUnavailable
+    or another Refused.
     """
     try:
         if part.exists() and part.stat().st_size > file.size:
@@ -109,7 +109,7 @@ def read_verified(remote: Remote, file: RemoteFile) -> bytes:
 
 def writing_failed(error: OSError, path: Path) -> PullRefused:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        message = f"there is no space left for {path}: free some, then run the command again. What has arrived is kept"
+        message = f"there is no space left for {path}: free some, then run the command again to continue"
         return PullRefused("disk_full", message)
     return PullRefused("directory_not_usable", f"{error.filename or path} cannot be written: {error.strerror}")
 

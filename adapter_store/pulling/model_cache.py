@@ -243,7 +243,7 @@ def _revisions(record: PlaceRecord, key: str) -> tuple[str, ...]:
 
 
 def _read(place: Path) -> PlaceRecord:
-    """Read what was pulled. A damaged record counts as empty. Pulling again repairs it without a download."""
+    """Read the record of a place. A damaged record counts as empty. Pulling again repairs it without a download."""
     try:
         return msgspec.json.decode((place / _RECORD).read_bytes(), type=PlaceRecord)
     except (OSError, msgspec.MsgspecError):

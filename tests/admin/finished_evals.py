@@ -17,7 +17,7 @@ SHA256 = read_cases(CONTENT).sha256
 def add_finished_eval(
     database: Database, adapter_id: str, number: int, passed: int, compared: int | None = None, others: int = 0
 ) -> str:
-    """Add a finished eval of four lines, of which the version passes `passed` and `compared` passes `others`."""
+    """Add a finished eval of four lines. The version passes `passed` of them, and `compared` passes `others`."""
     file = read_cases(CONTENT)
     new = NewEval(name="tests.jsonl", sha256=file.sha256, content=CONTENT, num_cases=4, compared=compared)
     found, claims = Evals(database).create(adapter_id, number, new), EvalClaims(database)

@@ -29,7 +29,7 @@ Ask = Callable[[list[list[int]]], float]
 
 def speed(model: RealModel, num_prompts: int) -> Iterator[Finding]:
     chance = random.Random(0)
-    command = [str(ROOT / ENVIRONMENTS["real"].folder / "bin" / "python"), str(WORKER), str(model.gguf)]
+    command = [str(ROOT / ENVIRONMENTS["gguf"].folder / "bin" / "python"), str(WORKER), str(model.gguf)]
     with subprocess.Popen(
         [*command, str(NUM_THREADS)],
         stdin=subprocess.PIPE,
