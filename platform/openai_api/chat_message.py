@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from loramux.platform.generation.choice import ChoiceDelta
-from loramux.platform.openai_api.answers import Document
+from loramux.platform.requests.answers import Document
 from loramux.platform.tool_calls.call_parser import CallParser
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, Event, TextEvent
 

@@ -14,14 +14,14 @@ from loramux.engine.text.detokenizer import echoed_text
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Target
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.completion_answer import CompletionAnswer
-from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Prompts, Received, longest_prompt
-from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
+from loramux.platform.openai_api.completion_request import CompletionRequest
 from loramux.platform.openai_api.openapi_schemas import CompletionDocument
-from loramux.platform.openai_api.request_life import serve
-from loramux.platform.openai_api.schemas import CompletionRequest
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.authentication import Caller, Services
+from loramux.platform.requests.endpoint import Endpoint, Prepared, Prompts, Received, longest_prompt
+from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
+from loramux.platform.requests.request_life import serve
+from loramux.platform.requests.services import GatewayServices
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.generation.plan import Reasoning, Target
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.openai_api.answers import Answer
-from loramux.platform.openai_api.schemas import GenerationRequest
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.answers import Answer
+from loramux.platform.requests.services import GatewayServices
 from loramux.platform.tool_calls.harmony import Channels
 from loramux.platform.tool_calls.parsers import find_parser
 

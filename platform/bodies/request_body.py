@@ -14,9 +14,9 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
+from loramux.platform.bodies import unsupported_fields
+from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.errors import InvalidRequest, PayloadTooLarge, UnsupportedEncoding
-from loramux.platform.openai_api import unsupported_fields
-from loramux.platform.openai_api.strict_model import StrictModel
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -13,21 +13,21 @@ from starlette.types import Receive
 
 from loramux.engine.sequences.activation import activations
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.ledger.settlement import Settlement
-from loramux.platform.openai_api import sse
-from loramux.platform.openai_api.answers import Answer, UsageSoFar
-from loramux.platform.openai_api.endpoint import B, Endpoint, Prepared, Received
-from loramux.platform.openai_api.error_responses import engine_unavailable, json_response, request_id_of
-from loramux.platform.openai_api.planning import check_untokenised, make_plan, truncated
-from loramux.platform.openai_api.request_body import parse_body_on, read_body
-from loramux.platform.openai_api.schemas import GenerationRequest
-from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, exceeded_headers, rate_limit_headers
+from loramux.platform.requests import sse
+from loramux.platform.requests.answers import Answer, UsageSoFar
+from loramux.platform.requests.endpoint import B, Endpoint, Prepared, Received
+from loramux.platform.requests.error_responses import engine_unavailable, json_response, request_id_of
+from loramux.platform.requests.planning import check_untokenised, make_plan, truncated
+from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.tracing import describe, traced
 
 CLIENT_CLOSED = 499
