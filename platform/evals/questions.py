@@ -13,7 +13,6 @@ import msgspec
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.bodies.generation_request import MAX_PRIORITY
-from loramux.platform.bodies.request_body import validated
 from loramux.platform.evals.cases import Case
 from loramux.platform.generation.generation import Generation
 from loramux.platform.openai_api.chat import CHAT
@@ -118,6 +117,6 @@ async def _run_uncharged(generation: Generation) -> None:
 
 def _received(endpoint: Endpoint[B], fields: Mapping[str, Any]) -> Received[B]:
     document = {**fields, **_GREEDY}
-    body = validated(document, endpoint.body)
+    body = endpoint.parse(document)
     body.check()
     return Received(new_id("req"), body, len(msgspec.json.encode(document)))

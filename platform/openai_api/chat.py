@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.request_body import validated
 from loramux.platform.generation.plan import Target
 from loramux.platform.openai_api.chat_answer import ChatAnswer
+from loramux.platform.openai_api.chunks import ChunkedAnswer, chunked
 from loramux.platform.openai_api.openapi_schemas import ChatDocument
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.chat_preparation import constrain_chat, prepare_chat
@@ -35,10 +38,10 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
 
 async def _shape(
     services: GatewayServices, target: Target, received: Received[ChatRequest], prepared: Prepared
-) -> ChatAnswer:
+) -> ChunkedAnswer:
     body, tool_format = received.body, prepared.tool_format
     hides_reasoning = body.include_reasoning is False and prepared.reasoning is not None
-    return ChatAnswer(
+    documents = ChatAnswer(
         id=f"chatcmpl-{received.request_id.removeprefix('req_')}",
         model=body.model,
         created_s=int(time.time()),
@@ -53,6 +56,13 @@ async def _shape(
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         hides_reasoning=hides_reasoning,
     )
+    return chunked(documents, body, prepared.prompts)
 
 
-CHAT = Endpoint(name="chat", body=ChatRequest, prepare=prepare_chat, constraint=constrain_chat, shape=_shape)
+CHAT = Endpoint(
+    name="chat",
+    parse=partial(validated, model=ChatRequest),
+    prepare=prepare_chat,
+    constraint=constrain_chat,
+    shape=_shape,
+)

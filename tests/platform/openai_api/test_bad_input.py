@@ -318,7 +318,7 @@ async def test_long_body_is_parsed_off_the_event_loop(size: int, is_on_a_thread:
         return function(*arguments)
 
     body = json.dumps({"model": "base", "prompt": "Hello"}).encode().ljust(size)
-    assert (await parse_body_on(compute, body, CompletionRequest)).model == "base"
+    assert (await parse_body_on(compute, body, CompletionRequest.model_validate)).model == "base"
     assert bool(computed) == is_on_a_thread
 
 
