@@ -17,11 +17,13 @@ from loramux.platform.openai_api import chat, completions, models, tokenization
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.responses_api import responses
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
     "/v1/models": "models",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
@@ -67,14 +69,16 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services = services
-    for router in (completions.router, chat.router, models.router, tokenization.router, version_router):
-        app.include_router(router)
+    for surface in (completions, chat, responses, models, tokenization):
+        app.include_router(surface.router)
+    app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
     errors = ErrorResponses()
     handlers = {
         "/v1/completions": completions.create_completion,
         "/v1/chat/completions": chat.create_chat_completion,
+        "/v1/responses": responses.create_response,
     }
     # Middleware that is added later wraps middleware that was added earlier.
     app.add_middleware(DirectRoutes, handlers=handlers, errors=errors)
