@@ -17,7 +17,7 @@ from loramux.platform.openai_api import chat, completions, models, tokenization
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
-from loramux.platform.responses_api import responses
+from loramux.platform.responses_api import responses, stored_responses
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {
@@ -69,7 +69,7 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services = services
-    for surface in (completions, chat, responses, models, tokenization):
+    for surface in (completions, chat, responses, stored_responses, models, tokenization):
         app.include_router(surface.router)
     app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
