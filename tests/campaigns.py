@@ -38,8 +38,8 @@ def _pytest(
 
 CAMPAIGNS: Mapping[str, Campaign] = {
     "kernels": Campaign(
-        line="Long kernel tests at the sizes of real models",
-        commands=(_pytest("tests/kernels", "tests/gpu"),),
+        line="Long kernel tests at the sizes of real models, and compilation for each kind of GPU",
+        commands=(_pytest("tests/kernels", "tests/gpu", "tests/engine/execution/test_compile_ahead.py"),),
     ),
     "instruction-sets": Campaign(
         line="The CPU kernels' tests with each instruction set that this CPU has or can emulate, 30 minutes "

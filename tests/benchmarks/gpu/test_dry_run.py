@@ -41,6 +41,7 @@ def test_every_part_is_listed_and_fits(card: str, tmp_path: Path) -> None:
     assert out.with_suffix(".md").read_text() == done.stdout[:-1]
 
 
+@pytest.mark.campaign
 def test_part_over_its_time_limit_is_marked() -> None:
     done = dry_run("--card", "h100", "--only", "ceilings", "--seconds", "1")
     assert done.returncode == 1
