@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.platform.accounts.principals import Principal
-from loramux.platform.openai_api.authentication import authenticated, services_of
-from loramux.platform.openai_api.error_responses import ErrorResponses
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.authentication import authenticated, services_of
+from loramux.platform.requests.error_responses import ErrorResponses
+from loramux.platform.requests.services import GatewayServices
 
 Handler: TypeAlias = Callable[[Request, Principal, GatewayServices], Awaitable[Response]]
 

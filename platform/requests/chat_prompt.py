@@ -8,10 +8,10 @@ from typing import Any
 
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
 from loramux.platform.accounts.version_settings import VersionSettings
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.conversation import template_messages
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Reasoning
-from loramux.platform.openai_api.conversation import template_messages
-from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.content_form import ContentForms
 from loramux.platform.tokenizer.conversation import TemplateRefused

@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.errors import Unauthenticated
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.tracing import traced
 
 

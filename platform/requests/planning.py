@@ -8,11 +8,11 @@ from dataclasses import replace
 import msgspec
 
 from loramux.engine.protocol.messages import ThinkingBudget
+from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target, TextRules
-from loramux.platform.openai_api.endpoint import B, Endpoint, Prepared, Prompts, Received
-from loramux.platform.openai_api.schemas import GenerationRequest
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.endpoint import B, Endpoint, Prepared, Prompts, Received
+from loramux.platform.requests.services import GatewayServices
 
 MAX_END_USER = 128
 """Longest end user recorded as given, in characters."""

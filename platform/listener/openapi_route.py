@@ -9,8 +9,8 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.params import Depends
 from starlette.responses import Response
 
-from loramux.platform.openai_api.error_responses import json_response
-from loramux.platform.openai_api.openapi import describe
+from loramux.platform.requests.error_responses import json_response
+from loramux.platform.requests.openapi import describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

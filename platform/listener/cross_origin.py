@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.openai_api.error_responses import error_response
+from loramux.platform.requests.error_responses import error_response
 
 MAX_AGE_S = 600
 """How long a browser can reuse the answer to a preflight request, in seconds."""

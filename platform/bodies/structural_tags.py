@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
+from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.openai_api.strict_model import StrictModel
 
 MAX_PARTS = 64
 """Maximum number of tags, triggers, excluded strings or elements in one list."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.generation.plan import Reasoning, Target
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.openai_api.answers import Answer
-from loramux.platform.openai_api.schemas import GenerationRequest
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.answers import Answer
+from loramux.platform.requests.services import GatewayServices
 from loramux.platform.tool_calls.harmony import Channels
 from loramux.platform.tool_calls.parsers import find_parser
 
 B = TypeVar("B", bound=GenerationRequest)
+B_co = TypeVar("B_co", bound=GenerationRequest, covariant=True)
 
 Prompts = tuple[tuple[int, ...], ...]
 
@@ -44,11 +45,11 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Received(Generic[B]):
+class Received(Generic[B_co]):
     """A request with its validated body. `num_bytes` is the body's length."""
 
     request_id: str
-    body: B
+    body: B_co
     num_bytes: int
 
 
@@ -60,7 +61,8 @@ def longest_prompt(services: GatewayServices, body: GenerationRequest) -> int | 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(Generic[B]):
     name: str
-    body: type[B]
+    parse: Callable[[dict[str, Any]], B]
+    """Validates a JSON object as the body, without the checks of `GenerationRequest.check`. Raises InvalidRequest."""
     prepare: Callable[[GatewayServices, Target, Received[B]], Awaitable[Prepared]]
     """Tokenises a body's prompts. Raises InvalidRequest, RateLimited or Unavailable."""
     constraint: Callable[[Target, B, Prepared], Constraint | None]

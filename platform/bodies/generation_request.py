@@ -1,4 +1,5 @@
-"""The request bodies of the OpenAI API, with strict types, no unknown fields, and no unsupported options.
+"""The fields that the bodies of all generation requests share, with strict types, no unknown fields, and no unsupported
+options.
 
 A field that cannot change the answer is accepted and ignored. An unsupported field that would change it is accepted
 only with a value that has no effect (`unsupported_fields.py`). The number of errors per body is bounded: lists fail at
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -28,31 +28,21 @@ from loramux.engine.scheduling.request_limits import (
     MAX_PROMPT_LOGPROBS,
     REPETITION_PENALTIES,
 )
-from loramux.platform.errors import InvalidRequest
-from loramux.platform.generation.plan import TextRules
-from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.openai_api import unsupported_fields
-from loramux.platform.openai_api.conversation import ChatMessage
-from loramux.platform.openai_api.response_formats import (
+from loramux.platform.bodies.response_formats import (
     Choices,
     ResponseFormat,
     StructuredOutputs,
     constraints,
-    schema_constraint,
 )
-from loramux.platform.openai_api.strict_model import StrictModel
-from loramux.platform.openai_api.structural_tags import Schema
-from loramux.platform.openai_api.tools import AUTO, ToolChoice, ToolChoiceField, Tools
-from loramux.platform.openai_api.unsupported_fields import Neutral
+from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.bodies.structural_tags import Schema
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.generation.plan import TextRules
+from loramux.platform.grammars.constraint import Constraint
 
-MAX_MESSAGES = 4096
-MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_CHAT_LOGPROBS = 20
-MAX_COMPLETION_LOGPROBS = 5
 MAX_BAD_WORD_CHARACTERS = 128
-MAX_METADATA = 64
 MAX_MODEL_NAME = 256
 MAX_PRIORITY = 2**31 - 1
 INT64 = 2**63
@@ -79,13 +69,6 @@ def _usable_words(words: list[str] | None) -> list[str] | None:
         if not word.strip():
             raise ValueError("a bad word must not be blank; use logit_bias to forbid white space")
     return words
-
-
-def _few_entries(value: Any) -> Any:
-    # Count entries before validating them, because dict validation does not stop at the first invalid value.
-    if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise ValueError(f"at most {MAX_METADATA} entries are allowed")
-    return value
 
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
@@ -327,198 +310,3 @@ class GenerationRequest(StrictModel):
 
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
-
-
-def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Normalise one or more prompts, given as text or token ids."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list):
-        raise ValueError("a prompt must be a string, a list of strings, token ids, or a list of lists of token ids")
-    if not value:
-        raise ValueError("the prompt is empty")
-    if _is_ids(value):
-        return (tuple(value),)
-    if not isinstance(value[0], int) and len(value) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed")
-    if all(isinstance(item, str) for item in value):
-        return tuple(value)
-    if all(isinstance(item, list) and item and _is_ids(item) for item in value):
-        return tuple(tuple(item) for item in value)
-    raise ValueError("a list of prompts must contain only strings, or only non-empty lists of token ids")
-
-
-def _is_ids(value: list[Any]) -> bool:
-    return all(type(item) is int and 0 <= item < INT64 for item in value)
-
-
-class CompletionRequest(GenerationRequest):
-    NEUTRAL: ClassVar[Neutral] = unsupported_fields.COMPLETIONS
-    MAX_ALTERNATIVES: ClassVar[Mapping[str, int]] = {
-        **GenerationRequest.MAX_ALTERNATIVES,
-        "logprobs": MAX_COMPLETION_LOGPROBS,
-    }
-    PROMPT: ClassVar[str] = "prompt"
-    DEFAULT_MAX_TOKENS: ClassVar[int | None] = 16
-
-    prompt: Annotated[Any, AfterValidator(_prompts)]
-    logprobs: int | None = Field(None, ge=-1, le=MAX_COMPLETION_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, lt=INT64)
-    echo: bool | None = None
-    json_schema: Schema | str | None = None
-    """SGLang's field. Its chat requests do not have it."""
-    max_tokens: int | None = Field(None, ge=0, lt=INT64)
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompt)
-
-    @property
-    def num_generated(self) -> int:
-        return max(self.num_choices, self.best_of or 1)
-
-    @property
-    def has_logprobs(self) -> bool:
-        return self.logprobs is not None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        # Ranking needs the log-probability of each token, even if the client did not ask for it.
-        if not self.has_logprobs and self.num_generated > self.num_choices:
-            return 0
-        return self.num_alternatives("logprobs")
-
-    @property
-    def token_limit(self) -> int | None:
-        # The engine generates at least one token.
-        return 1 if self.max_tokens == 0 else self.max_tokens
-
-    @property
-    def echoes_logprobs(self) -> bool:
-        """True if the log-probabilities of each choice also cover the prompt."""
-        return bool(self.echo) and self.has_logprobs
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        of_prompt = self.num_alternatives("prompt_logprobs")
-        if not self.echoes_logprobs:
-            return of_prompt
-        return max(self.num_alternatives("logprobs") or 0, of_prompt or 0)
-
-    def sglang_constraints(self) -> Iterator[Constraint]:
-        yield from GenerationRequest.sglang_constraints(self)
-        if self.json_schema is not None:
-            yield schema_constraint(self.json_schema, "json_schema")
-
-    def text_rules(self) -> TextRules:
-        return replace(GenerationRequest.text_rules(self), only_prompt=self.max_tokens == 0)
-
-    def check(self) -> None:
-        GenerationRequest.check(self)
-        # Some clients send OpenAI's default of 1, regardless of n.
-        if self.best_of not in (None, 1) and self.best_of < self.num_choices:
-            raise InvalidRequest("best_of must be at least n", param="best_of")
-        if self.stream and self.num_generated > self.num_choices:
-            raise InvalidRequest("best_of greater than n cannot be streamed", param="best_of")
-        if self.stream and self.echoes_logprobs:
-            raise InvalidRequest("echo with logprobs cannot be streamed", param="echo")
-        if self.max_tokens == 0 and self.logprob_token_ids:
-            raise InvalidRequest("logprob_token_ids needs max_tokens of at least 1", param="logprob_token_ids")
-        if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("max_tokens must be at least 1 unless echo is true", param="max_tokens")
-
-
-class ChatRequest(GenerationRequest):
-    NEUTRAL: ClassVar[Neutral] = unsupported_fields.CHAT
-    WITHOUT_EFFECT: ClassVar[frozenset[str]] = GenerationRequest.WITHOUT_EFFECT | {
-        "metadata",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-    }
-    MAX_ALTERNATIVES: ClassVar[Mapping[str, int]] = {
-        **GenerationRequest.MAX_ALTERNATIVES,
-        "top_logprobs": MAX_CHAT_LOGPROBS,
-    }
-    PROMPT: ClassVar[str] = "messages"
-
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=-1, le=MAX_CHAT_LOGPROBS)
-
-    tools: Tools | None = None
-    tool_choice: ToolChoiceField = None
-    parallel_tool_calls: bool | None = None
-
-    # Options of the chat template and the reasoning. All except `reasoning_effort` are vLLM extensions.
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    include_reasoning: bool | None = None
-    thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-    metadata: Annotated[dict[str, str], BeforeValidator(_few_entries)] | None = None
-    prediction: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-
-    @property
-    def has_logprobs(self) -> bool:
-        return bool(self.logprobs)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.num_alternatives("top_logprobs") or 0) if self.has_logprobs else None
-
-    @property
-    def max_thinking_tokens(self) -> int | None:
-        # In vLLM, -1 means no limit.
-        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
-
-    @property
-    def adds_special_tokens(self) -> bool:
-        """True if the rendered conversation is tokenised like a plain prompt, with special tokens around it."""
-        return False
-
-    def check(self) -> None:
-        GenerationRequest.check(self)
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
-        self._check_tools()
-        if self.continue_final_message and self.add_generation_prompt is not False:
-            raise InvalidRequest(
-                "continue_final_message needs add_generation_prompt: false", param="continue_final_message"
-            )
-
-    def _check_tools(self) -> None:
-        choice, names = self.choice_of_tools, {tool.name for tool in self.tools or ()}
-        if not (choice.names or set()) <= names:
-            raise InvalidRequest("tool_choice names a function that is not in tools", param="tool_choice")
-        if choice.is_forced and not names:
-            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
-
-    @property
-    def choice_of_tools(self) -> ToolChoice:
-        return self.tool_choice or AUTO
-
-    @property
-    def offered_tools(self) -> Tools:
-        """The tools that the model may call. There are none if `tool_choice` is none."""
-        return [] if self.choice_of_tools.mode == "none" else self.tools or []
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -14,9 +14,9 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
+from loramux.platform.bodies import unsupported_fields
+from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.errors import InvalidRequest, PayloadTooLarge, UnsupportedEncoding
-from loramux.platform.openai_api import unsupported_fields
-from loramux.platform.openai_api.strict_model import StrictModel
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -114,12 +114,14 @@ async def _decompressed(body: bytes, max_bytes: int, too_large: PayloadTooLarge)
 
 
 async def parse_body_on(
-    compute: Callable[[Callable[[bytes, type[M]], M], bytes, type[M]], Awaitable[M]], body: bytes, model: type[M]
+    compute: Callable[[Callable[[], M]], Awaitable[M]], body: bytes, parse: Callable[[dict[str, Any]], M]
 ) -> M:
-    """Call `parse_body`. If the body is long, `compute` runs the call on a thread."""
-    if len(body) <= MAX_PARSED_AT_ONCE:
-        return parse_body(body, model)
-    return await compute(parse_body, body, model)
+    """Parse a JSON object and call `parse` on it. If the body is long, `compute` runs both on a thread."""
+
+    def parsed() -> M:
+        return parse(parse_object(body))
+
+    return parsed() if len(body) <= MAX_PARSED_AT_ONCE else await compute(parsed)
 
 
 def parse_body(body: bytes, model: type[M]) -> M:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from loramux.platform.bodies.chat_request import ChatRequest
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.openai_api.endpoint import Prepared
-from loramux.platform.openai_api.schemas import ChatRequest
+from loramux.platform.requests.endpoint import Prepared
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.grammar import (
     AnswerRules,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from starlette.routing import Match
 
-from loramux.platform.openai_api import request_life
+from loramux.platform.requests import request_life
 
 pytestmark = pytest.mark.anyio
 

@@ -33,7 +33,7 @@ from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.generation.settler import Settler
 from loramux.platform.grammars.checker import GrammarChecker
-from loramux.platform.openai_api.chat_prompt import ChatPrompts
+from loramux.platform.requests.chat_prompt import ChatPrompts
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.threads import call_on

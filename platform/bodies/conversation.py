@@ -10,8 +10,8 @@ from pydantic_core import PydanticKnownError
 from typing_extensions import TypedDict
 
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
+from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.openai_api.strict_model import StrictModel
 from loramux.platform.tokenizer.content_form import ContentForms, formed_content
 from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH, is_function_name
 

@@ -13,21 +13,21 @@ from starlette.types import Receive
 
 from loramux.engine.sequences.activation import activations
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.ledger.settlement import Settlement
-from loramux.platform.openai_api import sse
-from loramux.platform.openai_api.answers import Answer, UsageSoFar
-from loramux.platform.openai_api.endpoint import B, Endpoint, Prepared, Received
-from loramux.platform.openai_api.error_responses import engine_unavailable, json_response, request_id_of
-from loramux.platform.openai_api.planning import check_untokenised, make_plan, truncated
-from loramux.platform.openai_api.request_body import parse_body_on, read_body
-from loramux.platform.openai_api.schemas import GenerationRequest
-from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, exceeded_headers, rate_limit_headers
+from loramux.platform.requests import sse
+from loramux.platform.requests.answers import Answer
+from loramux.platform.requests.endpoint import B, Endpoint, Prepared, Received
+from loramux.platform.requests.error_responses import engine_unavailable, json_response, request_id_of
+from loramux.platform.requests.planning import check_untokenised, make_plan, truncated
+from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.tracing import describe, traced
 
 CLIENT_CLOSED = 499
@@ -69,7 +69,7 @@ async def run_and_settle(services: GatewayServices, generation: Generation) -> N
 async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Received[B]:
     """Read and validate the body. Raises InvalidRequest or PayloadTooLarge."""
     sent = await read_body(request, services.settings.max_body_bytes)
-    body = await parse_body_on(services.compute, sent, endpoint.body)
+    body = await parse_body_on(services.compute, sent, endpoint.parse)
     body.check()
     return Received(request_id_of(request), body, len(sent))
 
@@ -166,7 +166,7 @@ async def answer(
     if first is not None:
         services.metrics.api.first_token_seconds.labels(generation.plan.endpoint).observe(time.monotonic() - started_s)
     if body.stream and first is not None:
-        return sse.EventStream(_events(first, deltas, generation, shape, body), headers)
+        return sse.EventStream(_events(first, deltas, generation, shape), headers)
     collected = [] if first is None else [first, *[delta async for delta in deltas]]
     if generation.is_abandoned:
         return Response(status_code=CLIENT_CLOSED)
@@ -188,25 +188,16 @@ async def _events(
     deltas: AsyncIterator[ChoiceDelta],
     generation: Generation,
     shape: Answer,
-    body: GenerationRequest,
 ) -> AsyncIterator[bytes]:
-    so_far = UsageSoFar(generation.plan.prompt_tokens) if body.continuous_usage else None
-    yield _chunks(shape, first, so_far)
+    yield shape.events(first)
     try:
         async for delta in deltas:
-            yield _chunks(shape, delta, so_far)
+            yield shape.events(delta)
     except ApiError as error:
-        yield sse.event(error.envelope())
+        yield shape.failure(error)
         return
-    if generation.is_abandoned:
-        return
-    if body.include_usage:
-        yield sse.event(shape.usage_chunk(generation.usage))
-    yield sse.DONE
-
-
-def _chunks(shape: Answer, delta: ChoiceDelta, so_far: UsageSoFar | None) -> bytes:
-    return b"".join(map(sse.event, shape.chunks(delta, so_far)))
+    if not generation.is_abandoned:
+        yield shape.end(generation.usage)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -1,27 +1,28 @@
-"""Builds the response bodies that return generated output to OpenAI clients, whole or in chunks."""
+"""Streams of chunks, as the chat and completions endpoints of OpenAI send them."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
+from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
-from loramux.platform.generation.pending_deltas import JoinedDeltas
+from loramux.platform.requests import sse
+from loramux.platform.requests.answers import Document
+from loramux.platform.requests.endpoint import Prompts
 
-LOWEST_LOGPROB = -9999.0
-"""The log-probability that OpenAI reports for an impossible token, because JSON has no infinity."""
-
-Document = dict[str, Any]
 Chunk = Document | msgspec.Raw
 """A chunk of a stream, possibly already encoded."""
 
 
-class Answer(Protocol):
-    """Builds one endpoint's response bodies. Use one object per request, because each chunk depends on earlier ones."""
+class Chunked(Protocol):
+    """Builds one endpoint's documents. Use one object per request, because each chunk depends on earlier ones."""
 
     def chunks(self, delta: ChoiceDelta, so_far: UsageSoFar | None = None) -> list[Chunk]:
         """Return the chunks that a stream sends for a delta. With `so_far`, each reports the tokens that it and the
@@ -34,12 +35,32 @@ class Answer(Protocol):
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document: ...
 
 
-def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
-    """Return one delta per choice, in the order of the choices."""
-    groups: dict[int, JoinedDeltas] = {}
-    for delta in deltas:
-        groups.setdefault(delta.index, JoinedDeltas()).add(delta)
-    return [group.delta() for _, group in sorted(groups.items())]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedAnswer:
+    """An `Answer` that is streamed in chunks. With `so_far`, each chunk reports the usage so far."""
+
+    documents: Chunked
+    include_usage: bool
+    so_far: UsageSoFar | None
+
+    def events(self, delta: ChoiceDelta) -> bytes:
+        return b"".join(map(sse.event, self.documents.chunks(delta, self.so_far)))
+
+    def end(self, usage: Usage) -> bytes:
+        last = sse.event(self.documents.usage_chunk(usage)) if self.include_usage else b""
+        return last + sse.DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return sse.event(error.envelope())
+
+    def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
+        return self.documents.whole(deltas, usage)
+
+
+def chunked(documents: Chunked, body: GenerationRequest, prompts: Prompts) -> ChunkedAnswer:
+    """Return the answer to `body`, whose `prompts` are tokenised."""
+    so_far = UsageSoFar(sum(map(len, prompts))) if body.continuous_usage else None
+    return ChunkedAnswer(documents=documents, include_usage=body.include_usage, so_far=so_far)
 
 
 class ChunkTemplates:
@@ -87,12 +108,3 @@ def usage_body(usage: Usage) -> Document:
     if usage.reasoning_tokens is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return body
-
-
-def name_by_id(token_id: int) -> str:
-    """Return the name of a token for `return_tokens_as_token_ids`, as in vLLM."""
-    return f"token_id:{token_id}"
-
-
-def shown_logprob(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.openai_api.health import health_router
+from loramux.platform.listener.health import health_router
 
 pytestmark = pytest.mark.anyio
 

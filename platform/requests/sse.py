@@ -1,4 +1,4 @@
-"""Server-sent events (WHATWG HTML, section 9.2) as the OpenAI API uses them."""
+"""Server-sent events (WHATWG HTML, section 9.2)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
+"""The last event of a stream of OpenAI's chunks."""
 
 
-def event(document: Any) -> bytes:
+def event(document: Any, kind: str | None = None) -> bytes:
+    """Encode an event, whose type is `kind` if it has one."""
+    name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
     # JSON escapes newlines, so one data line contains the whole document.
-    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+    return name + b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 
 class EventStream(Response):

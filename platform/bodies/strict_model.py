@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from loramux.platform.openai_api.unsupported_fields import Neutral, asks_for_nothing
+from loramux.platform.bodies.unsupported_fields import Neutral, asks_for_nothing
 
 
 class StrictModel(BaseModel):

@@ -8,17 +8,17 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
-from loramux.platform.errors import InvalidRequest
-from loramux.platform.grammars.constraint import MAX_CHOICES, Constraint
-from loramux.platform.openai_api.strict_model import StrictModel
-from loramux.platform.openai_api.structural_tags import (
+from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.bodies.structural_tags import (
     ANY_OBJECT,
     ParsedStructuralTag,
     Schema,
     StructuralTag,
     structural_tag_constraint,
 )
-from loramux.platform.openai_api.unsupported_fields import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, Neutral
+from loramux.platform.bodies.unsupported_fields import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, Neutral
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.grammars.constraint import MAX_CHOICES, Constraint
 
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from loramux.migrations.database import Database
-from loramux.platform.openai_api.services import GatewaySettings
+from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
 
@@ -57,7 +57,7 @@ async def test_page_can_read_errors(open_to_pages: Gateway, monkeypatch: pytest.
     def fail(*_: Any) -> Any:
         raise ValueError("a bug")
 
-    monkeypatch.setattr("loramux.platform.openai_api.request_life.make_plan", fail)
+    monkeypatch.setattr("loramux.platform.requests.request_life.make_plan", fail)
     answer = await open_to_pages.http.post(CHAT, json=BODY, headers={"origin": PAGE})
     assert (answer.status_code, allowed(answer) in (PAGE, "*")) == (500, True)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import NotRequired
 
 from fastapi import APIRouter
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.engine_client import EngineClient
-from loramux.platform.openai_api.error_responses import json_response
-from loramux.platform.openai_api.openapi import Responses
-from loramux.platform.openai_api.openapi_schemas import HealthDocument
+from loramux.platform.requests.error_responses import json_response
+from loramux.platform.requests.openapi import Responses
 
 DATABASE_WAIT_S = 2.0
 
@@ -22,6 +23,17 @@ READY_PATHS = ("/health/ready", "/health", "/ping")
 """Paths of the check whether a server is ready: our own, vLLM's and SGLang's, and SageMaker's."""
 
 HEALTH_PATHS = frozenset({"/health/live", *READY_PATHS})
+
+
+class HealthDocument(TypedDict):
+    """All calls except `/health/live` add `engine` and `database`. If one of them is not ready, the admin listener also
+    adds a `reason`.
+    """
+
+    status: str
+    engine: NotRequired[bool]
+    database: NotRequired[bool]
+    reason: NotRequired[str]
 
 
 def health_router(

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, Union
 from fastapi import FastAPI
 from pydantic import BaseModel, TypeAdapter
 
-from loramux.platform.openai_api.openapi_examples import ERROR_EXAMPLES, example_of
+from loramux.platform.requests.openapi_examples import ERROR_EXAMPLES, example_of
 
 Json: TypeAlias = dict[str, Any]
 Responses: TypeAlias = dict[int | str, Json]

@@ -6,17 +6,17 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
+from loramux.platform.listener.cross_origin import CrossOrigin
+from loramux.platform.listener.direct_routes import DirectRoutes
+from loramux.platform.listener.health import HEALTH_PATHS, health_router
+from loramux.platform.listener.openapi_route import ListenerDocument
+from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.openai_api import chat, completions, models, tokenization
-from loramux.platform.openai_api.authentication import Caller, authenticated
-from loramux.platform.openai_api.cross_origin import CrossOrigin
-from loramux.platform.openai_api.direct_routes import DirectRoutes
-from loramux.platform.openai_api.error_responses import ErrorResponses, install_error_handling, json_response
-from loramux.platform.openai_api.health import HEALTH_PATHS, health_router
-from loramux.platform.openai_api.openapi_route import ListenerDocument
-from loramux.platform.openai_api.openapi_schemas import ServerVersionDocument
-from loramux.platform.openai_api.services import GatewayServices
-from loramux.platform.openai_api.trace_middleware import TraceMiddleware
+from loramux.platform.requests.authentication import Caller, authenticated
+from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
+from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {
@@ -38,6 +38,12 @@ every response has an `x-request-id`.""",
     public=HEALTH_PATHS,
     readers="Any API key gives access to this document.",
 )
+
+
+class ServerVersionDocument(TypedDict):
+    """The version of the server's software."""
+
+    version: str
 
 
 version_router = APIRouter()

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from loramux.platform.openai_api.strict_model import StrictModel
-from loramux.platform.openai_api.unsupported_fields import FUNCTION, Neutral
+from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.bodies.unsupported_fields import FUNCTION, Neutral
 
 MAX_TOOLS = 128
 """Maximum number of tools per request, as in the OpenAI API."""
