@@ -9,7 +9,9 @@ from benchmarks.serving.__main__ import main
 
 pytestmark = pytest.mark.campaign
 
-SMALL = "--device cpu --shape tiny --adapters 5 --prompts 16 64 --answer 8 --open 2 --sequences 4 --seconds 1 --shares 0.3"
+SMALL = (
+    "--device cpu --shape tiny --adapters 5 --prompts 16 64 --answer 8 --open 2 --sequences 4 --seconds 1 --shares 0.3"
+)
 
 
 def test_a_small_run_bills_what_its_clients_counted(tmp_path: Path) -> None:
