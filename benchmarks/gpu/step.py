@@ -176,25 +176,9 @@ def _run_case(
 
 def _measure(bench: Bench, engine: ObservedEngine, case: StepCase, digests: list[str]) -> Measured:
     """Measure steady decode steps. The sequences use these adapters in turn, or the base if there are none."""
-    num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
-    # Centre the measured steps, and the sequences' lengths, on the case's context.
-    num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
-    # Drop sequences that a failed case may have left behind.
-    engine.abort()
-    # Reload evicted adapters now, outside the timed section.
-    engine.load(digests)
-    num_tokens = case.num_skipped + num_warm + num_measured + 4
-    for add in greedy_adds([(0,) * num_prompt] * case.batch, num_tokens, digests):
-        engine.add(add)
+    num_measured = TINY_MEASURED if bench.is_tiny else NUM_MEASURED
+    start_decoding(bench, engine, case, digests)
     observed = engine.observed
-    observed.skips, observed.num_decoding = True, 0
-    for _ in range(case.num_skipped + 2):
-        if observed.num_decoding == case.batch:
-            break
-        engine.step()
-    observed.skips = False
-    for _ in range(num_warm):
-        engine.step()
     observed.clear()
     started = time.perf_counter()
     for _ in range(num_measured):
@@ -215,6 +199,29 @@ def _measure(bench: Bench, engine: ObservedEngine, case: StepCase, digests: list
         host_waits=waited_s / wall_s,
         mean_context=statistics.mean(step.num_context for step in steps) / case.batch,
     )
+
+
+def start_decoding(bench: Bench, engine: ObservedEngine, case: StepCase, digests: list[str]) -> None:
+    """Let the case's sequences decode, and run the untimed steps. The sequences use these adapters in turn."""
+    num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
+    # Centre the measured steps, and the sequences' lengths, on the case's context.
+    num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
+    # Drop sequences that a failed case may have left behind.
+    engine.abort()
+    # Reload evicted adapters now, outside the timed section.
+    engine.load(digests)
+    num_tokens = case.num_skipped + num_warm + num_measured + 4
+    for add in greedy_adds([(0,) * num_prompt] * case.batch, num_tokens, digests):
+        engine.add(add)
+    observed = engine.observed
+    observed.skips, observed.num_decoding = True, 0
+    for _ in range(case.num_skipped + 2):
+        if observed.num_decoding == case.batch:
+            break
+        engine.step()
+    observed.skips = False
+    for _ in range(num_warm):
+        engine.step()
 
 
 def _check_full_size(model: Model, engine: ObservedEngine, digests: list[str]) -> Row:

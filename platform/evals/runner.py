@@ -23,8 +23,8 @@ from loramux.platform.evals.cases import Case, read_cases
 from loramux.platform.evals.graders import Grade, combined, grade_likelihood, grade_text, grade_verdict
 from loramux.platform.evals.payer import payer
 from loramux.platform.evals.questions import Questions
-from loramux.platform.openai_api.error_responses import TRANSLATIONS
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.error_responses import TRANSLATIONS
+from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.package_metrics import EvalMetrics
 
 MAX_RUNNING = 2

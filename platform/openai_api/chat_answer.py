@@ -7,21 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loramux.engine.protocol.messages import TokenLogprobs
+from loramux.platform.bodies.tools import ToolChoice
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
-from loramux.platform.openai_api.answers import (
-    Chunk,
-    ChunkTemplates,
-    Document,
-    UsageSoFar,
-    merged,
-    name_by_id,
-    shown_logprob,
-    usage_body,
-)
 from loramux.platform.openai_api.chat_message import MessageBuilder, whole_message
+from loramux.platform.openai_api.chunks import Chunk, ChunkTemplates, UsageSoFar, usage_body
 from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body
-from loramux.platform.openai_api.tools import ToolChoice
+from loramux.platform.requests.answers import Document, merged, name_by_id, shown_logprob
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.call_parser import CallParser
 

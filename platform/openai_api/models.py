@@ -10,11 +10,11 @@ from starlette.responses import Response
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.migrations.audit import Actor, act_as
 from loramux.platform.accounts.model_names import ResolvedModel
-from loramux.platform.openai_api.authentication import Caller, Services
-from loramux.platform.openai_api.error_responses import json_response, request_id_of
-from loramux.platform.openai_api.openapi import errors
 from loramux.platform.openai_api.openapi_schemas import DeletedModel, ModelDocument, ModelList
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.authentication import Caller, Services
+from loramux.platform.requests.error_responses import json_response, request_id_of
+from loramux.platform.requests.openapi import errors
+from loramux.platform.requests.services import GatewayServices
 
 router = APIRouter()
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from loramux.platform.openai_api import unsupported_fields
-from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
-from loramux.platform.openai_api.unsupported_fields import Neutral
+from loramux.platform.bodies import unsupported_fields
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.generation_request import GenerationRequest, StreamOptions
+from loramux.platform.bodies.unsupported_fields import Neutral
+from loramux.platform.openai_api.completion_request import CompletionRequest
 
 HEAD = """# Request fields
 

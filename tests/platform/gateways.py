@@ -23,10 +23,10 @@ from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.ledger.events import Ledger, UsageEvent
-from loramux.platform.openai_api.app import create_openai_app
-from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.listener.app import create_openai_app
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.requests.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer

@@ -10,8 +10,8 @@ from fastapi.routing import iter_route_contexts
 from jsonschema import Draft202012Validator
 
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
-from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
-from loramux.platform.openai_api.openapi import operations
+from loramux.platform.listener.app import OPENAI_DOCUMENT, create_openai_app
+from loramux.platform.requests.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, open_admin_side
 from tests.admin.openai_side import open_services
 

@@ -13,7 +13,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
 from loramux.admin.serving.app import create_admin_app
-from loramux.platform.openai_api.app import create_openai_app
+from loramux.platform.listener.app import create_openai_app
 from tests.admin.admin_side import AdminSide
 from tests.admin.app_client import client_of
 from tests.admin.openai_side import open_services

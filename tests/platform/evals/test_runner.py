@@ -13,8 +13,8 @@ from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import Eval, EvalAnswer
 from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
+from loramux.platform.bodies.generation_request import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.openai_api.schemas import MAX_PRIORITY
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.evals.eval_lab import PATIENCE, EvalLab
 from tests.platform.gateways import open_gateway

@@ -23,7 +23,7 @@ from loramux.platform.generation import generation, maintenance, plan
 from loramux.platform.generation.settlement_spool import LEFT, SettlementSpool
 from loramux.platform.generation.settler import Settler
 from loramux.platform.ledger.events import Ledger
-from loramux.platform.openai_api import planning
+from loramux.platform.requests import planning
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway
 from tests.platform.generation.refusing_postgres import refusing
