@@ -37,12 +37,17 @@ _ROLE_OF = {"tool_use": "assistant", "tool_result": "user", "thinking": "assista
 
 @dataclass(frozen=True, slots=True)
 class PlacedBlock:
-    """A block and its place in the body, such as `messages[0].content[1]`."""
+    """A block and its place in the body: the message's index, and its own in the message."""
 
-    param: str
     block: Block
+    message: int
+    number: int
     is_system: bool
     """Whether the block is part of a system message."""
+
+    @property
+    def param(self) -> str:
+        return f"messages[{self.message}].content[{self.number}]"
 
     @property
     def text(self) -> str | None:
@@ -81,11 +86,11 @@ def _placed(messages: Sequence[SentMessage], first: int) -> Iterator[tuple[bool,
     """
     for index, message in enumerate(messages[first:], first):
         for number, block in enumerate(message.content or (TextBlock(type="text", text=""),)):
-            param = f"messages[{index}].content[{number}]"
+            placed = PlacedBlock(block, index, number, message.role == "system")
             owner = _ROLE_OF.get(block.type, message.role)
             if owner != message.role:
-                raise InvalidRequest(f"only {owner} messages have {block.type} blocks", param=param)
-            yield message.role == "assistant", PlacedBlock(param, block, message.role == "system")
+                raise InvalidRequest(f"only {owner} messages have {block.type} blocks", param=placed.param)
+            yield message.role == "assistant", placed
 
 
 def _assistant_message(blocks: Sequence[PlacedBlock], numbers: dict[str, str]) -> ChatMessage:
@@ -136,10 +141,11 @@ def _user_messages(
     """Yield a turn's results, then its text. `waiting` are the calls that the turn must answer."""
     missing = dict.fromkeys(waiting)
     texts: list[PlacedBlock] = []
+    has_begun_text = False
     for placed in blocks:
         match placed.block:
             case ToolResultBlock() as result:
-                if any(not text.is_system for text in texts):
+                if has_begun_text:
                     raise InvalidRequest("tool_result blocks must come before the text of a turn", param=placed.param)
                 if result.tool_use_id not in missing:
                     raise InvalidRequest(
@@ -152,6 +158,7 @@ def _user_messages(
                 )
             case _:
                 texts.append(placed)
+                has_begun_text = has_begun_text or not placed.is_system
     if missing:
         raise _unanswered(list(missing), blocks[0].param)
     if texts:
