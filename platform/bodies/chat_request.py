@@ -84,6 +84,11 @@ class ChatRequest(GenerationRequest):
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     @property
+    def requires_reasoning(self) -> bool:
+        """True if a model that cannot be told how much to reason refuses the request. False if it answers."""
+        return True
+
+    @property
     def adds_special_tokens(self) -> bool:
         """True if the rendered conversation is tokenised like a plain prompt, with special tokens around it."""
         return False

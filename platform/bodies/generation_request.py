@@ -54,7 +54,7 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _usable_stops(stops: list[str] | None) -> list[str] | None:
+def usable_stops(stops: list[str] | None) -> list[str] | None:
     if stops is not None and len(stops) > MAX_STOP_STRINGS:
         raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops or ()):
@@ -126,7 +126,7 @@ class GenerationRequest(StrictModel):
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Annotated[
-        Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_many), AfterValidator(_usable_stops)
+        Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_many), AfterValidator(usable_stops)
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -189,6 +189,11 @@ class GenerationRequest(StrictModel):
     def token_limit(self) -> int | None:
         """The body's token limit for each choice, or None if the body sets no limit."""
         return self.max_tokens
+
+    @property
+    def fits_context(self) -> bool:
+        """True if a token limit beyond the rest of the context means that rest. Otherwise, the request is refused."""
+        return False
 
     @property
     def has_logprobs(self) -> bool:
