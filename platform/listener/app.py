@@ -12,8 +12,9 @@ from loramux.platform.listener.cross_origin import CrossOrigin
 from loramux.platform.listener.direct_routes import DirectRoutes
 from loramux.platform.listener.health import HEALTH_PATHS, health_router
 from loramux.platform.listener.openapi_route import ListenerDocument
+from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
-from loramux.platform.openai_api import chat, completions, models, tokenization
+from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, models, tokenization
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
@@ -22,6 +23,8 @@ from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoi
 ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/chat/completions/batch": "chat",
+    "/invocations": "invocations",
     "/v1/models": "models",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
@@ -67,8 +70,9 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services = services
-    for router in (completions.router, chat.router, models.router, tokenization.router, version_router):
-        app.include_router(router)
+    for module in (completions, chat, batch_chat, invocations, models, tokenization, load):
+        app.include_router(module.router)
+    app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
     errors = ErrorResponses()
@@ -85,4 +89,6 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
     install_error_handling(app, errors)
     if services.settings.cors_origins:
         app.add_middleware(CrossOrigin, origins=services.settings.cors_origins)
+    if services.settings.root_path:
+        app.add_middleware(RootPath, root=services.settings.root_path)
     return app
