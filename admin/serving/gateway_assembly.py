@@ -169,6 +169,7 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
         applies_adapter_defaults=settings.adapter_generation_config == "auto",
         base_parsers=AnswerParsers(settings.tool_call_parser, settings.reasoning_parser),
         cors_origins=settings.cors_origins,
+        root_path=settings.root_path,
     )
 
 

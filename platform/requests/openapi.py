@@ -11,6 +11,7 @@ Handlers read bodies themselves, after authenticating the caller, so `takes` has
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import UnionType
 from typing import Any, TypeAlias, Union
 
 from fastapi import FastAPI
@@ -74,7 +75,7 @@ def answers_bytes() -> Responses:
     return {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
-def answers(document: type, event: str = 'data: {"object": "chat.completion.chunk"}\n\n') -> Responses:
+def answers(document: type | UnionType, event: str = 'data: {"object": "chat.completion.chunk"}\n\n') -> Responses:
     """For `responses`: generated output, as a JSON document or as a stream of events such as `event`."""
     stream: Json = {"schema": {"type": "string"}, "example": event}
     return {200: {"model": document, "content": {"text/event-stream": stream}}}
