@@ -170,6 +170,7 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
         base_parsers=AnswerParsers(settings.tool_call_parser, settings.reasoning_parser),
         cors_origins=settings.cors_origins,
         response_key=None if settings.response_key is None else settings.response_key.get_secret_value().encode(),
+        root_path=settings.root_path,
     )
 
 

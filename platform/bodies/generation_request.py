@@ -100,6 +100,11 @@ class GenerationRequest(SamplingFields):
         return self.max_tokens
 
     @property
+    def fits_context(self) -> bool:
+        """True if a token limit beyond the rest of the context means that rest. Otherwise, the request is refused."""
+        return False
+
+    @property
     def has_logprobs(self) -> bool:
         """True if the answer shows the log-probabilities of its tokens."""
         return False

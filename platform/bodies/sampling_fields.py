@@ -31,7 +31,7 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _usable_stops(stops: list[str] | None) -> list[str] | None:
+def usable_stops(stops: list[str] | None) -> list[str] | None:
     if stops is not None and len(stops) > MAX_STOP_STRINGS:
         raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops or ()):
@@ -85,7 +85,7 @@ class SamplingFields(StrictModel):
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Annotated[
-        Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_many), AfterValidator(_usable_stops)
+        Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_many), AfterValidator(usable_stops)
     ] = None
     presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)

@@ -73,7 +73,6 @@ CHAT: Neutral = {
     "add_special_tokens": (False,),
     "chat_template": (),
     "documents": ([],),
-    "echo": (False,),
     "media_io_kwargs": ({},),
     "return_prompt_text": (False,),
     # SGLang

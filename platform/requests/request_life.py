@@ -39,13 +39,14 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
 
     If the request fails before the response starts, raises ApiError or an exception that ErrorResponses translates.
     """
-    return await respond(request, services, caller, endpoint, await read(request, services, endpoint))
+    received = await read(request, services, endpoint)
+    return await serve_received(request, services, caller, endpoint, received)
 
 
-async def respond(
+async def serve_received(
     request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B], received: Received[B]
 ) -> Response:
-    """Handle a request whose body has been read. Raises what `serve` raises."""
+    """Handle a request whose body has been read and checked. See `serve`."""
     target = await resolve(services, caller, received.body.model, received.body.user)
     prepared = await prepare(services, endpoint, target, received)
     grammar = await constrain(services, target, endpoint.constraint(target, received.body, prepared))

@@ -83,6 +83,8 @@ class GatewaySettings:
     """The secret that encrypts stored responses. None if no responses are stored."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages can call the API. `*` means every origin."""
+    root_path: str = ""
+    """A prefix with which all paths are served, too. It begins with a slash and does not end with one."""
     max_request_tokens: int = 1024 * 1024
     """Maximum total tokens of a request's sequences: the sum over all prompts of n (or best_of) times (prompt tokens +
     max_tokens).

@@ -24,7 +24,7 @@ from loramux.platform.requests.endpoint import Endpoint, Prepared, Received
 from loramux.platform.requests.error_responses import TRANSLATIONS, request_id_of
 from loramux.platform.requests.message_reader import MessageReader
 from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
-from loramux.platform.requests.request_life import respond
+from loramux.platform.requests.request_life import serve_received
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.responses_api.input_items import InputItem
 from loramux.platform.responses_api.openapi_schemas import ResponseDocument
@@ -41,12 +41,14 @@ from loramux.platform.tool_calls.parsers import find_parser
 router = APIRouter()
 log = structlog.get_logger(__name__)
 
+FIRST_EVENT = 'event: response.created\ndata: {"type": "response.created"}\n\n'
+
 
 @router.post(
     "/v1/responses",
     tags=["inference"],
     openapi_extra=takes(ResponseRequest),
-    responses={**answers(ResponseDocument, "response.created"), **errors(*GENERATION_ERRORS)},
+    responses={**answers(ResponseDocument, FIRST_EVENT), **errors(*GENERATION_ERRORS)},
 )
 async def create_response(request: Request, caller: Caller, services: Services) -> Response:
     """Respond to input items, in one response or as a stream of server-sent events."""
@@ -59,7 +61,7 @@ async def create_response(request: Request, caller: Caller, services: Services) 
     try:
         chat.check()
         received = Received(request_id_of(request), chat, len(sent))
-        return await respond(request, services, caller, RESPONSES, received)
+        return await serve_received(request, services, caller, RESPONSES, received)
     except ApiError as error:
         chat.rename_fields(error)
         raise

@@ -52,7 +52,8 @@ MEANINGS = {
     "ebnf": "SGLang's name of `structured_outputs.grammar`",
     "early_stopping": "there is no beam search",
     "ec_transfer_params": "the server accepts text only",
-    "echo": "repeats the prompt before each choice, also in the log-probabilities; cannot be streamed with `logprobs`",
+    "echo": "completions: repeats the prompt before each choice, also in the log-probabilities, and cannot be streamed "
+    "with `logprobs`; chat: repeats the assistant's last message, which the answer continues",
     "extra_key": "prefix caches are separate for each tenant already",
     "frequency_penalty": "lowers the logits of tokens in proportion to how often they have occurred in the answer",
     "function_call": "the old form of `tool_choice`",
