@@ -87,6 +87,8 @@ class ResponseRequest(SamplingFields):
     user: str | None = None
 
     # These fields have no effect.
+    client_metadata: dict[str, Any] | None = None
+    """Codex sends this field."""
     max_tool_calls: int | None = Field(None, ge=1, lt=INT64)
     metadata: Metadata | None = None
     prompt_cache_key: str | None = None

@@ -31,7 +31,7 @@ from loramux.platform.responses_api.openapi_schemas import ResponseDocument
 from loramux.platform.responses_api.response_answer import ResponseAnswer, ResponseRules
 from loramux.platform.responses_api.response_chat import ResponseChat, chat_of, read_response_request
 from loramux.platform.responses_api.response_request import ENCRYPTED, ResponseRequest
-from loramux.platform.responses_api.response_tools import CustomTool
+from loramux.platform.responses_api.response_tools import CustomTool, NamespaceTool, offered_tools
 from loramux.platform.responses_api.stored_items import listed_items, read_items
 from loramux.platform.responses_api.stored_responses import find_response
 from loramux.platform.responses_api.truncation import prepare_response
@@ -102,7 +102,7 @@ async def _shape(
         tokenizer=target.tokenizer,
         has_logprobs=body.has_logprobs,
         seals_reasoning=body.asked.includes(ENCRYPTED),
-        custom_tools=frozenset(tool.name for tool in body.asked.tools or () if isinstance(tool, CustomTool)),
+        tools={tool.called_name: tool for tool in offered_tools(body.asked.tools or ())},
         note_call=None if tool_format is None else services.metrics.api.tool_calls.labels(tool_format).inc,
         now_s=lambda: int(time.time()),
         store=_store(services, target, received) if _is_stored(services, target, received) else None,
@@ -186,6 +186,8 @@ def _head(services: GatewayServices, target: Target, received: Received[Response
 
 def _tool(tool: Any) -> Document:
     shown: Document = tool.model_dump()
+    if isinstance(tool, NamespaceTool):
+        return {**shown, "tools": [_tool(one) for one in tool.tools]}
     if isinstance(tool, CustomTool):
         return {**shown, "format": shown["format"] or {"type": "text"}}
     return {**shown, "strict": bool(tool.strict)}
