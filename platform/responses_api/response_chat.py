@@ -57,6 +57,7 @@ def chat_of(asked: ResponseRequest, earlier: Sequence[InputItem] = ()) -> Respon
         "tool_choice": chat_tool_choice(asked.tool_choice),
         "parallel_tool_calls": asked.parallel_tool_calls,
         "response_format": _response_format(asked),
+        "structured_outputs": asked.structured_outputs,
         "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
         "chat_template_kwargs": asked.chat_template_kwargs,
         "asked": asked,

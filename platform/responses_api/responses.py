@@ -8,10 +8,12 @@ from typing import Any
 
 import structlog
 from fastapi import APIRouter, Request
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
 
 from loramux.engine.text.text_tokenizer import MAX_TOKENISED_AT_ONCE
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
 from loramux.platform.generation.choice import ChoiceDelta
@@ -21,7 +23,7 @@ from loramux.platform.requests.answers import Answer, Document
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.chat_preparation import constrain_chat
 from loramux.platform.requests.endpoint import Endpoint, Prepared, Received
-from loramux.platform.requests.error_responses import TRANSLATIONS, request_id_of
+from loramux.platform.requests.error_responses import request_id_of
 from loramux.platform.requests.message_reader import MessageReader
 from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.requests.request_life import serve_received
@@ -136,7 +138,7 @@ def _store(
         )
         try:
             return await services.call(services.responses.put, stored, target.share.response_days)
-        except tuple(TRANSLATIONS) as error:
+        except (SQLAlchemyError, DatabaseTrouble) as error:
             # The answer is complete and charged, so the client gets it, and `store` says that it is not stored.
             log.warning("a response could not be stored", error=repr(error))
             return False
