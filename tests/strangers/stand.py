@@ -60,7 +60,8 @@ def _greedy(source: Path, base: Path) -> Path:
 def _one(name: str, scratch: Path) -> Iterator[Served]:
     source, adapter = BASES[name]
     base = _greedy(source, scratch / "base")
-    made = deployment(base, scratch / "data", ("--dtype", "float32"), {})
+    # One of vLLM's tests calls its server below this path.
+    made = deployment(base, scratch / "data", ("--dtype", "float32"), {"LORAMUX_ROOT_PATH": "/llm"})
     config: dict[str, Any] = json.loads((base / "config.json").read_text())
     with made.running(scratch / "server.log"):
         made.json("tenants", "create", TENANT)
