@@ -40,8 +40,8 @@ VENDORS = (
             "tests/entrypoints/serve/instrumentator/test_basic.py",
             "tests/entrypoints/serve/lora/test_lora_adapters.py",
         ),
-        # Evaluations download data, some tests start tool servers, and the last file tests only vLLM itself. The load is
-        # tested during an answer that the demo's model ends too soon.
+        # Evaluations download data, some tests start tool servers, and the last file tests only vLLM itself. The load
+        # is tested with a longer answer than the demo's model gives.
         (
             "--deselect=tests/entrypoints/serve/instrumentator/test_basic.py::test_server_load",
             *(
