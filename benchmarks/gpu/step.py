@@ -17,6 +17,7 @@ from benchmarks.gpu.model import Model, model_of
 from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
 from benchmarks.gpu.warm import WarmStep, warm_steps
 from benchmarks.running_engine import greedy_adds
+from loramux.engine.execution.graph_executor import STEPS_BEFORE_CAPTURE
 from loramux.engine.protocol.messages import SamplingParams
 
 RANK = 16
@@ -24,11 +25,9 @@ PAGE_TOKENS = 16
 BATCH_TOKENS = 2048
 """Maximum number of tokens in a step. Servers often use this setting to limit the memory for activations."""
 
-NUM_WARM, NUM_MEASURED = 12, 40
+NUM_WARM, NUM_MEASURED = STEPS_BEFORE_CAPTURE + 4, 40
 TINY_WARM, TINY_MEASURED = 1, 2
-"""Numbers of untimed and timed steps. The first step of a shape compiles its kernels, and the second is captured as a
-graph.
-"""
+"""Numbers of untimed and timed steps. In the untimed steps, the shape's kernels are compiled and its graph captured."""
 
 BASE = "base only"
 

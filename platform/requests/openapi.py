@@ -75,9 +75,9 @@ def answers_bytes() -> Responses:
     return {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
-def answers(document: type | UnionType) -> Responses:
-    """For `responses`: generated output, as a JSON document or as a stream of events."""
-    stream: Json = {"schema": {"type": "string"}, "example": 'data: {"object": "chat.completion.chunk"}\n\n'}
+def answers(document: type | UnionType, event: str = 'data: {"object": "chat.completion.chunk"}\n\n') -> Responses:
+    """For `responses`: generated output, as a JSON document or as a stream of events such as `event`."""
+    stream: Json = {"schema": {"type": "string"}, "example": event}
     return {200: {"model": document, "content": {"text/event-stream": stream}}}
 
 
@@ -159,7 +159,8 @@ def _common_errors(operation: Json, is_public: bool, repeats: bool, has_precondi
     parameters = operation.get("parameters", [])
     has_body = "requestBody" in operation
     if not is_public:
-        found |= {401, 403, 429, 503}
+        # Anthropic's surface answers 529 in place of 503.
+        found |= {401, 403, 429} if 529 in found else {401, 403, 429, 503}
     if parameters or has_body or repeats:
         found.add(400)
     if any(one["in"] == "path" or one["name"] == "tenant" for one in parameters):
@@ -177,11 +178,11 @@ def _describe_answers(operation: Json, statuses: set[int], schemas: Json) -> Non
     answers = operation["responses"]
     answers.pop("422", None)
     for status in sorted(statuses):
-        meaning, error = ERROR_EXAMPLES[status]
         kept = answers.get(str(status), {})
         if "content" in kept and kept.get("content", {}).get("application/json", {}).get("schema"):
             # Some responses with an error status, for example from the health checks, have their own body.
             continue
+        meaning, error = ERROR_EXAMPLES[status]
         content = {"schema": {"$ref": _COMPONENTS + "Error"}, "example": {"error": error}}
         answers[str(status)] = {"description": meaning, "content": {"application/json": content}}
     for status, answer in answers.items():
