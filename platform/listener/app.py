@@ -20,6 +20,7 @@ from loramux.platform.openai_api import chat, completions, tokenization
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.responses_api import responses
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {
@@ -27,6 +28,7 @@ ENDPOINTS = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "count_tokens",
+    "/v1/responses": "responses",
     "/v1/models": "models",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
@@ -74,15 +76,16 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services = services
-    surfaces = (completions.router, chat.router, messages.router, models.router, tokenization.router)
-    for router in (*surfaces, version_router):
-        app.include_router(router)
+    for surface in (completions, chat, responses, messages, models, tokenization):
+        app.include_router(surface.router)
+    app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
     errors = ErrorResponses(form_of=error_form)
     handlers = {
         "/v1/completions": completions.create_completion,
         "/v1/chat/completions": chat.create_chat_completion,
+        "/v1/responses": responses.create_response,
         "/v1/messages": messages.create_message,
     }
     # Middleware that is added later wraps middleware that was added earlier.

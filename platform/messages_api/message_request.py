@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from loramux.platform.bodies.chat_request import MAX_MESSAGES, ChatRequest
 from loramux.platform.bodies.conversation import ChatMessage
-from loramux.platform.bodies.generation_request import INT64, MAX_MODEL_NAME, usable_stops
+from loramux.platform.bodies.sampling_fields import INT64, MAX_MODEL_NAME, usable_stops
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.structural_tags import Schema
 from loramux.platform.bodies.unsupported_fields import Neutral
