@@ -204,6 +204,10 @@ class Settings(ModelSettings):
     """
     host: str = "127.0.0.1"
     port: Port = 8000
+    force_include_usage: bool = False
+    """Report the usage so far in each chunk of a stream, and all of it at the end, even if a request does not ask."""
+    return_tokens_as_token_ids: bool = False
+    """Name tokens by their ids in log-probabilities (`token_id:5`), unless a request says otherwise."""
     root_path: str = ""
     """A path prefix, such as `/llm`, with which the OpenAI listener also answers, for proxies that do not strip it."""
     admin_host: str = "127.0.0.1"

@@ -47,6 +47,9 @@ async def serve_received(
     request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B], received: Received[B]
 ) -> Response:
     """Handle a request whose body has been read and checked. See `serve`."""
+    settings = services.settings
+    body = received.body.shown_as(with_usage=settings.forces_usage, by_token_id=settings.names_tokens_by_id)
+    received = replace(received, body=body)
     target = await resolve(services, caller, received.body.model, received.body.user)
     prepared = await prepare(services, endpoint, target, received)
     grammar = await constrain(services, target, endpoint.constraint(target, received.body, prepared))

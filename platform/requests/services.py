@@ -83,6 +83,10 @@ class GatewaySettings:
     """The secret that encrypts stored responses. None if no responses are stored."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages can call the API. `*` means every origin."""
+    forces_usage: bool = False
+    """Whether each chunk of a stream reports the usage so far, even if the request does not ask for it."""
+    names_tokens_by_id: bool = False
+    """Whether log-probabilities name tokens by their ids, unless the request says otherwise."""
     root_path: str = ""
     """A prefix with which all paths are served, too. It begins with a slash and does not end with one."""
     max_request_tokens: int = 1024 * 1024

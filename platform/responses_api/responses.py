@@ -43,14 +43,12 @@ from loramux.platform.tool_calls.parsers import find_parser
 router = APIRouter()
 log = structlog.get_logger(__name__)
 
-FIRST_EVENT = 'event: response.created\ndata: {"type": "response.created"}\n\n'
-
 
 @router.post(
     "/v1/responses",
     tags=["inference"],
     openapi_extra=takes(ResponseRequest),
-    responses={**answers(ResponseDocument, FIRST_EVENT), **errors(*GENERATION_ERRORS)},
+    responses={**answers(ResponseDocument, "response.created"), **errors(*GENERATION_ERRORS)},
 )
 async def create_response(request: Request, caller: Caller, services: Services) -> Response:
     """Respond to input items, in one response or as a stream of server-sent events."""

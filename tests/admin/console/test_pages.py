@@ -264,6 +264,7 @@ async def test_adapter_is_uploaded_promoted_and_rolled_back(
     listed = (await operator.get("/adapters?tenant=maker")).text
     adapter_id = first_match(r"/console/adapters/(ada_[0-9a-f]{32})", listed)
     here = f"/adapters/{adapter_id}"
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 " in (await operator.get(here)).text
     for number in (1, 2):
         await _upload(operator, here, make_adapter(rank=number))
         assert "passed" in await _until_ready(operator, f"{here}/versions/{number}")
