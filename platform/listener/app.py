@@ -28,6 +28,7 @@ ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
     "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "input_tokens",
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "count_tokens",
     "/v1/chat/completions/batch": "chat",
@@ -46,6 +47,7 @@ With `stream: true`, the response is a stream of server-sent events that ends wi
 ends with an error instead. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and
 every response has an `x-request-id`.
 
+A stream of `/v1/responses` consists of that API's numbered events and has no `[DONE]`.
 `/v1/messages` speaks Anthropic's Messages API, with Anthropic's headers, streams and errors.""",
     public=HEALTH_PATHS,
     readers="Any API key gives access to this document.",

@@ -165,3 +165,10 @@ class InputItemList(TypedDict):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class InputTokensDocument(TypedDict):
+    """The number of tokens in the prompt of a response."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int

@@ -23,13 +23,13 @@ from loramux.platform.requests.answers import Answer, Document
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.chat_preparation import constrain_chat
 from loramux.platform.requests.endpoint import Endpoint, Prepared, Received
-from loramux.platform.requests.error_responses import request_id_of
+from loramux.platform.requests.error_responses import json_response, request_id_of
 from loramux.platform.requests.message_reader import MessageReader
 from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
-from loramux.platform.requests.request_life import serve_received
+from loramux.platform.requests.request_life import prepare, resolve, serve_received
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.responses_api.input_items import InputItem
-from loramux.platform.responses_api.openapi_schemas import ResponseDocument
+from loramux.platform.responses_api.openapi_schemas import InputTokensDocument, ResponseDocument
 from loramux.platform.responses_api.response_answer import ResponseAnswer, ResponseRules
 from loramux.platform.responses_api.response_chat import ResponseChat, chat_of, read_response_request
 from loramux.platform.responses_api.response_request import ENCRYPTED, ResponseRequest
@@ -52,19 +52,44 @@ log = structlog.get_logger(__name__)
 )
 async def create_response(request: Request, caller: Caller, services: Services) -> Response:
     """Respond to input items, in one response or as a stream of server-sent events."""
+    received = await _read(request, services, caller)
+    try:
+        received.body.check()
+        return await serve_received(request, services, caller, RESPONSES, received)
+    except ApiError as error:
+        received.body.rename_fields(error)
+        raise
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    tags=["tokens"],
+    openapi_extra=takes(ResponseRequest),
+    response_model=InputTokensDocument,
+    responses=errors(404),
+)
+async def count_input_tokens(request: Request, caller: Caller, services: Services) -> Response:
+    """Count the input tokens of a response, without running it. No quota is charged."""
+    received = await _read(request, services, caller)
+    try:
+        received.body.check()
+        target = await resolve(services, caller, received.body.model, received.body.user)
+        [prompt] = (await prepare(services, RESPONSES, target, received)).prompts
+    except ApiError as error:
+        received.body.rename_fields(error)
+        raise
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
+
+
+async def _read(request: Request, services: GatewayServices, caller: Principal) -> Received[ResponseChat]:
+    """Read the body and the conversation before it. Raises InvalidRequest, PayloadTooLarge or NotFound."""
     sent = await read_body(request, services.settings.max_body_bytes)
     asked = await parse_body_on(services.compute, sent, read_response_request)
     earlier = await _earlier(services, caller, asked)
     # The length of the earlier items is not known, so they always count as long.
     size = MAX_TOKENISED_AT_ONCE + 1 if earlier else len(sent)
     chat = await services.compute_if_long(size, chat_of, asked, earlier)
-    try:
-        chat.check()
-        received = Received(request_id_of(request), chat, len(sent))
-        return await serve_received(request, services, caller, RESPONSES, received)
-    except ApiError as error:
-        chat.rename_fields(error)
-        raise
+    return Received(request_id_of(request), chat, len(sent))
 
 
 async def _earlier(services: GatewayServices, caller: Principal, asked: ResponseRequest) -> list[InputItem]:

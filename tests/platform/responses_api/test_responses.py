@@ -191,6 +191,18 @@ async def test_reasoning_effort_and_template_variables_reach_the_template(tools:
         assert prompt_of(tools).endswith("<think>\n\n</think>\n\n")
 
 
+async def test_input_tokens_are_counted_without_a_charge(tools: Gateway) -> None:
+    asked: dict[str, Any] = {"model": "base", "input": "Hi", "instructions": "Be brief", "tools": [WEATHER]}
+    counted = await tools.openai.responses.input_tokens.count(**asked)
+    assert tools.engine.adds == []
+    assert tools.usage() == []
+    answers(tools, "Hi")
+    response = await tools.openai.responses.create(**asked)
+    assert response.usage.input_tokens == counted.input_tokens
+    missing = await tools.http.post(f"{RESPONSES}/input_tokens", json={**asked, "model": "nobody/x"})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
 async def test_exhausted_quota_names_the_responses_field(gateway: Gateway) -> None:
     gateway.limit("tokens_per_minute", 20)
     body = {"model": "base", "input": "Hi", "max_output_tokens": 100}
