@@ -1,9 +1,9 @@
 """Lists the kernels of whole steps with their times, from torch's profiler, to show where a step's time goes.
 
 `PYTHONPATH=.src python -m benchmarks.gpu.kernel_times --out FILE.json` traces decode steps of Llama-3.1-8B with and
-without adapters, and a prefill. A profiled step is slower than an unprofiled one, so only shares and single kernels count; the
-`step` and `prefill` parts of the benchmark measure whole steps. Kernels of one step that overlap are counted in full,
-and `busy_us` is the time in which at least one of them runs.
+without adapters, and a prefill. A profiled step is slower than an unprofiled one, so only shares and single kernels
+count; the `step` and `prefill` parts of the benchmark measure whole steps. Kernels of one step that overlap are counted
+in full, and `busy_us` is the time in which at least one of them runs.
 """
 
 from __future__ import annotations
