@@ -99,15 +99,18 @@ RESPONSES: Neutral = {
     "access_programs": (),
     "background": (False,),
     "context_management": ([],),
+    "conversation": (),
     "image": ({},),
     "moderation": (),
     "prompt": (),
     # vLLM
     "cache_salt": (),
+    "chat_template": (),
     "enable_response_messages": (False,),
     "kv_transfer_params": ({},),
     "mm_processor_kwargs": ({},),
     "previous_input_messages": ([],),
+    "previous_response": (),
     "request_id": (),
     "vllm_xargs": ({},),
 }

@@ -19,7 +19,7 @@ from loramux.platform.responses_api.input_items import (
     ReasoningItem,
 )
 from loramux.platform.responses_api.reasoning_text import opened
-from loramux.platform.responses_api.response_tools import INPUT
+from loramux.platform.responses_api.response_tools import INPUT, joined_name
 
 
 @dataclass(slots=True)
@@ -66,12 +66,11 @@ def messages_of(
                 _add_message(found, role, content, place)
             case ReasoningItem():
                 turn = _add_reasoning(found, turn, _reasoning(item), place)
-            case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
-                turn = _add_call(found, turn, call_id, name, arguments, place)
+            case FunctionCallItem(call_id=call_id, arguments=arguments):
+                turn = _add_call(found, turn, item, arguments, place)
                 called.add(call_id)
-            case CustomCallItem(call_id=call_id, name=name, input=text):
-                arguments = json.dumps({INPUT: text}, ensure_ascii=False)
-                turn = _add_call(found, turn, call_id, name, arguments, place)
+            case CustomCallItem(call_id=call_id, input=text):
+                turn = _add_call(found, turn, item, json.dumps({INPUT: text}, ensure_ascii=False), place)
                 called.add(call_id)
             case FunctionOutputItem(call_id=call_id) | CustomOutputItem(call_id=call_id):
                 if call_id not in called:
@@ -102,10 +101,13 @@ def _add_reasoning(found: Messages, turn: Document | None, text: str, place: str
     return turn
 
 
-def _add_call(found: Messages, turn: Document | None, call_id: str, name: str, arguments: str, place: str) -> Document:
+def _add_call(
+    found: Messages, turn: Document | None, item: FunctionCallItem | CustomCallItem, arguments: str, place: str
+) -> Document:
     if turn is None:
         turn = found.add({"role": "assistant"}, place)
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    function = {"name": joined_name(item.namespace, item.name), "arguments": arguments}
+    call = {"id": item.call_id, "type": "function", "function": function}
     turn.setdefault("tool_calls", []).append(call)
     return turn
 

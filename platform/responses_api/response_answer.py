@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from loramux.engine.protocol.messages import TokenLogprobs
@@ -15,6 +15,7 @@ from loramux.platform.requests.answers import Document, shown_logprob
 from loramux.platform.requests.message_reader import MessageReader, ReasoningEvent
 from loramux.platform.responses_api.input_items import Status
 from loramux.platform.responses_api.output_items import (
+    Called,
     CustomItem,
     Event,
     FunctionItem,
@@ -22,6 +23,7 @@ from loramux.platform.responses_api.output_items import (
     ReasoningTextItem,
     TextItem,
 )
+from loramux.platform.responses_api.response_tools import OfferedTool
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, TextEvent
 
@@ -37,7 +39,8 @@ class ResponseRules:
     tokenizer: ModelTokenizer
     has_logprobs: bool
     seals_reasoning: bool
-    custom_tools: frozenset[str]
+    tools: Mapping[str, OfferedTool]
+    """The tools of the request, by the names by which the model calls them."""
     note_call: Callable[[], None] | None
     """Called for each tool call."""
     now_s: Callable[[], int]
@@ -141,9 +144,13 @@ class ResponseAnswer:
     def _call(self, name: str) -> OutputItem:
         if self._rules.note_call is not None:
             self._rules.note_call()
-        kind = CustomItem if name in self._rules.custom_tools else FunctionItem
+        tool = self._rules.tools.get(name)
+        kind = CustomItem if tool is not None and tool.is_custom else FunctionItem
+        # A model can also call functions that were not offered. They have no namespace.
+        namespace = None if tool is None or tool.namespace is None else tool.namespace.name
+        called = name if tool is None else tool.tool.name
         # Mistral templates accept only IDs of nine letters and digits.
-        return kind(len(self._items), name, secrets.token_hex(5)[:9])
+        return kind(len(self._items), Called(called, namespace, secrets.token_hex(5)[:9]))
 
     def _begin(self, item: OutputItem) -> Iterator[Event]:
         yield from self._close()

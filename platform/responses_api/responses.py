@@ -8,10 +8,12 @@ from typing import Any
 
 import structlog
 from fastapi import APIRouter, Request
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
 
 from loramux.engine.text.text_tokenizer import MAX_TOKENISED_AT_ONCE
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
 from loramux.platform.generation.choice import ChoiceDelta
@@ -21,7 +23,7 @@ from loramux.platform.requests.answers import Answer, Document
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.chat_preparation import constrain_chat
 from loramux.platform.requests.endpoint import Endpoint, Prepared, Received
-from loramux.platform.requests.error_responses import TRANSLATIONS, request_id_of
+from loramux.platform.requests.error_responses import request_id_of
 from loramux.platform.requests.message_reader import MessageReader
 from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.requests.request_life import serve_received
@@ -31,7 +33,7 @@ from loramux.platform.responses_api.openapi_schemas import ResponseDocument
 from loramux.platform.responses_api.response_answer import ResponseAnswer, ResponseRules
 from loramux.platform.responses_api.response_chat import ResponseChat, chat_of, read_response_request
 from loramux.platform.responses_api.response_request import ENCRYPTED, ResponseRequest
-from loramux.platform.responses_api.response_tools import CustomTool
+from loramux.platform.responses_api.response_tools import CustomTool, NamespaceTool, offered_tools
 from loramux.platform.responses_api.stored_items import listed_items, read_items
 from loramux.platform.responses_api.stored_responses import find_response
 from loramux.platform.responses_api.truncation import prepare_response
@@ -100,7 +102,7 @@ async def _shape(
         tokenizer=target.tokenizer,
         has_logprobs=body.has_logprobs,
         seals_reasoning=body.asked.includes(ENCRYPTED),
-        custom_tools=frozenset(tool.name for tool in body.asked.tools or () if isinstance(tool, CustomTool)),
+        tools={tool.called_name: tool for tool in offered_tools(body.asked.tools or ())},
         note_call=None if tool_format is None else services.metrics.api.tool_calls.labels(tool_format).inc,
         now_s=lambda: int(time.time()),
         store=_store(services, target, received) if _is_stored(services, target, received) else None,
@@ -134,7 +136,7 @@ def _store(
         )
         try:
             return await services.call(services.responses.put, stored, target.share.response_days)
-        except tuple(TRANSLATIONS) as error:
+        except (SQLAlchemyError, DatabaseTrouble) as error:
             # The answer is complete and charged, so the client gets it, and `store` says that it is not stored.
             log.warning("a response could not be stored", error=repr(error))
             return False
@@ -184,6 +186,8 @@ def _head(services: GatewayServices, target: Target, received: Received[Response
 
 def _tool(tool: Any) -> Document:
     shown: Document = tool.model_dump()
+    if isinstance(tool, NamespaceTool):
+        return {**shown, "tools": [_tool(one) for one in tool.tools]}
     if isinstance(tool, CustomTool):
         return {**shown, "format": shown["format"] or {"type": "text"}}
     return {**shown, "strict": bool(tool.strict)}

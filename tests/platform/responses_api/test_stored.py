@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select, update
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from loramux.admin.serving.expired_rows import ExpiredRows
 from loramux.migrations import schema
@@ -192,9 +192,12 @@ async def test_too_long_response_is_not_stored(storing: Gateway) -> None:
     assert not store.put(replace(stored, id="resp_long", input=long), 1)
 
 
-async def test_failing_database_only_costs_the_storage(storing: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OperationalError, IntegrityError], ids=["disk", "tenant-deleted-meanwhile"])
+async def test_failing_database_only_costs_the_storage(
+    storing: Gateway, monkeypatch: pytest.MonkeyPatch, kind: type[DBAPIError]
+) -> None:
     def fail(*_: Any) -> bool:
-        raise OperationalError("insert", {}, Exception("the disk is full"))
+        raise kind("insert", {}, Exception("it failed"))
 
     monkeypatch.setattr(ResponseStore, "put", fail)
     made = await respond(storing)
