@@ -21,6 +21,7 @@ class Benchmark:
 BENCHMARKS = {
     "mixed-batch": Benchmark("mixed_batch", "Sixteen adapters in one batch, compared with peft"),
     "peers": Benchmark("peers", "loramux, peft, vLLM and llama-server on the same requests"),
+    "streams": Benchmark("peers.streams", "Decode speed of 1, 4 and 16 streams, compared with llama.cpp in process"),
     "gateway": Benchmark("gateway", "The gateway in front of a scripted engine, compared with LiteLLM"),
     "structured-output": Benchmark("structured_output", "Throughput and first tokens with schemas, compared with vLLM"),
     "s-lora": Benchmark("s_lora", "Throughput over 5 to 2,000 adapters on disk", "9 minutes"),
