@@ -123,6 +123,7 @@ class RecordingKernels:
                 pool = self._kernels.kv_of(num_heads, head_dim)
                 words = (*_steps(k), *_steps(v), pool.ctypes.data, *pool.shape, layer, num_heads, head_dim)
                 self._tape.for_each_row(rows.STORE[pool.itemsize], (*words, self._groups[id(batch)]))
+                self._tape.own(pool)
 
     def paged_attention(
         self,
@@ -145,7 +146,7 @@ class RecordingKernels:
             self._tape.in_tasks(
                 ATTEND[pool.itemsize], num_tasks, words, (float(spec.scale), float(spec.soft_cap or 0.0))
             )
-            self._tape.own(q, sinks, out)
+            self._tape.own(q, sinks, out, pool)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._gate(rows.silu, gate_up)
@@ -175,7 +176,7 @@ class RecordingKernels:
             element = pool.dtype.name
             tape.in_tasks(lora.shrink(element), num_tasks, (*rows_of(x), *words))
             tape.in_tasks(lora.expand(element), num_tasks, (*rows_of(y), *words))
-            tape.own(x, y, tables, plan)
+            tape.own(x, y, tables, plan, pool)
 
     def _gate(self, operation: Operation, gate_up: torch.Tensor, doubles: tuple[float, ...] = ()) -> torch.Tensor:
         with self._mode.off():

@@ -30,6 +30,9 @@ COUNTER_WORDS, FINISHED = 16, 8
 Each has a cache line of its own.
 """
 
+SERIAL_WORK = 1_000_000
+"""Number of multiplications by weights below which waking other threads costs more than it saves."""
+
 PAUSES = 2000
 """Number of pauses before a waiting thread lets other threads use its core: about the time of a large task."""
 
@@ -38,17 +41,22 @@ PAUSES = 2000
 class Program:
     """Phases and operations as arrays, and everything that the operations' arguments point to.
 
-    `operations` int64 `[num_operations, 2]` contains addresses of functions and of their arguments.
+    `operations` int64 `[num_operations, 2]` contains addresses of functions and of their arguments. `work` is the
+    number of multiplications by weights.
     """
 
+    num_rows: int
+    work: int
     phases: npt.NDArray[np.int64]
     operations: npt.NDArray[np.int64]
     owned: Sequence[object]
 
     def run(self, attention: tuple[AttentionBatch, ...], segments: Segments) -> None:
-        """Run all phases for one step."""
+        """Run all phases for one step of `num_rows` rows."""
+        words = step_words(self.num_rows, attention, segments)
         counters = np.zeros((len(self.phases), COUNTER_WORDS), np.int64)
-        run_phases(torch.get_num_threads(), self.phases, self.operations, step_words(attention, segments), counters)
+        num_threads = 1 if self.work < SERIAL_WORK else torch.get_num_threads()
+        run_phases(num_threads, self.phases, self.operations, words, counters)
 
 
 @helper

@@ -48,6 +48,7 @@ class Tape:
     _phases: list[tuple[int, int, int]] = field(default_factory=list)
     _operations: list[tuple[int, int]] = field(default_factory=list)
     _owned: list[object] = field(default_factory=list)
+    _work: int = 0
     _parity: int = 0
     _index: int = 0
     _joins: bool = False
@@ -97,12 +98,17 @@ class Tape:
         """Number of tasks for a product with `most` panels."""
         return min(most, TASKS_PER_THREAD * self.num_threads)
 
+    def count_work(self, multiplications: int) -> None:
+        """Count the multiplications by weights of an operation."""
+        self._work += multiplications
+
     def own(self, *things: object) -> None:
         """Keep things alive as long as the program, because its arguments contain their addresses."""
         self._owned += things
 
     def finish(self) -> Program:
-        return Program(np.array(self._phases, np.int64), np.array(self._operations, np.int64), tuple(self._owned))
+        phases, operations = np.array(self._phases, np.int64), np.array(self._operations, np.int64)
+        return Program(self.num_rows, self._work, phases, operations, tuple(self._owned))
 
     def _add(self, operation: Operation, words: Sequence[int], doubles: Sequence[float]) -> None:
         """The arguments are `words`, followed by `doubles`."""

@@ -29,14 +29,18 @@ def _attend(element: Any) -> Operation:
         num_keys: Any = min(window, length)
         num_pages = (length + PAGE_TOKENS - 1) // PAGE_TOKENS - (length - num_keys) // PAGE_TOKENS
         row_len = num_pages * PAGE_TOKENS
-        q_tile, out_tile = np.empty(group_size * head_dim, np.float32), np.empty(group_size * head_dim, np.float32)
-        scores, weights = np.empty(group_size * row_len, np.float32), np.empty(group_size, np.float32)
+        # numba frees an array after its last use, and taking its address is a use. The slice keeps all of the scratch.
+        scratch = np.empty(group_size * (2 * head_dim + row_len + 1), np.float32)
+        weights = scratch[group_size * (2 * head_dim + row_len) :]
+        q_tile = scratch.ctypes.data
+        out_tile = q_tile + 4 * group_size * head_dim
+        scores = out_tile + 4 * group_size * head_dim
         column = 4 * head * group_size * head_dim
         attend_tile(
             words[0] + row * words[1] + column, 0, words[2] + row * words[3] + column, 0, 1,
             pool, words[8], integers_at(batch[PAGES]), np.int64(integers_at(batch[PAGE_STARTS])[row]), length, window,
             head, group_size, num_kv_heads, head_dim, doubles[15], doubles[16], words[13],
-            q_tile.ctypes.data, out_tile.ctypes.data, scores.ctypes.data, row_len, weights,
+            q_tile, out_tile, scores, row_len, weights,
         )  # fmt: skip
 
     return Operation(attend)

@@ -33,14 +33,17 @@ _UNLIMITED = 1 << 48
 
 def record_product(tape: Tape, linear: Any, x: torch.Tensor) -> torch.Tensor:
     """Record `linear(x)`, and return the rows that will contain the result. Raises NotRecordable."""
-    if isinstance(linear, QuantizedLinear):
-        return _record_codes(tape, linear, x)
-    product = linear.product if isinstance(linear, PackedLinear) else None
-    if isinstance(product, Avx512Bf16Panels):
-        return _record_pairs(tape, product, x)
-    if isinstance(product, FloatPanels):
-        return _record_floats(tape, product, x)
-    raise NotRecordable(f"a product of {type(product or linear).__name__}")
+    product = linear.product if isinstance(linear, PackedLinear) else linear
+    if isinstance(product, QuantizedLinear):
+        y = _record_codes(tape, product, x)
+    elif isinstance(product, Avx512Bf16Panels):
+        y = _record_pairs(tape, product, x)
+    elif isinstance(product, FloatPanels):
+        y = _record_floats(tape, product, x)
+    else:
+        raise NotRecordable(f"a product of {type(product).__name__}")
+    tape.count_work(x.numel() * product.out_features)
+    return y
 
 
 @Operation

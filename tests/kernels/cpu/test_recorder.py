@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear.linear import PackedLinear
 from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
+from loramux.kernels.cpu.programs.program import SERIAL_WORK
 from loramux.kernels.cpu.recorder import start_recording
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -162,7 +163,8 @@ def test_program_equals_the_kernels(
         recorded_step = Step(total, (angles[0], angles[1]), first.batch, first.call)
         with recorder.recording():
             found = run_layer(cast(Kernels, recorder), linears, recorded_step, SPECS[spec], gate, sinks)
-        program = recorder.finish()
+        # Programs with little work run on one thread.
+        program = replace(recorder.finish(), work=SERIAL_WORK)
         before = pool.raw.clone()
         for step in (first, second, first):
             # The program reads the same tensors, with the values of another step.
@@ -243,3 +245,23 @@ def test_program_keeps_the_memory_that_it_uses(record: Callable[..., object], sh
     gc.collect()
     assert all(one() is not None for one in kept)
     assert len(program.operations) > 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots", "message"),
+    [
+        ([1, 1], [0], r"for 1 rows, not \(2, 2, 2, 2\)"),
+        ([1], [-1, 0], "for 1 rows, but an adapter has row 1"),
+    ],
+    ids=["sequences", "adapters"],
+)
+def test_a_step_with_more_rows_than_the_program_is_refused(lengths: list[int], slots: list[int], message: str) -> None:
+    """Otherwise, the program would write to memory that it does not own."""
+    geometry = PageGeometry(1, KV_HEADS, HEAD_DIM, 4, 4)
+    adapters = adapter_pool(MODULES, RANKS, geometry, torch.float32)
+    first, second = make_step(adapters, 0, [1], 1), make_step(adapters, 0, lengths, 1)
+    recorder = start_recording(CpuKernels(adapters.pool), 1, (first.batch,))
+    recorder.lora_add(torch.zeros(1, HIDDEN), first.call, torch.zeros(1, 2 * HIDDEN))
+    segments = build_segments(np.array(slots, np.int32), CpuKernels.segment_rows)
+    with pytest.raises(AssertionError, match=message):
+        recorder.finish().run((second.batch,), segments)
