@@ -30,8 +30,10 @@ COUNTER_WORDS, FINISHED = 16, 8
 Each has a cache line of its own.
 """
 
-SERIAL_WORK = 1_000_000
-"""Number of multiplications by weights below which waking other threads costs more than it saves."""
+SERIAL_WORK = 8_000_000
+"""Number of multiplications by weights below which a step runs on one thread. It takes less than a millisecond, so
+other threads would save little. If other processes use the cores, waiting for each other would cost more.
+"""
 
 PAUSES = 2000
 """Number of pauses before a waiting thread lets other threads use its core: about the time of a large task."""
@@ -51,12 +53,16 @@ class Program:
     operations: npt.NDArray[np.int64]
     owned: Sequence[object]
 
+    @property
+    def num_threads(self) -> int:
+        """Number of threads that run a step."""
+        return 1 if self.work < SERIAL_WORK else torch.get_num_threads()
+
     def run(self, attention: tuple[AttentionBatch, ...], segments: Segments) -> None:
         """Run all phases for one step of `num_rows` rows."""
         words = step_words(self.num_rows, attention, segments)
         counters = np.zeros((len(self.phases), COUNTER_WORDS), np.int64)
-        num_threads = 1 if self.work < SERIAL_WORK else torch.get_num_threads()
-        run_phases(num_threads, self.phases, self.operations, words, counters)
+        run_phases(self.num_threads, self.phases, self.operations, words, counters)
 
 
 @helper

@@ -247,6 +247,18 @@ def test_program_keeps_the_memory_that_it_uses(record: Callable[..., object], sh
     assert len(program.operations) > 0
 
 
+@pytest.mark.parametrize(("width", "uses_all"), [(2000, False), (3000, True)], ids=["little work", "much work"])
+def test_a_program_with_little_work_runs_on_one_thread(threads: int, width: int, uses_all: bool) -> None:
+    geometry = PageGeometry(1, KV_HEADS, HEAD_DIM, 4, 4)
+    pool = adapter_pool(MODULES, RANKS, geometry, torch.float32).pool
+    recorder = start_recording(CpuKernels(pool), 1, ())
+    recorder.multiply(PackedLinear(torch.zeros(width, width)), torch.zeros(1, width))
+    recorder.multiply(PackedLinear(torch.zeros(1, width)), torch.zeros(1, width))
+    program = recorder.finish()
+    assert program.work == width * (width + 1)
+    assert program.num_threads == (torch.get_num_threads() if uses_all else 1)
+
+
 @pytest.mark.parametrize(
     ("lengths", "slots", "message"),
     [
