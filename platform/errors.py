@@ -1,4 +1,4 @@
-"""The errors that callers see. `openai_api/error_responses.py` turns them into responses with this body:
+"""The errors that callers see. `requests/error_responses.py` turns them into responses with this body:
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """

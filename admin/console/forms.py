@@ -7,8 +7,8 @@ from urllib.parse import parse_qsl
 
 from starlette.requests import Request
 
+from loramux.platform.bodies.request_body import read_body
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.openai_api.request_body import read_body
 
 MAX_FORM_BYTES = 64 * 1024
 MAX_FIELDS = 200

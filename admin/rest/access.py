@@ -17,7 +17,7 @@ from loramux.platform.accounts.names import names_of
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import Tenant
 from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
-from loramux.platform.openai_api.error_responses import request_id_of
+from loramux.platform.requests.error_responses import request_id_of
 
 PRINCIPAL = "loramux.principal"
 """ASGI scope key for the principal of the console's in-process calls. HTTP servers never set it."""

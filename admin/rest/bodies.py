@@ -13,10 +13,10 @@ from loramux.adapter_store.registry.evals import PPM, safe_name
 from loramux.adapter_store.registry.records import CanaryRule, RequiredEval
 from loramux.adapter_store.registry.registry import MAX_VERSION
 from loramux.platform.accounts.tenants import MAX_FLOOR_BYTES, MAX_WEIGHT
+from loramux.platform.bodies.request_body import parse_body, read_body
+from loramux.platform.bodies.sampling_fields import MAX_MODEL_NAME
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.evals.cases import MAX_FILE_BYTES
-from loramux.platform.openai_api.request_body import parse_body, read_body
-from loramux.platform.openai_api.schemas import MAX_MODEL_NAME
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_LIFETIME_S = 10 * 366 * 86_400

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.admin.server.client_addresses import TrustedProxies, origin_of
 from loramux.platform.errors import RateLimited
-from loramux.platform.openai_api.error_responses import RequestIds, error_response
+from loramux.platform.requests.error_responses import RequestIds, error_response
 
 RETRY_AFTER_S = 1.0
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from loramux.engine.protocol.messages import Stats, StatsRequest
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.errors import Unauthenticated
-from loramux.platform.openai_api.openapi import Responses, errors
+from loramux.platform.requests.openapi import Responses, errors
 from loramux.platform.telemetry.engine_metrics import render_engine
 from loramux.platform.telemetry.metrics import CONTENT_TYPE, GatewayMetrics
 

@@ -204,6 +204,8 @@ class Settings(ModelSettings):
     """
     host: str = "127.0.0.1"
     port: Port = 8000
+    root_path: str = ""
+    """A path prefix, such as `/llm`, with which the OpenAI listener also answers, for proxies that do not strip it."""
     admin_host: str = "127.0.0.1"
     admin_port: Port = 8001
     admin_root_path: str = ""
@@ -337,7 +339,7 @@ class Settings(ModelSettings):
             raise ValueError(problem)
         return name
 
-    @field_validator("admin_root_path")
+    @field_validator("root_path", "admin_root_path")
     @classmethod
     def _is_a_path(cls, root_path: str) -> str:
         root_path = root_path.rstrip("/")

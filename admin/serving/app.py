@@ -31,9 +31,9 @@ from loramux.admin.rest.services import AdminServices
 from loramux.admin.rest.store_errors import api_error
 from loramux.admin.rest.usage import costs, prices, quotas, usage
 from loramux.admin.server.metrics_route import metrics_router
-from loramux.platform.openai_api.error_responses import ErrorResponses, install_error_handling
-from loramux.platform.openai_api.health import HEALTH_PATHS, health_router
-from loramux.platform.openai_api.openapi_route import ListenerDocument
+from loramux.platform.listener.health import HEALTH_PATHS, health_router
+from loramux.platform.listener.openapi_route import ListenerDocument
+from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_admin_calls
 
 ROUTERS = (

@@ -67,9 +67,9 @@ from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.evals.runner import EvalRunner
 from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
-from loramux.platform.openai_api.app import create_openai_app
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.listener.app import create_openai_app
 from loramux.platform.quotas.stock import AdapterLimits
+from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.measured_validator import MeasuredValidator
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.package_metrics import IngestMetrics, ReplicaMetrics

@@ -30,10 +30,10 @@ from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.cold_loads import HeldElsewhere, held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
-from loramux.platform.openai_api.app import create_openai_app
-from loramux.platform.openai_api.error_responses import install_error_handling
-from loramux.platform.openai_api.health import health_router
-from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.listener.app import create_openai_app
+from loramux.platform.listener.health import health_router
+from loramux.platform.requests.error_responses import install_error_handling
+from loramux.platform.requests.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
@@ -169,6 +169,7 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
         applies_adapter_defaults=settings.adapter_generation_config == "auto",
         base_parsers=AnswerParsers(settings.tool_call_parser, settings.reasoning_parser),
         cors_origins=settings.cors_origins,
+        root_path=settings.root_path,
     )
 
 

@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loramux.adapter_store.errors import InvalidEval
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.request_body import validated
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.evals.file_digest import lines_sha256
 from loramux.platform.evals.schema_check import SchemaNotSupported, check_schema
-from loramux.platform.openai_api.request_body import validated
-from loramux.platform.openai_api.schemas import ChatRequest
 
 MAX_FILE_BYTES = 2 * 1024 * 1024
 MAX_CASES = 1000

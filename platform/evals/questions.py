@@ -12,18 +12,17 @@ import msgspec
 
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.evals.cases import Case
 from loramux.platform.generation.generation import Generation
-from loramux.platform.openai_api.answers import Document
 from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.completions import COMPLETIONS
-from loramux.platform.openai_api.endpoint import B, Endpoint, Received
-from loramux.platform.openai_api.error_responses import engine_unavailable
-from loramux.platform.openai_api.planning import make_plan
-from loramux.platform.openai_api.request_body import validated
-from loramux.platform.openai_api.request_life import constrain, prepare, reserve, resolve, run_and_settle
-from loramux.platform.openai_api.schemas import MAX_PRIORITY
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.answers import Document
+from loramux.platform.requests.endpoint import B, Endpoint, Received
+from loramux.platform.requests.error_responses import engine_unavailable
+from loramux.platform.requests.planning import make_plan
+from loramux.platform.requests.request_life import constrain, prepare, reserve, resolve, run_and_settle
+from loramux.platform.requests.services import GatewayServices
 
 ENDPOINT = "evals"
 """The endpoint of an eval's requests in the ledger and in metrics."""
@@ -118,6 +117,6 @@ async def _run_uncharged(generation: Generation) -> None:
 
 def _received(endpoint: Endpoint[B], fields: Mapping[str, Any]) -> Received[B]:
     document = {**fields, **_GREEDY}
-    body = validated(document, endpoint.body)
+    body = endpoint.parse(document)
     body.check()
     return Received(new_id("req"), body, len(msgspec.json.encode(document)))

@@ -1,1 +1,1 @@
-"""The public listener: routes, request and response shapes, errors, and the OpenAPI document."""
+"""OpenAI's chat and text completions, its list of models, and vLLM's tokenization: bodies and answers."""

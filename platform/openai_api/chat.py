@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from loramux.platform.generation.plan import Reasoning, Target
-from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.openai_api.authentication import Caller, Services
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.request_body import validated
+from loramux.platform.generation.plan import Target
 from loramux.platform.openai_api.chat_answer import ChatAnswer
-from loramux.platform.openai_api.chat_constraint import chat_constraint
-from loramux.platform.openai_api.chat_prompt import ChatPrompt
-from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Received, longest_prompt
-from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
+from loramux.platform.openai_api.chunks import ChunkedAnswer, chunked
 from loramux.platform.openai_api.openapi_schemas import ChatDocument
-from loramux.platform.openai_api.request_life import serve
-from loramux.platform.openai_api.schemas import ChatRequest
-from loramux.platform.openai_api.services import GatewayServices
-from loramux.platform.telemetry.tracing import traced
-from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tool_calls import harmony
-from loramux.platform.tool_calls.harmony import Channels, Harmony
+from loramux.platform.requests.authentication import Caller, Services
+from loramux.platform.requests.chat_preparation import constrain_chat, prepare_chat
+from loramux.platform.requests.endpoint import Endpoint, Prepared, Received
+from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
+from loramux.platform.requests.request_life import serve
+from loramux.platform.requests.services import GatewayServices
 from loramux.platform.tool_calls.parsers import find_parser
-from loramux.platform.tool_calls.reasoning import HARMONY
 
 router = APIRouter()
 
@@ -40,46 +37,22 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
     return await serve(request, services, caller, CHAT)
 
 
-async def _prepare(services: GatewayServices, target: Target, received: Received[ChatRequest]) -> Prepared:
-    body, settings = received.body, target.settings
-
-    def encoded(prompt: ChatPrompt) -> Prepared:
-        limit, adds_special_tokens = longest_prompt(services, body), body.adds_special_tokens
-        ids = target.tokenizer.encode_rendered(prompt.text, limit, add_special_tokens=adds_special_tokens)
-        return _read_as(prompt, ids, target.tokenizer)
-
-    if settings.template is None:
-        return await services.compute_if_long(
-            received.num_bytes, lambda: encoded(services.prompts.chat_prompts.render(body, settings.parsers))
-        )
-    with traced("render"), services.metrics.api.template_seconds.time():
-        prompt = await services.prompts.chat_prompts.render_with(target.tenant_id, settings, body)
-    return await services.compute_if_long(len(prompt.text), encoded, prompt)
-
-
-def _read_as(prompt: ChatPrompt, ids: tuple[int, ...], tokenizer: ModelTokenizer) -> Prepared:
-    """Decide how to parse the answer. Channels need the model's special tokens, so without them nothing is parsed."""
-    reasoning, tool_format = prompt.reasoning, prompt.tool_format
-    has_reasoning, has_calls = reasoning is not None and reasoning.markers is HARMONY, tool_format == harmony.NAME
-    if not has_reasoning and not has_calls:
-        return Prepared((ids,), reasoning, tool_format)
-    found = Harmony.of(tokenizer.special_token_id, tokenizer.token_bytes)
-    if found is None:
-        return Prepared((ids,))
-    place = found.end_of(ids)
-    channels = Channels(format=found, place=place, has_reasoning=has_reasoning, has_calls=has_calls)
-    if has_reasoning:
-        reasoning = Reasoning(HARMONY, is_open=place.message is not None and place.message.channel == harmony.ANALYSIS)
-    return Prepared((ids,), reasoning if has_reasoning else None, tool_format if has_calls else None, channels)
-
-
-def _constraint(target: Target, body: ChatRequest, prepared: Prepared) -> Constraint | None:
-    return chat_constraint(target.tokenizer, body, prepared)
-
-
 async def _shape(
     services: GatewayServices, target: Target, received: Received[ChatRequest], prepared: Prepared
+) -> ChunkedAnswer:
+    body = received.body
+    echoes = [body.echoed] * body.num_choices if body.echoed else []
+    return chunked(chat_answer(services, target, received, prepared, echoes), body, prepared.prompts)
+
+
+def chat_answer(
+    services: GatewayServices,
+    target: Target,
+    received: Received[ChatRequest],
+    prepared: Prepared,
+    echoes: Sequence[str],
 ) -> ChatAnswer:
+    """Build the documents of an answer whose choices repeat `echoes`. There are none if `echoes` is empty."""
     body, tool_format = received.body, prepared.tool_format
     hides_reasoning = body.include_reasoning is False and prepared.reasoning is not None
     return ChatAnswer(
@@ -96,7 +69,14 @@ async def _shape(
         num_prompt_logprobs=body.num_alternatives("prompt_logprobs"),
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         hides_reasoning=hides_reasoning,
+        echoes=echoes,
     )
 
 
-CHAT = Endpoint(name="chat", body=ChatRequest, prepare=_prepare, constraint=_constraint, shape=_shape)
+CHAT = Endpoint(
+    name="chat",
+    parse=partial(validated, model=ChatRequest),
+    prepare=prepare_chat,
+    constraint=constrain_chat,
+    shape=_shape,
+)

@@ -10,18 +10,10 @@ from loramux.engine.protocol.messages import PromptLogprob, TokenLogprobs
 from loramux.engine.text.detokenizer import new_detokenizer
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
-from loramux.platform.openai_api.answers import (
-    Chunk,
-    ChunkTemplates,
-    Document,
-    UsageSoFar,
-    merged,
-    name_by_id,
-    shown_logprob,
-    usage_body,
-)
+from loramux.platform.openai_api.chunks import Chunk, ChunkTemplates, UsageSoFar, usage_body
 from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body, shared_by_choices
 from loramux.platform.openai_api.text_offsets import TextOffsets, prompt_offsets
+from loramux.platform.requests.answers import Document, merged, name_by_id, shown_logprob
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 _NOT_ASKED: Document = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}

@@ -11,17 +11,19 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from loramux.engine.text.detokenizer import echoed_text
+from loramux.platform.bodies.request_body import validated
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Target
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.openai_api.authentication import Caller, Services
+from loramux.platform.openai_api.chunks import ChunkedAnswer, chunked
 from loramux.platform.openai_api.completion_answer import CompletionAnswer
-from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Prompts, Received, longest_prompt
-from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
+from loramux.platform.openai_api.completion_request import CompletionRequest
 from loramux.platform.openai_api.openapi_schemas import CompletionDocument
-from loramux.platform.openai_api.request_life import serve
-from loramux.platform.openai_api.schemas import CompletionRequest
-from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.requests.authentication import Caller, Services
+from loramux.platform.requests.endpoint import Endpoint, Prepared, Prompts, Received, longest_prompt
+from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
+from loramux.platform.requests.request_life import serve
+from loramux.platform.requests.services import GatewayServices
 
 T = TypeVar("T")
 
@@ -57,9 +59,9 @@ def _constraint(target: Target, body: CompletionRequest, prepared: Prepared) -> 
 
 async def _shape(
     services: GatewayServices, target: Target, received: Received[CompletionRequest], prepared: Prepared
-) -> CompletionAnswer:
+) -> ChunkedAnswer:
     body = received.body
-    return CompletionAnswer(
+    documents = CompletionAnswer(
         id=f"cmpl-{received.request_id.removeprefix('req_')}",
         model=body.model,
         created_s=int(time.time()),
@@ -77,10 +79,15 @@ async def _shape(
         shows_token_ids=bool(body.return_token_ids),
         echoes=await services.compute(_echoes, target, body, prepared.prompts) if body.echo else (),
     )
+    return chunked(documents, body, prepared.prompts)
 
 
 COMPLETIONS = Endpoint(
-    name="completions", body=CompletionRequest, prepare=_prepare, constraint=_constraint, shape=_shape
+    name="completions",
+    parse=partial(validated, model=CompletionRequest),
+    prepare=_prepare,
+    constraint=_constraint,
+    shape=_shape,
 )
 
 

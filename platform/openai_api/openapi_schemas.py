@@ -10,17 +10,6 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 
-class HealthDocument(TypedDict):
-    """All calls except `/health/live` add `engine` and `database`. If one of them is not ready, the admin listener also
-    adds a `reason`.
-    """
-
-    status: str
-    engine: NotRequired[bool]
-    database: NotRequired[bool]
-    reason: NotRequired[str]
-
-
 class ModelDocument(TypedDict):
     """A model that the caller may name. `root` is the version that it currently resolves to.
 
@@ -180,9 +169,3 @@ class TokenizerInfoDocument(TypedDict):
     pad_token: NotRequired[str]
     unk_token: NotRequired[str]
     chat_template: NotRequired[str]
-
-
-class ServerVersionDocument(TypedDict):
-    """The version of the server's software."""
-
-    version: str

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from loramux.engine.protocol.messages import PromptLogprob
 from loramux.platform.generation.choice import ChoiceDelta
-from loramux.platform.openai_api.answers import Document, shown_logprob
+from loramux.platform.requests.answers import Document, shown_logprob
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 

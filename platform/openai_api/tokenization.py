@@ -9,19 +9,20 @@ from pydantic import Field
 from starlette.responses import Response
 
 from loramux.platform.accounts.model_names import require_inference
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.request_body import parse_body, parse_object, read_body, validated
+from loramux.platform.bodies.sampling_fields import MAX_MODEL_NAME
+from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Target
-from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.chat import CHAT
-from loramux.platform.openai_api.endpoint import Received
-from loramux.platform.openai_api.error_responses import json_response, request_id_of
-from loramux.platform.openai_api.openapi import errors, takes
 from loramux.platform.openai_api.openapi_schemas import DetokenizeDocument, TokenizeDocument, TokenizerInfoDocument
-from loramux.platform.openai_api.request_body import parse_body, parse_object, read_body, validated
-from loramux.platform.openai_api.request_life import prepare, resolve
-from loramux.platform.openai_api.schemas import MAX_MODEL_NAME, ChatRequest
-from loramux.platform.openai_api.services import GatewayServices
-from loramux.platform.openai_api.strict_model import StrictModel
+from loramux.platform.requests.authentication import Caller, Services
+from loramux.platform.requests.endpoint import Received
+from loramux.platform.requests.error_responses import json_response, request_id_of
+from loramux.platform.requests.openapi import errors, takes
+from loramux.platform.requests.request_life import prepare, resolve
+from loramux.platform.requests.services import GatewayServices
 
 router = APIRouter()
 

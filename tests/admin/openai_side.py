@@ -12,7 +12,7 @@ from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.grammars.checker import GrammarChecker
-from loramux.platform.openai_api.services import GatewayServices, ModelInfo
+from loramux.platform.requests.services import GatewayServices, ModelInfo
 from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates

@@ -176,7 +176,8 @@ class GatewayLab:
                 # restart it.
                 self.start(gateway)
             try:
-                return httpx.get(f"http://127.0.0.1:{gateway.port}/health/ready", trust_env=False).status_code == 200
+                url = f"http://127.0.0.1:{gateway.port}/health/ready"
+                return httpx.get(url, trust_env=False, verify=False).status_code == 200
             except httpx.TransportError:
                 return False
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
-from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
-from loramux.platform.openai_api.openapi import operations
+from loramux.platform.listener.app import OPENAI_DOCUMENT, create_openai_app
+from loramux.platform.requests.openapi import operations
 from tests.admin.admin_side import TARGET, open_admin_side
 from tests.admin.openai_side import open_services
 from tests.demo_base import DEMO_BASE

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from loramux.platform.openai_api import unsupported_fields
-from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
-from loramux.platform.openai_api.unsupported_fields import Neutral
+from loramux.platform.bodies import unsupported_fields
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.generation_request import GenerationRequest, StreamOptions
+from loramux.platform.bodies.unsupported_fields import Neutral
+from loramux.platform.openai_api.completion_request import CompletionRequest
 
 HEAD = """# Request fields
 
@@ -50,7 +52,8 @@ MEANINGS = {
     "ebnf": "SGLang's name of `structured_outputs.grammar`",
     "early_stopping": "there is no beam search",
     "ec_transfer_params": "the server accepts text only",
-    "echo": "repeats the prompt before each choice, also in the log-probabilities; cannot be streamed with `logprobs`",
+    "echo": "completions: repeats the prompt before each choice, also in the log-probabilities, and cannot be streamed "
+    "with `logprobs`; chat: repeats the assistant's last message, which the answer continues",
     "extra_key": "prefix caches are separate for each tenant already",
     "frequency_penalty": "lowers the logits of tokens in proportion to how often they have occurred in the answer",
     "function_call": "the old form of `tool_choice`",

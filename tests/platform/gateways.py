@@ -23,10 +23,10 @@ from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.ledger.events import Ledger, UsageEvent
-from loramux.platform.openai_api.app import create_openai_app
-from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.listener.app import create_openai_app
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.replicas.routed_engine import RoutedEngine
+from loramux.platform.requests.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -102,7 +102,11 @@ async def open_gateway(
         templates=TenantTemplates(read_special_tokens(DEMO_BASE), tokenizer.chat_template),
         grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
         model=ModelInfo(
-            served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000, eos_token_ids=(1,)
+            served_name="base",
+            max_model_len=max(1024, max_model_len),
+            vocab_size=1024,
+            created_s=1_700_000_000,
+            eos_token_ids=(1,),
         ),
         executor=executor,
         settings=settings,

@@ -13,8 +13,8 @@ from starlette.types import Message, Receive, Scope, Send
 from loramux.admin.console.rest_calls import RestError
 from loramux.admin.console.visit import Visit
 from loramux.platform.accounts.model_names import INFERENCE_SCOPES
+from loramux.platform.bodies.request_body import parse_body, read_body
 from loramux.platform.errors import InvalidRequest, Unavailable
-from loramux.platform.openai_api.request_body import parse_body, read_body
 
 KEY_LIFETIME_S = 3600
 MAX_BODY_BYTES = 256 * 1024

@@ -23,7 +23,7 @@ from loramux.admin.rest.listing import (
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.accounts.keys import ApiKey, CreatedKey, KeyChanges
 from loramux.platform.errors import NotFound, PermissionDenied
-from loramux.platform.openai_api.openapi import errors, takes
+from loramux.platform.requests.openapi import errors, takes
 
 router = APIRouter(prefix="/api_keys", tags=["api_keys"])
 

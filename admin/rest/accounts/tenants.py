@@ -16,7 +16,7 @@ from loramux.admin.rest.purging import PurgeDocument
 from loramux.migrations.paging import Page
 from loramux.platform.accounts.tenants import Tenant, TenantChanges
 from loramux.platform.errors import NotFound, PermissionDenied
-from loramux.platform.openai_api.openapi import errors, takes
+from loramux.platform.requests.openapi import errors, takes
 
 router = APIRouter(prefix="/tenants", tags=["tenants"])
 

@@ -27,7 +27,7 @@ from loramux.admin.rest.purging import PurgeDocument
 from loramux.admin.rest.services import AdminServices
 from loramux.migrations.paging import Page
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
-from loramux.platform.openai_api.openapi import errors, takes
+from loramux.platform.requests.openapi import errors, takes
 
 router = APIRouter(prefix="/adapters", tags=["adapters"])
 

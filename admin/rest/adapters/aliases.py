@@ -26,7 +26,7 @@ from loramux.admin.rest.bodies import AliasTargets, Rollback, read_json, read_op
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds, whole_list
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import InvalidRequest, PermissionDenied
-from loramux.platform.openai_api.openapi import errors, takes
+from loramux.platform.requests.openapi import errors, takes
 
 router = APIRouter(prefix="/adapters/{adapter_id}/aliases", tags=["aliases"])
 

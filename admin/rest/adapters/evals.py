@@ -26,11 +26,11 @@ from loramux.admin.rest.listing import (
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.accounts.keys import ApiKey
 from loramux.platform.accounts.model_names import ModelResolver
+from loramux.platform.bodies.request_body import parse_body
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
 from loramux.platform.evals.cases import CaseFile, read_cases
 from loramux.platform.evals.payer import payer
-from loramux.platform.openai_api.openapi import errors, takes
-from loramux.platform.openai_api.request_body import parse_body
+from loramux.platform.requests.openapi import errors, takes
 
 router = APIRouter(tags=["evals"])
 

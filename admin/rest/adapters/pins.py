@@ -18,7 +18,7 @@ from loramux.admin.rest.services import AdminServices
 from loramux.engine.protocol.messages import AdapterState
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import Conflict, NotFound, Unavailable
-from loramux.platform.openai_api.openapi import errors
+from loramux.platform.requests.openapi import errors
 
 router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["residency"])
 

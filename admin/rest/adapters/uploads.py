@@ -21,9 +21,9 @@ from loramux.admin.rest.bodies import NewUpload, read_json
 from loramux.admin.rest.idempotency import keep_answer_until
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds
 from loramux.admin.rest.services import AdminServices
+from loramux.platform.bodies.request_body import content_encoding
 from loramux.platform.errors import InvalidRequest, NotFound
-from loramux.platform.openai_api.openapi import errors, takes, takes_bytes
-from loramux.platform.openai_api.request_body import content_encoding
+from loramux.platform.requests.openapi import errors, takes, takes_bytes
 
 router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 

@@ -19,7 +19,7 @@ from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.adapters.versions import Number
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import NotFound
-from loramux.platform.openai_api.openapi import answers_bytes, errors
+from loramux.platform.requests.openapi import answers_bytes, errors
 
 router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["versions"])
 

@@ -12,7 +12,7 @@ from loramux.adapter_store.registry.bases import Base, RejectedVersion
 from loramux.admin.rest.access import PlatformAdmin, PlatformReader, Services
 from loramux.admin.rest.bodies import TrafficWeights, read_json
 from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, whole_list
-from loramux.platform.openai_api.openapi import errors, takes
+from loramux.platform.requests.openapi import errors, takes
 
 router = APIRouter(prefix="/bases", tags=["bases"])
 

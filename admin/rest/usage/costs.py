@@ -10,7 +10,7 @@ from loramux.admin.rest.usage.usage_documents import CostsPage
 from loramux.admin.rest.usage.usage_query import Report, report_response
 from loramux.platform.amounts import decimal
 from loramux.platform.ledger.report import UsageRow
-from loramux.platform.openai_api.openapi import answers_rows
+from loramux.platform.requests.openapi import answers_rows
 
 router = APIRouter(prefix="/costs", tags=["usage"])
 

@@ -32,7 +32,7 @@ from loramux.admin.rest.listing import (
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import NotFound
 from loramux.platform.ledger.prices import GENERAL_SCOPES, Price
-from loramux.platform.openai_api.openapi import errors, takes
+from loramux.platform.requests.openapi import errors, takes
 
 router = APIRouter(prefix="/prices", tags=["prices"])
 

@@ -33,11 +33,11 @@ from loramux.admin.rest.listing import (
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.rest.usage.quota_subjects import caller_of, subject_of
 from loramux.platform.errors import ApiError, InvalidRequest, NotFound, PermissionDenied
-from loramux.platform.openai_api.openapi import takes
 from loramux.platform.quotas.decisions import PolicyVerdict
 from loramux.platform.quotas.metrics import METRICS
 from loramux.platform.quotas.overview import EffectiveLimit
 from loramux.platform.quotas.policies import QuotaPolicy
+from loramux.platform.requests.openapi import takes
 
 router = APIRouter(prefix="/quotas", tags=["quotas"])
 

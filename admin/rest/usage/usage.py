@@ -33,7 +33,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger.csv_lines import csv_line, csv_lines, ndjson_line
 from loramux.platform.ledger.events import UsageEvent
 from loramux.platform.ledger.report import UsageRow
-from loramux.platform.openai_api.openapi import answers_rows
+from loramux.platform.requests.openapi import answers_rows
 
 router = APIRouter(prefix="/usage", tags=["usage"])
 

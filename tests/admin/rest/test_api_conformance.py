@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
-from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
+from loramux.platform.listener.app import OPENAI_DOCUMENT, create_openai_app
 from tests.adapter_store.validation.hostile import TARGET
 from tests.admin.admin_side import open_admin_side
 from tests.admin.openai_side import open_services, served

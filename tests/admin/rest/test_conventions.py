@@ -32,8 +32,8 @@ from loramux.platform.accounts.model_names import ModelNotFound, ModelResolver
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import RequestCheckpoint, ReservationRequest
-from loramux.platform.openai_api import request_body
-from loramux.platform.openai_api.openapi import operations
+from loramux.platform.bodies import request_body
+from loramux.platform.requests.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
 from tests.admin.rest.adapters.pushed_versions import FILES, declared, push
 

@@ -25,7 +25,7 @@ from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.ledger.query import GROUPS
 from loramux.platform.ledger.rollups import UsageRollups
 from loramux.platform.ledger.settlement import Settlement
-from loramux.platform.openai_api.openapi import operations
+from loramux.platform.requests.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
 from tests.admin.app_client import CONSOLE_HOST
 from tests.admin.console.signed_in_browser import Browser, Stream

@@ -17,7 +17,7 @@ from loramux.admin.serving.app import create_admin_app
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions
 from loramux.platform.accounts.api_keys import ApiKeys
-from loramux.platform.openai_api import request_body
+from loramux.platform.bodies import request_body
 from tests.admin.admin_side import AdminSide
 from tests.admin.app_client import client_of
 

@@ -23,7 +23,7 @@ from loramux.platform.generation import generation, maintenance, plan
 from loramux.platform.generation.settlement_spool import LEFT, SettlementSpool
 from loramux.platform.generation.settler import Settler
 from loramux.platform.ledger.events import Ledger
-from loramux.platform.openai_api import planning
+from loramux.platform.requests import planning
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway
 from tests.platform.generation.refusing_postgres import refusing
@@ -226,7 +226,15 @@ async def until_all_is_settled(gateway: Gateway) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(("disk", "lab"), [("mounted", "spool"), *EACH], indirect=True)
+@pytest.mark.parametrize(
+    ("disk", "lab"),
+    [
+        ("mounted", "spool"),
+        pytest.param("mounted", "memory", marks=pytest.mark.campaign),
+        ("imitated", "memory"),
+    ],
+    indirect=True,
+)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__.replace("_", " "))
 async def test_disk_that_fills_up(
     lab: Lab, step: Callable[..., Awaitable[None]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -9,12 +9,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from loramux.engine.constraints.constraint_grammar import GrammarRefused
 from loramux.engine.constraints.limits import parser_limits
+from loramux.platform.bodies.request_body import validated
+from loramux.platform.bodies.response_formats import StructuredOutputs
+from loramux.platform.bodies.structural_tags import StructuralTag, structural_tag_constraint
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.check import checked_grammar
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.openai_api.request_body import validated
-from loramux.platform.openai_api.response_formats import StructuredOutputs
-from loramux.platform.openai_api.structural_tags import StructuralTag, structural_tag_constraint
 from loramux.platform.tool_calls.grammar import AnswerRules, Thinking
 from tests.engine.byte_vocabulary import byte_vocabulary
 

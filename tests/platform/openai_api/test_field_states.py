@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from loramux.engine.protocol.messages import Add
-from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.openai_api.completion_request import CompletionRequest
 from tests.docs.request_fields_page import known_fields
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ from loramux.adapter_store.formats.version_files.answer_parsers import AnswerPar
 from loramux.engine.constraints.vocabulary import load_vocabulary
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.openai_api.services import GatewaySettings
+from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.demo_base import DEMO_BASE
 from tests.platform.gateways import Gateway, open_gateway

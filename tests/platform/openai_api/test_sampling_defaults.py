@@ -12,8 +12,8 @@ from loramux.engine.protocol.messages import Add, SamplingParams
 from loramux.engine.scheduling.request_limits import sampling_problem
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.openai_api.schemas import CompletionRequest
-from loramux.platform.openai_api.services import GatewaySettings
+from loramux.platform.openai_api.completion_request import CompletionRequest
+from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
 

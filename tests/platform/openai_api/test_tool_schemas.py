@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from loramux.platform.bodies.tools import Tool
 from loramux.platform.grammars.check import checked_grammar
-from loramux.platform.openai_api.tools import Tool
 from tests.engine.byte_vocabulary import byte_vocabulary, ids
 
 X = {"properties": {"x": {"type": "integer"}}, "additionalProperties": False}

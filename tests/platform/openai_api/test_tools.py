@@ -14,7 +14,7 @@ from loramux.adapter_store.extensions import ExtensionKind, read_entries
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.openai_api.services import GatewaySettings
+from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.call_parser import CallParser
 from loramux.platform.tool_calls.parsers import TOOL_PARSERS

@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from loramux.engine.protocol.messages import Add
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.bodies.request_body import validated
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.openai_api.request_body import validated
-from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from loramux.platform.openai_api.completion_request import CompletionRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from loramux.adapter_store.formats.version_files.added_vocabulary import (
 )
 from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
-from loramux.platform.openai_api.services import GatewaySettings
+from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
 

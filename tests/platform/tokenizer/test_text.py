@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE
 from loramux.engine.text.detokenizer import StopStrings, echoed_text, new_detokenizer
+from loramux.platform.bodies.chat_request import ChatRequest
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.openai_api.chat_prompt import ChatPrompts
-from loramux.platform.openai_api.schemas import ChatRequest
+from loramux.platform.requests.chat_prompt import ChatPrompts
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates

@@ -1,0 +1,1 @@
+"""Request bodies: how they are read and validated, and the fields that several surfaces share."""

@@ -1,0 +1,192 @@
+"""The messages of a chat request, in the form that chat templates expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import AfterValidator, Field, PlainValidator
+from pydantic_core import PydanticKnownError
+from typing_extensions import TypedDict
+
+from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
+from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.tokenizer.content_form import ContentForms, formed_content
+from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH, is_function_name
+
+MAX_ID_CHARACTERS = 256
+
+PART_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Fields of a text part that tell Anthropic's and OpenAI's servers where to cache the prompt. They have no effect."""
+
+T = TypeVar("T")
+
+Content: TypeAlias = str | tuple[str, ...]
+"""A message's content: a string, or the texts of the content parts that the client sent."""
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+def _content(value: Any) -> Content | None:
+    if value is None or isinstance(value, str):
+        return _encodable(value)
+    if not isinstance(value, list):
+        raise PydanticKnownError("string_type")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('only parts {"type": "text", "text": ...} are supported')
+        if not part.keys() <= {"type", "text", *PART_HINTS}:
+            raise ValueError("a text part can have only the fields type, text and cache_control")
+        texts.append(_encodable(part["text"]))
+    return tuple(texts) or ""
+
+
+def _encodable(text: T) -> T:
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise PydanticKnownError("string_unicode") from None
+    return text
+
+
+def _called_name(name: str) -> str:
+    if not is_function_name(name):
+        raise ValueError(f"a function's name must have 1 to {MAX_NAME_LENGTH} printable characters")
+    return name
+
+
+class CalledFunction(StrictModel):
+    """A model may call functions that were not offered, so accept every name that our parsers accept."""
+
+    name: Annotated[str, AfterValidator(_called_name)]
+    arguments: str
+    parsed_arguments: Any = None
+    """The OpenAI clients' helpers add this field to the calls that they send back. It has no effect."""
+    provider_specific_fields: Any = None
+    """litellm adds this field. It has no effect."""
+
+
+class ToolCall(StrictModel):
+    id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """The call's index in a streamed answer. Clients that join the chunks send it back. It has no effect."""
+    provider_specific_fields: Any = None
+    extra_content: Any = None
+    """litellm and Gemini's OpenAI endpoint add these fields to calls. They have no effect."""
+
+
+class ChatMessage(StrictModel):
+    """One message.
+
+    Clients send the server's answers back, with any number of calls. The fields that can only be null or empty appear
+    in these answers or are added by OpenAI's clients, whose helpers also add `parsed`. litellm adds
+    `provider_specific_fields` and `thinking_blocks`, OpenRouter `reasoning_details`, and clients written for Anthropic
+    `cache_control`. None of these fields has an effect: templates read `reasoning_content`.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Content | None, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = (
+        None
+    )
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = Field(None, max_length=MAX_ID_CHARACTERS)
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    thinking_blocks: Any = None
+    reasoning_details: Any = None
+    cache_control: Any = None
+
+    @property
+    def text(self) -> str:
+        """The content as a string."""
+        return self.content if isinstance(self.content, str) else "\n".join(self.content or ())
+
+
+def template_messages(
+    messages: Sequence[ChatMessage], forms: ContentForms, *, arguments_as_text: bool = False
+) -> list[dict[str, Any]]:
+    """Convert messages to dicts for a chat template, with contents in the form that it reads, and with the arguments of
+    tool calls as objects or as text.
+
+    Raises InvalidRequest for missing content, for fields that do not suit a message's role, and for tool messages that
+    answer no earlier call.
+    """
+    names: dict[str, str] = {}
+    return [
+        _message(message, f"messages[{index}]", names, forms, arguments_as_text)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _message(
+    message: ChatMessage, param: str, names: dict[str, str], forms: ContentForms, as_text: bool
+) -> dict[str, Any]:
+    """Convert one message. `names` maps the ID of each earlier call to the name of its function."""
+    # "developer" is OpenAI's newer name for the system role. Chat templates use the older one.
+    role = "system" if message.role == "developer" else message.role
+    if message.content is None and not (role == "assistant" and message.tool_calls):
+        raise InvalidRequest(
+            f"{param}.content is required", param=f"{param}.content", code="missing_required_parameter"
+        )
+    _check_role(message, param)
+    shown: dict[str, Any] = {"role": role, "content": formed_content(forms.of(role), message.content or "")}
+    if message.name is not None:
+        shown["name"] = message.name
+    if role == "tool":
+        call_id = message.tool_call_id
+        if call_id not in names:
+            raise InvalidRequest(
+                "no earlier message has a tool call with this id",
+                param=f"{param}.tool_call_id",
+                code="missing_required_parameter" if call_id is None else "invalid_value",
+            )
+        # Some templates show the function's name with its result.
+        shown |= {"tool_call_id": call_id, "name": names[call_id]}
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if reasoning is not None:
+        shown["reasoning_content"] = reasoning
+    if message.tool_calls:
+        shown["tool_calls"] = [_call(call, as_text) for call in message.tool_calls]
+        names |= {call.id: call.function.name for call in message.tool_calls}
+    return shown
+
+
+def _check_role(message: ChatMessage, param: str) -> None:
+    """Raise InvalidRequest if a field belongs to another role."""
+    for role, fields in (("assistant", ("tool_calls", "reasoning_content", "reasoning")), ("tool", ("tool_call_id",))):
+        found = next((name for name in fields if getattr(message, name) not in (None, [])), None)
+        if found is not None and message.role != role:
+            raise InvalidRequest(f"only {role} messages have {found}", param=f"{param}.{found}", code="invalid_value")
+
+
+def _call(call: ToolCall, as_text: bool) -> dict[str, Any]:
+    shown = call.function.arguments if as_text else _arguments(call.function.arguments)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": shown}}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object, which most templates require.
+
+    An answer can be cut off inside the arguments, and a model can write malformed ones. The server returns both as they
+    are, and a conversation must be able to continue with them. Such text becomes the value of the key `arguments`.
+    """
+    try:
+        arguments = parse_strict_json(text.encode() or b"{}", are_keys_unique=False)
+    except InvalidJson:
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": text}

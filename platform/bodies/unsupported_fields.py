@@ -1,0 +1,164 @@
+"""Fields of OpenAI, vLLM and SGLang that this server does not have, and the values of them that it accepts.
+
+Clients send fields that they never set. A field is accepted if its value asks for nothing: null, the default that its
+vendor documents, or an empty value that means the same as null. The tables list these values except null, which is
+accepted for every field. A request with any other value is refused, and the error names the field.
+
+Sources: OpenAI's API reference and openai-python 3.57, and the request classes of vLLM 0.33 and SGLang 0.5.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+Neutral: TypeAlias = Mapping[str, tuple[Any, ...]]
+
+BOTH: Neutral = {
+    # vLLM
+    "cache_salt": (),
+    "early_stopping": (False,),
+    "ec_transfer_params": ({},),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mm_payload": ("tensors",),
+    "mm_processor_kwargs": ({},),
+    "repetition_detection": (),
+    "request_id": (),
+    # Earlier versions of vLLM document true. Both values matter only for its render endpoints.
+    "return_mm_kwargs": (True,),
+    "return_token_offsets": (False,),
+    "return_weight_versions": (False,),
+    "routed_experts_prompt_start": (0,),
+    "session_id": (),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    # SGLang
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "data_parallel_rank": (),
+    "disagg_prefill_dp_rank": (),
+    "extra_key": (),
+    "lora_path": (),
+    "no_stop_trim": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "rid": (),
+    "routed_dp_rank": (),
+    "session_params": ({},),
+    "stop_regex": ([],),
+}
+"""Fields of both endpoints."""
+
+CHAT: Neutral = {
+    **BOTH,
+    # OpenAI
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "media_io_kwargs": ({},),
+    "return_prompt_text": (False,),
+    # SGLang
+    "max_dynamic_patch": (),
+    "min_dynamic_patch": (),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+}
+
+COMPLETIONS: Neutral = {
+    **BOTH,
+    # OpenAI
+    "suffix": ("",),
+    # vLLM
+    "add_special_tokens": (True,),
+    "prompt_embeds": (),
+    "thinking_token_budget": (-1,),
+    # SGLang
+    "custom_labels": ({},),
+}
+
+RESPONSES: Neutral = {
+    # OpenAI
+    "access_programs": (),
+    "background": (False,),
+    "context_management": ([],),
+    "image": ({},),
+    "moderation": (),
+    "prompt": (),
+    # vLLM
+    "cache_salt": (),
+    "enable_response_messages": (False,),
+    "kv_transfer_params": ({},),
+    "mm_processor_kwargs": ({},),
+    "previous_input_messages": ([],),
+    "request_id": (),
+    "vllm_xargs": ({},),
+}
+
+FUNCTION: Neutral = {"defer_loading": (False,)}
+"""Fields of a function and of a tool."""
+
+RESPONSE_FORMAT: Neutral = {"json_schema": ()}
+"""Fields of a `response_format` of another type."""
+
+STRUCTURED_OUTPUTS: Neutral = {
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "whitespace_pattern": (),
+}
+
+RESPONSES_TOOL: Neutral = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+    "output_schema": (),
+}
+"""Fields of a tool of the Responses API."""
+
+RESPONSES_ITEM: Neutral = {
+    "async": (False,),
+    # The name that openai-python's `model_dump` gives the field.
+    "async_": (False,),
+    "caller": ({"type": "direct"},),
+    "created_by": (),
+    "namespace": (),
+}
+"""Fields of an input item of the Responses API."""
+
+RESPONSES_TEXT: Neutral = {"verbosity": ("medium",)}
+
+RESPONSES_REASONING: Neutral = {"context": ("auto",), "mode": ("standard",)}
+
+NESTED = frozenset(
+    {
+        *FUNCTION,
+        *RESPONSE_FORMAT,
+        *STRUCTURED_OUTPUTS,
+        *RESPONSES_TOOL,
+        *RESPONSES_ITEM,
+        *RESPONSES_TEXT,
+        *RESPONSES_REASONING,
+    }
+)
+
+
+def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Return whether `value` is null or one of the neutral values. 1 equals 1.0, but neither equals true."""
+    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

@@ -1,0 +1,105 @@
+"""The OpenAI listener."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from loramux.platform.listener import models
+from loramux.platform.listener.cross_origin import CrossOrigin
+from loramux.platform.listener.direct_routes import DirectRoutes
+from loramux.platform.listener.error_forms import error_form
+from loramux.platform.listener.health import HEALTH_PATHS, health_router
+from loramux.platform.listener.openapi_route import ListenerDocument
+from loramux.platform.listener.root_path import RootPath
+from loramux.platform.listener.trace_middleware import TraceMiddleware
+from loramux.platform.messages_api import messages
+from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, tokenization
+from loramux.platform.requests.authentication import Caller, authenticated
+from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
+from loramux.platform.requests.services import GatewayServices
+from loramux.platform.responses_api import responses
+from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
+
+ENDPOINTS = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
+    "/v1/chat/completions/batch": "chat",
+    "/invocations": "invocations",
+    "/v1/models": "models",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+
+OPENAI_DOCUMENT = ListenerDocument(
+    description="""The OpenAI-compatible API of loramux.
+
+Send `Authorization: Bearer KEY`. The `model` field names the base or an adapter: `[tenant/]adapter[@version | :alias]`.
+OpenAI fields that this server does not support are refused by name; none is ignored if it would change the answer.
+With `stream: true`, the response is a stream of server-sent events that ends with `data: [DONE]`; a stream that fails
+ends with an error instead. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and
+every response has an `x-request-id`.
+
+`/v1/messages` speaks Anthropic's Messages API, with Anthropic's headers, streams and errors.""",
+    public=HEALTH_PATHS,
+    readers="Any API key gives access to this document.",
+)
+
+
+class ServerVersionDocument(TypedDict):
+    """The version of the server's software."""
+
+    version: str
+
+
+version_router = APIRouter()
+
+
+@version_router.get("/version", tags=["server"], response_model=ServerVersionDocument)
+async def server_version(caller: Caller) -> Response:
+    """Report the version of the server's software."""
+    return json_response({"version": version("loramux")})
+
+
+def create_openai_app(services: GatewayServices) -> FastAPI:
+    """Create the app. `services.run.maintenance.run()` must run alongside it."""
+    # Only the health routes are public. FastAPI's documentation pages are off.
+    app = FastAPI(
+        title="loramux",
+        version=version("loramux"),
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.state.services = services
+    for surface in (completions, chat, batch_chat, invocations, responses, messages, models, tokenization, load):
+        app.include_router(surface.router)
+    app.include_router(version_router)
+    app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
+    app.include_router(health_router(services.database, services.engine, services.trouble))
+    errors = ErrorResponses(form_of=error_form)
+    handlers = {
+        "/v1/completions": completions.create_completion,
+        "/v1/chat/completions": chat.create_chat_completion,
+        "/v1/responses": responses.create_response,
+        "/v1/messages": messages.create_message,
+    }
+    # Middleware that is added later wraps middleware that was added earlier.
+    app.add_middleware(DirectRoutes, handlers=handlers, errors=errors)
+    count = counting_endpoints(services.metrics.api, ENDPOINTS, services.settings.logs_answers)
+    app.add_middleware(HttpMetrics, count=count)
+    if services.tracing is not None:
+        app.add_middleware(TraceMiddleware, tracing=services.tracing, paths=frozenset(ENDPOINTS))
+    install_error_handling(app, errors)
+    if services.settings.cors_origins:
+        app.add_middleware(CrossOrigin, origins=services.settings.cors_origins)
+    if services.settings.root_path:
+        app.add_middleware(RootPath, root=services.settings.root_path)
+    return app

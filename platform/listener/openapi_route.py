@@ -1,0 +1,48 @@
+"""Serves a listener's `/openapi.json` to authenticated callers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.params import Depends
+from starlette.responses import Response
+
+from loramux.platform.requests.error_responses import json_response
+from loramux.platform.requests.openapi import describe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenerDocument:
+    """The parts of a listener's OpenAPI document that do not come from its routes."""
+
+    description: str
+    public: frozenset[str]
+    """Paths that need no key."""
+    readers: str
+    """A sentence that says who can read the document."""
+    is_idempotent: bool = False
+    """Whether POST operations that need a key accept an Idempotency-Key."""
+
+    def of(self, app: FastAPI) -> dict[str, Any]:
+        return describe(app, description=self.description, public=self.public, is_idempotent=self.is_idempotent)
+
+    def router(self, caller: Depends) -> APIRouter:
+        """Return a router that serves the document to callers that the dependency `caller` admits."""
+        router = APIRouter()
+
+        @router.get(
+            "/openapi.json",
+            tags=["server"],
+            response_model=dict[str, Any],
+            description=f"This document. {self.readers}",
+            dependencies=[caller],
+        )
+        async def get_openapi_document(request: Request) -> Response:
+            app = request.app
+            if not hasattr(app.state, "openapi_body"):
+                app.state.openapi_body = json_response(self.of(app)).body
+            return Response(app.state.openapi_body, media_type="application/json")
+
+        return router

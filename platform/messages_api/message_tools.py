@@ -1,0 +1,100 @@
+"""The tools that a Messages request offers, and its `tool_choice`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.bodies.tools import MAX_TOOLS, FunctionDefinition, Parameters, Tool, ToolChoice
+from loramux.platform.bodies.unsupported_fields import Neutral
+from loramux.platform.messages_api.blocks import MAX_SHOWN_TYPE
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+"""A tool's name, as in the Messages API."""
+
+
+class MessageTool(StrictModel):
+    NEUTRAL: ClassVar[Neutral] = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "input_examples": ([],),
+    }
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: Parameters
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    """Has no effect: inputs are always streamed as they are generated."""
+    cache_control: Any = None
+
+    def chat_tool(self) -> Tool:
+        function = FunctionDefinition.model_construct(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool.model_construct(type="function", function=function)
+
+
+def _is_custom(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise ValueError(
+            f"{kind[:MAX_SHOWN_TYPE]} is not supported: this server runs no tools itself, and its models know no "
+            "built-in tools. Describe the tool with a name and an input_schema"
+        )
+    return tool
+
+
+def _different(tools: list[MessageTool]) -> list[MessageTool]:
+    if len({tool.name for tool in tools}) < len(tools):
+        raise ValueError("two tools have the same name")
+    return tools
+
+
+MessageTools = Annotated[
+    list[Annotated[MessageTool, BeforeValidator(_is_custom, json_schema_input_type=MessageTool)]],
+    Field(fail_fast=True, max_length=MAX_TOOLS),
+    AfterValidator(_different),
+]
+
+
+class AnyChoice(StrictModel):
+    """`auto` lets the model decide, and `any` makes it call a tool."""
+
+    type: Literal["auto", "any"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoChoice(StrictModel):
+    type: Literal["none"]
+
+
+class NamedChoice(StrictModel):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+MessageToolChoice: TypeAlias = Annotated[AnyChoice | NoChoice | NamedChoice, Field(discriminator="type")]
+
+
+def chat_choice(choice: MessageToolChoice | None) -> ToolChoice | None:
+    match choice:
+        case None:
+            return None
+        case NoChoice():
+            return ToolChoice("none")
+        case NamedChoice(name=name):
+            return ToolChoice("named", frozenset({name}))
+        case AnyChoice(type="any"):
+            return ToolChoice("required")
+        case AnyChoice():
+            return ToolChoice("auto")
+
+
+def is_parallel(choice: MessageToolChoice | None) -> bool | None:
+    """Return False if the request allows only one call per answer, otherwise None."""
+    return False if not isinstance(choice, NoChoice | None) and choice.disable_parallel_tool_use else None

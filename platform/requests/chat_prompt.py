@@ -1,0 +1,133 @@
+"""Renders a conversation into a prompt, and derives from the chat template how to parse the model's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
+from loramux.platform.accounts.version_settings import VersionSettings
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.conversation import template_messages
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.generation.plan import Reasoning
+from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.platform.tokenizer.content_form import ContentForms
+from loramux.platform.tokenizer.conversation import TemplateRefused
+from loramux.platform.tokenizer.template_check import TemplateFeatures
+from loramux.platform.tokenizer.tenant_templates import TenantTemplates
+from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser, last_marker
+from loramux.platform.tool_calls.reasoning import HARMONY
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    text: str
+    reasoning: Reasoning | None
+    """None if the answer contains no reasoning."""
+    tool_format: str | None
+    """The format of tool calls. None if the request offers no tools, or if calls are not parsed."""
+
+
+class ChatPrompts:
+    """Renders with the base's chat template, or with a template that a tenant uploaded with an adapter."""
+
+    def __init__(self, base: ChatTemplate | None, tenants: TenantTemplates) -> None:
+        self._base, self._base_features = base, _features(base)
+        self._tenants = tenants
+
+    def render(self, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
+        """Render with the base's template. `parsers` are the parsers chosen for the model. Raises InvalidRequest."""
+        if self._base is None:
+            raise InvalidRequest(
+                "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
+            )
+        arguments = _arguments(body, self._base_features)
+        source = self._base.source(has_tools=arguments["tools"] is not None)
+        return _prompt(self._base.render(**arguments), source, body, parsers)
+
+    async def render_with(self, tenant_id: str, settings: VersionSettings, body: ChatRequest) -> ChatPrompt:
+        """Render with the version's own template. Raises InvalidRequest, RateLimited or Unavailable."""
+        source, special_tokens = settings.template, settings.special_tokens
+        assert source is not None
+        features = await self._tenants.features(tenant_id, source, special_tokens)
+        arguments = _arguments(body, features)
+        text = await self._tenants.render(tenant_id, source, **arguments, special_tokens=special_tokens)
+        return _prompt(text, source, body, settings.parsers)
+
+    def close(self) -> None:
+        self._tenants.close()
+
+
+def _features(template: ChatTemplate | None) -> TemplateFeatures | None:
+    try:
+        return None if template is None else template.features()
+    except TemplateRefused:
+        # Each request that renders the template fails with the reason.
+        return None
+
+
+def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
+    markers, reasoning = chosen_markers(parsers, source), None
+    if markers is None and body.max_thinking_tokens is not None and body.requires_reasoning:
+        raise InvalidRequest(
+            "this model's answers have no separate reasoning",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
+    if markers is HARMONY:
+        # In the harmony format, the end marker can end any message. Whether the prompt ends within the reasoning is
+        # determined later, from its tokens.
+        reasoning = Reasoning(markers, is_open=False)
+    elif markers is not None:
+        last = last_marker(text, markers, _continued(body))
+        # If the prompt has already ended the reasoning, the answer contains none.
+        if last != markers.end:
+            reasoning = Reasoning(markers, is_open=last == markers.begin)
+    return ChatPrompt(text, reasoning, chosen_parser(parsers, source) if body.offered_tools else None)
+
+
+def _continued(body: ChatRequest) -> str:
+    """Return the beginning of the answer if the request contains one, otherwise ""."""
+    final = body.messages[-1]
+    return final.text if body.continue_final_message and final.role == "assistant" else ""
+
+
+def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str, Any]:
+    """Return the arguments for a template's `render`. Raises InvalidRequest if the template does not support one of
+    them.
+    """
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
+    if tools is not None and (features is None or not features.tools):
+        raise InvalidRequest(
+            "this model's chat template does not support tools", param="tools", code="unsupported_parameter"
+        )
+    as_text = features is not None and features.arguments_as_text
+    forms = ContentForms() if features is None else features.content
+    return {
+        "messages": template_messages(body.messages, forms, arguments_as_text=as_text),
+        "tools": tools,
+        "kwargs": _kwargs(body, features),
+        "add_generation_prompt": body.add_generation_prompt is not False,
+        "continue_final_message": bool(body.continue_final_message),
+    }
+
+
+def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str, Any]:
+    """Return the template's additional variables. `chat_template_kwargs` takes precedence over `reasoning_effort`."""
+    effort, kwargs = body.reasoning_effort, body.chat_template_kwargs or {}
+    if effort is None:
+        return kwargs
+    known: dict[str, Any] = {}
+    if features is not None and features.thinking_switch is not None:
+        known[features.thinking_switch] = effort != "none"
+    if features is not None and features.reasoning_effort:
+        known["reasoning_effort"] = effort
+    if not known and effort != "none" and body.requires_reasoning:
+        raise InvalidRequest(
+            "this model's chat template does not use reasoning_effort",
+            param="reasoning_effort",
+            code="unsupported_parameter",
+        )
+    return {**known, **kwargs}

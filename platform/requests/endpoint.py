@@ -1,0 +1,71 @@
+"""Defines how generation endpoints differ in reading prompts from a body and in building a response."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.generation.plan import Reasoning, Target
+from loramux.platform.grammars.constraint import Constraint
+from loramux.platform.requests.answers import Answer
+from loramux.platform.requests.services import GatewayServices
+from loramux.platform.tool_calls.harmony import Channels
+from loramux.platform.tool_calls.parsers import find_parser
+
+B = TypeVar("B", bound=GenerationRequest)
+B_co = TypeVar("B_co", bound=GenerationRequest, covariant=True)
+
+Prompts = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    prompts: Prompts
+    reasoning: Reasoning | None = None
+    """None if the answer contains no reasoning."""
+    tool_format: str | None = None
+    """The format of tool calls. None if the request offers no tools, or if calls are not parsed."""
+    channels: Channels | None = None
+    """The rules for reading the answer's channels. None if the answer has no channels."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The token ids of words that the answer must not contain."""
+    activations: tuple[int | None, ...] = ()
+    """See `Plan.activations`. Set after the prompts have been truncated."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers of calls and reasoning that are part of the answer's text."""
+        if self.channels is not None:
+            return ()
+        parser = None if self.tool_format is None else find_parser(self.tool_format)
+        calls = () if parser is None else (*parser.markers, *parser.ends)
+        return calls if self.reasoning is None else (*calls, self.reasoning.markers.begin, self.reasoning.markers.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Generic[B_co]):
+    """A request with its validated body. `num_bytes` is the body's length."""
+
+    request_id: str
+    body: B_co
+    num_bytes: int
+
+
+def longest_prompt(services: GatewayServices, body: GenerationRequest) -> int | None:
+    """Return the maximum length of a prompt in tokens, or None if longer prompts are truncated."""
+    return services.max_model_len if body.truncate_prompt_tokens is None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint(Generic[B]):
+    name: str
+    parse: Callable[[dict[str, Any]], B]
+    """Validates a JSON object as the body, without the checks of `GenerationRequest.check`. Raises InvalidRequest."""
+    prepare: Callable[[GatewayServices, Target, Received[B]], Awaitable[Prepared]]
+    """Tokenises a body's prompts. Raises InvalidRequest, RateLimited or Unavailable."""
+    constraint: Callable[[Target, B, Prepared], Constraint | None]
+    """The constraint on the answer. Raises InvalidRequest."""
+    shape: Callable[[GatewayServices, Target, Received[B], Prepared], Awaitable[Answer]]
+    """Creates the object that builds the response bodies. Called before generation starts."""

@@ -1,0 +1,195 @@
+"""The only place that turns exceptions into responses. It also gives every response its `x-request-id`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loramux.migrations.database import ReadTooLong
+from loramux.migrations.identifiers import new_id
+from loramux.platform.admission.database_health import DatabaseTrouble
+from loramux.platform.admission.group_commit import CommitterClosed
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
+
+ENGINE_RETRY_S = 5.0
+DATABASE_RETRY_S = 5.0
+
+Translation = Callable[[Exception], ApiError]
+log = structlog.get_logger()
+
+
+def engine_unavailable(_: Exception | None = None) -> ApiError:
+    return Unavailable("the engine is restarting; try again", code="engine_unavailable", retry_after_s=ENGINE_RETRY_S)
+
+
+def quota_unavailable(_: Exception | None = None) -> ApiError:
+    return Unavailable(
+        "the database cannot be reached; try again", code="quota_unavailable", retry_after_s=DATABASE_RETRY_S
+    )
+
+
+def _read_too_long(_: Exception) -> ApiError:
+    return Unavailable(
+        "the database took too long: ask for a shorter range or fewer rows, or try again later",
+        code="read_timeout",
+        retry_after_s=DATABASE_RETRY_S,
+    )
+
+
+TRANSLATIONS: Mapping[type[Exception], Translation] = {
+    EngineUnavailable: engine_unavailable,
+    OperationalError: quota_unavailable,
+    InterfaceError: quota_unavailable,
+    PoolTimeout: quota_unavailable,
+    DatabaseTrouble: quota_unavailable,
+    CommitterClosed: quota_unavailable,
+    ReadTooLong: _read_too_long,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorForm:
+    """How a surface writes errors, and the header in which its clients look for the ID of a request."""
+
+    body: Callable[[ApiError, str], Any]
+    """Returns the body for an error and the ID of the request."""
+    status: Callable[[ApiError], int] = lambda error: error.status
+    id_header: str = "x-request-id"
+
+
+OPENAI_ERRORS = ErrorForm(body=lambda error, _: error.envelope())
+
+FormOf = Callable[[Scope], ErrorForm]
+"""Returns the form of the errors of a request."""
+
+
+class ErrorResponses:
+    """Turns exceptions into responses. `translations` maps further exception types to functions that turn them and
+    their subclasses into ApiErrors.
+    """
+
+    def __init__(
+        self,
+        translations: Mapping[type[Exception], Translation] | None = None,
+        form_of: FormOf = lambda _: OPENAI_ERRORS,
+    ) -> None:
+        self._known = {**TRANSLATIONS, **(translations or {})}
+        self.form_of = form_of
+
+    @property
+    def kinds(self) -> tuple[type[Exception], ...]:
+        """The exceptions that `answer` turns into a response. `answer` re-raises any other exception."""
+        return (ApiError, HTTPException, RequestValidationError, *self._known)
+
+    async def answer(self, request: Request, error: Exception) -> Response:
+        told = error if isinstance(error, ApiError) else _translated(error, self._known)
+        request.state.error_code = told.code
+        return error_response(told, self.form_of(request.scope), request_id_of(request))
+
+
+def install_error_handling(app: FastAPI, errors: ErrorResponses | None = None) -> None:
+    """Make an app return every error as an error envelope and add `x-request-id` to every response."""
+    errors = errors or ErrorResponses()
+    for kind in errors.kinds:
+        app.add_exception_handler(kind, errors.answer)
+    app.add_middleware(RequestIds, form_of=errors.form_of)
+
+
+def error_response(error: ApiError, form: ErrorForm = OPENAI_ERRORS, request_id: str = "") -> Response:
+    return json_response(form.body(error, request_id), form.status(error), error.response_headers())
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def request_id_of(request: Request) -> str:
+    """Return the identifier that the response, the logs and the ledger give the request."""
+    return str(request.state.request_id)
+
+
+class RequestIds:
+    """Middleware around the whole app: gives each request its ID, and turns uncaught exceptions into a 500 response.
+
+    It also removes the server's own scheme and host from redirects. A proxy may not report the scheme of its clients,
+    and a redirect from https to http would send their keys unencrypted.
+    """
+
+    def __init__(self, app: ASGIApp, form_of: FormOf = lambda _: OPENAI_ERRORS) -> None:
+        self._app = app
+        self._form_of = form_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # Never use an ID that the client chose, because it could collide with another one in the ledger.
+        request_id = new_id("req")
+        scope.setdefault("state", {})["request_id"] = request_id
+        form = self._form_of(scope)
+        has_started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers[form.id_header] = request_id
+                if message["status"] == 307:
+                    headers["location"] = _relative(headers["location"], Request(scope))
+            await send(message)
+
+        # Every log line written for this request carries its id.
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_named)
+            except Exception:
+                log.exception("request failed", path=scope["path"])
+                if has_started:
+                    raise
+                failure = error_response(ApiError("internal error; see the server's log"), form, request_id)
+                await failure(scope, receive, send_named)
+
+
+def _relative(location: str, request: Request) -> str:
+    """Return the path of a redirect to this server, or another redirect unchanged."""
+    origin = f"{request.url.scheme}://{request.url.netloc}"
+    path = location.removeprefix(origin)
+    # A browser reads `//host` as another server.
+    return path if path.startswith("/") and not path.startswith("//") else location
+
+
+def _translated(error: Exception, known: Mapping[type[Exception], Translation]) -> ApiError:
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        return InvalidRequest(str(first["msg"]), param=".".join(str(part) for part in first["loc"][1:]) or None)
+    if isinstance(error, HTTPException):
+        return _of_status(error)
+    for kind in type(error).__mro__:
+        if kind in known:
+            log.warning("request refused", error=repr(error))
+            return known[kind](error)
+    raise error
+
+
+def _of_status(error: HTTPException) -> ApiError:
+    if error.status_code == 404:
+        return NotFound("there is nothing at this path")
+    if error.status_code == 405:
+        return MethodNotAllowed("this path does not support the method", headers=error.headers)
+    if error.status_code < 500:
+        return InvalidRequest(str(error.detail))
+    return ApiError(str(error.detail))

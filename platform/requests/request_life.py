@@ -1,0 +1,212 @@
+"""The steps of a request that both generation endpoints share, in order, from reading the body to settlement."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from loramux.engine.sequences.activation import activations
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.bodies.request_body import parse_body_on, read_body
+from loramux.platform.errors import ApiError
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.generation import Generation
+from loramux.platform.generation.plan import Plan, Target
+from loramux.platform.grammars.constraint import Constraint
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, exceeded_headers, rate_limit_headers
+from loramux.platform.requests import sse
+from loramux.platform.requests.answers import Answer
+from loramux.platform.requests.endpoint import B, Endpoint, Prepared, Received
+from loramux.platform.requests.error_responses import engine_unavailable, json_response, request_id_of
+from loramux.platform.requests.planning import check_untokenised, make_plan, truncated
+from loramux.platform.requests.services import GatewayServices
+from loramux.platform.telemetry.tracing import describe, traced
+
+CLIENT_CLOSED = 499
+"""The status that metrics record when a request's client disconnects. It is never sent."""
+
+
+async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
+    """Handle a request by an authenticated caller.
+
+    If the request fails before the response starts, raises ApiError or an exception that ErrorResponses translates.
+    """
+    received = await read(request, services, endpoint)
+    return await serve_received(request, services, caller, endpoint, received)
+
+
+async def serve_received(
+    request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B], received: Received[B]
+) -> Response:
+    """Handle a request whose body has been read and checked. See `serve`."""
+    target = await resolve(services, caller, received.body.model, received.body.user)
+    prepared = await prepare(services, endpoint, target, received)
+    grammar = await constrain(services, target, endpoint.constraint(target, received.body, prepared))
+    plan = make_plan(services, endpoint, received, target, prepared, grammar)
+    shape = await endpoint.shape(services, target, received, prepared)
+    started_s = time.monotonic()
+    headers = await reserve(services, plan, received.body)
+    generation = services.run.requests.start(plan, partial(run_and_settle, services))
+    generation.abandon_when(_disconnected(request.receive))
+    try:
+        return await answer(services, generation, received.body, shape, headers, started_s)
+    except ApiError as error:
+        error.headers = {**headers, **error.headers}
+        raise
+
+
+async def run_and_settle(services: GatewayServices, generation: Generation) -> None:
+    """Run an admitted request and settle it. This task outlives the connection, so that every request is settled."""
+    settlement = await generation.run()
+    try:
+        await settle(services, generation.plan, settlement)
+    finally:
+        # Even if settling fails, readers of the deltas must not wait forever.
+        generation.end(settlement)
+
+
+async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Received[B]:
+    """Read and validate the body. Raises InvalidRequest or PayloadTooLarge."""
+    sent = await read_body(request, services.settings.max_body_bytes)
+    body = await parse_body_on(services.compute, sent, endpoint.parse)
+    body.check()
+    return Received(request_id_of(request), body, len(sent))
+
+
+async def resolve(services: GatewayServices, caller: Principal, name: str, user: str | None = None) -> Target:
+    """Resolve the model to a version.
+
+    If an alias stands for several versions, requests with the same `user` get the same version while the alias's
+    weights are unchanged. Raises ModelNotFound, AdapterNotValidated, InvalidRequest, PermissionDenied, Unavailable or
+    DatabaseTrouble.
+    """
+    recent = None if caller.tenant_id is None else services.callers.tenants.recent_share(caller.tenant_id)
+
+    def find() -> Target:
+        model = services.callers.resolver.resolve(caller, name, user)
+        assert caller.tenant_id is not None
+        share = recent or services.callers.tenants.share(caller.tenant_id)
+        settings = services.callers.version_settings.find(model)
+        tokenizer = services.prompts.version_tokenizers.find(settings.vocabulary)
+        return Target(caller.tenant_id, caller.key_id, model, share, settings, tokenizer, services.model.vocab_size)
+
+    with traced("resolve"):
+        # If the share is cached, resolving the base needs no database and therefore no thread.
+        if recent is not None and name == services.callers.resolver.served_name:
+            return find()
+        return await services.call(find)
+
+
+async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Target, received: Received[B]) -> Prepared:
+    """Tokenise the prompts, and truncate them if the body asks for it.
+
+    Raises InvalidRequest, RateLimited or Unavailable.
+    """
+    check_untokenised(services, target, received.body)
+    with traced("tokenise"):
+        prepared = await endpoint.prepare(services, target, received)
+        words = received.body.bad_words or []
+        num_characters = 2 * sum(len(word) + 1 for word in words)
+        bad_words = await services.compute_if_long(num_characters, target.tokenizer.spellings, words)
+    prompts = truncated(services.max_model_len, received.body, prepared.prompts)
+    adapter = target.model.adapter
+    invocation_tokens = () if adapter is None else adapter.invocation_tokens
+    num_searched = sum(len(prompt) for prompt in prompts) if invocation_tokens else 0
+    found = await services.compute_if_long(num_searched, activations, prompts, invocation_tokens)
+    return replace(prepared, prompts=prompts, activations=found, bad_words=bad_words)
+
+
+async def constrain(services: GatewayServices, target: Target, constraint: Constraint | None) -> str:
+    """Return the checked grammar that the answer must follow, or "" if there is no constraint.
+
+    Raises InvalidRequest, RateLimited or Unavailable.
+    """
+    if constraint is None:
+        return ""
+    with traced("constrain"):
+        return await services.prompts.grammars.grammar(target.tenant_id, constraint)
+
+
+async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest) -> dict[str, str]:
+    """Reserve quota and return the response headers that report the limits.
+
+    Raises Unavailable if the engine is not ready, or an exception that `RunningRequests.reserve` raises.
+    """
+    model, tenant_id = plan.target.model, plan.target.tenant_id
+    describe(model=model.name, tenant_id=tenant_id, prompt_tokens=plan.prompt_tokens, stream=bool(body.stream))
+    if not services.engine.is_ready:
+        raise engine_unavailable()
+    try:
+        with traced("reserve"):
+            reservation = await services.run.requests.reserve(plan)
+    except (QuotaExceeded, RequestTooLarge) as refusal:
+        services.metrics.quotas.count_refusal(refusal.policy)
+        raise
+    for policy in reservation.exceeded:
+        services.metrics.quotas.count_refusal(policy, policy.mode)
+    headers = {**rate_limit_headers(reservation.limits), **exceeded_headers(reservation.exceeded)}
+    return headers if model.adapter is None else {**headers, "x-loramux-adapter": model.name}
+
+
+async def answer(
+    services: GatewayServices,
+    generation: Generation,
+    body: GenerationRequest,
+    shape: Answer,
+    headers: dict[str, str],
+    started_s: float,
+) -> Response:
+    """Wait for the first token, then return the response, whole or streamed.
+
+    A failure before the first token therefore gets an error status, even if the response is to be streamed.
+    """
+    deltas = generation.deltas()
+    first = await anext(deltas, None)
+    if first is not None:
+        services.metrics.api.first_token_seconds.labels(generation.plan.endpoint).observe(time.monotonic() - started_s)
+    if body.stream and first is not None:
+        return sse.EventStream(_events(first, deltas, generation, shape), headers)
+    collected = [] if first is None else [first, *[delta async for delta in deltas]]
+    if generation.is_abandoned:
+        return Response(status_code=CLIENT_CLOSED)
+    if body.num_prompt_logprobs is None:
+        return json_response(shape.whole(collected, generation.usage), headers=headers)
+    # Formatting the log-probabilities of a long prompt is slow.
+    document = await services.compute(shape.whole, collected, generation.usage)
+    return await services.compute(json_response, document, headers=headers)
+
+
+async def settle(services: GatewayServices, plan: Plan, settlement: Settlement) -> None:
+    """Charge the actual usage and release the rest of the reservation."""
+    with traced("settle"):
+        await services.run.settler.settle(plan.request_id, settlement)
+
+
+async def _events(
+    first: ChoiceDelta,
+    deltas: AsyncIterator[ChoiceDelta],
+    generation: Generation,
+    shape: Answer,
+) -> AsyncIterator[bytes]:
+    yield shape.events(first)
+    try:
+        async for delta in deltas:
+            yield shape.events(delta)
+    except ApiError as error:
+        yield shape.failure(error)
+        return
+    if not generation.is_abandoned:
+        yield shape.end(generation.usage)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

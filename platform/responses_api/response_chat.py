@@ -1,0 +1,70 @@
+"""Turns a response request into a chat request, which the gateway can prepare and run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loramux.platform.bodies.chat_request import ChatRequest
+from loramux.platform.bodies.request_body import validated
+from loramux.platform.bodies.sampling_fields import SamplingFields
+from loramux.platform.errors import ApiError
+from loramux.platform.requests.answers import Document
+from loramux.platform.responses_api.field_names import rename_fields
+from loramux.platform.responses_api.input_items import refuse_other_items
+from loramux.platform.responses_api.input_messages import messages_of
+from loramux.platform.responses_api.response_request import LOGPROBS, ResponseRequest, SchemaFormat
+from loramux.platform.responses_api.response_tools import CustomTool, chat_tool_choice, refuse_built_in_tools
+
+
+class ResponseChat(ChatRequest):
+    """A chat request with the response request that it was. `places` says which field each message comes from."""
+
+    asked: ResponseRequest
+    places: tuple[str, ...]
+
+    def rename_fields(self, error: ApiError) -> None:
+        """Make an error about the chat request name the fields of the response request."""
+        rename_fields(error, self.places, _custom_tools(self.asked))
+
+
+def read_response_request(document: dict[str, Any]) -> ResponseChat:
+    """Validate a body and turn it into a chat request. Raises InvalidRequest or NotFound."""
+    refuse_built_in_tools(document.get("tools"))
+    refuse_other_items(document.get("input"))
+    asked = validated(document, ResponseRequest)
+    asked.check()
+    messages = messages_of(asked.instructions, asked.input)
+    chat = {
+        **{name: getattr(asked, name) for name in SamplingFields.model_fields},
+        "messages": messages.documents,
+        "max_completion_tokens": asked.max_output_tokens,
+        "stream": asked.stream,
+        "user": asked.user,
+        "tools": None if asked.tools is None else [tool.as_chat_tool(index) for index, tool in enumerate(asked.tools)],
+        "tool_choice": chat_tool_choice(asked.tool_choice),
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "response_format": _response_format(asked),
+        "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
+        "chat_template_kwargs": asked.chat_template_kwargs,
+        "asked": asked,
+        "places": tuple(messages.places),
+    }
+    if asked.includes(LOGPROBS):
+        chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+    try:
+        return validated(chat, ResponseChat)
+    except ApiError as error:
+        rename_fields(error, messages.places, _custom_tools(asked))
+        raise
+
+
+def _response_format(asked: ResponseRequest) -> Document | None:
+    wanted = None if asked.text is None else asked.text.format
+    if not isinstance(wanted, SchemaFormat):
+        return None if wanted is None else {"type": wanted.type}
+    schema = {"name": wanted.name, "schema": wanted.schema_, "strict": wanted.strict}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _custom_tools(asked: ResponseRequest) -> frozenset[int]:
+    return frozenset(index for index, tool in enumerate(asked.tools or ()) if isinstance(tool, CustomTool))
