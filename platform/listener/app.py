@@ -21,7 +21,7 @@ from loramux.platform.openai_api import batch_chat, chat, completions, invocatio
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
-from loramux.platform.responses_api import responses
+from loramux.platform.responses_api import responses, stored_responses
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {
@@ -79,7 +79,8 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services = services
-    for surface in (completions, chat, batch_chat, invocations, responses, messages, models, tokenization, load):
+    surfaces = (completions, chat, batch_chat, invocations, responses, stored_responses, messages)
+    for surface in (*surfaces, models, tokenization, load):
         app.include_router(surface.router)
     app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))

@@ -61,7 +61,7 @@ class MessageAnswer:
         if not self._has_begun:
             self._has_begun = True
             # How much of the prompt was cached is known only at the end.
-            usage = Usage(self._prompt_tokens, len(delta.token_ids), 0)
+            usage = Usage(self._prompt_tokens, 0, 0)
             yield {"type": "message_start", "message": self._message([], (None, None), usage)}
         for event in self._blocks_of(delta):
             yield event

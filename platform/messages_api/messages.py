@@ -35,7 +35,7 @@ router = APIRouter()
     "/v1/messages",
     tags=["messages"],
     openapi_extra={**takes(MessagesRequest), "parameters": [VERSION_PARAMETER]},
-    responses={**answers(MessageDocument, 'event: ping\ndata: {"type": "ping"}\n\n'), **message_errors()},
+    responses={**answers(MessageDocument, "message_start"), **message_errors()},
 )
 async def create_message(request: Request, caller: Caller, services: Services) -> Response:
     """Continue a conversation, as in Anthropic's Messages API, in one response or as a stream of server-sent events."""

@@ -75,9 +75,10 @@ def answers_bytes() -> Responses:
     return {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
-def answers(document: type | UnionType, event: str = 'data: {"object": "chat.completion.chunk"}\n\n') -> Responses:
-    """For `responses`: generated output, as a JSON document or as a stream of events such as `event`."""
-    stream: Json = {"schema": {"type": "string"}, "example": event}
+def answers(document: type | UnionType, event: str = "") -> Responses:
+    """For `responses`: generated output, as a JSON document or as a stream of events, the first of the type `event`."""
+    example = f'event: {event}\ndata: {{"type": "{event}"}}' if event else 'data: {"object": "chat.completion.chunk"}'
+    stream: Json = {"schema": {"type": "string"}, "example": f"{example}\n\n"}
     return {200: {"model": document, "content": {"text/event-stream": stream}}}
 
 

@@ -35,8 +35,10 @@ class Messages:
         return message
 
 
-def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> Messages:
-    """Return the conversation of a request.
+def messages_of(
+    instructions: str | None, given: str | Sequence[InputItem], earlier: Sequence[InputItem] = ()
+) -> Messages:
+    """Return the conversation of a request that continues after the `earlier` items.
 
     Instructions and the system messages directly after them become one message, because many chat templates allow only
     one. Consecutive reasoning, text and calls of the model become one message too. Raises InvalidRequest for the output
@@ -45,14 +47,15 @@ def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> M
     found = Messages()
     if instructions is not None:
         found.add({"role": "system", "content": instructions}, "instructions")
+    places = ["previous_response_id"] * len(earlier)
     if isinstance(given, str):
-        found.add({"role": "user", "content": given}, "input")
-        return found
+        given, places = [MessageItem(role="user", content=given)], [*places, "input"]
+    else:
+        places += [f"input[{index}]" for index in range(len(given))]
     called: set[str] = set()
     turn: Document | None = None
     """The model's message that further items can extend."""
-    for index, item in enumerate(given):
-        place = f"input[{index}]"
+    for item, place in zip((*earlier, *given), places, strict=True):
         match item:
             case MessageItem(role="assistant", content=content):
                 if turn is None or "content" in turn or "tool_calls" in turn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from loramux.engine.protocol.messages import TokenLogprobs
@@ -41,6 +41,8 @@ class ResponseRules:
     note_call: Callable[[], None] | None
     """Called for each tool call."""
     now_s: Callable[[], int]
+    store: Callable[[Document], Awaitable[bool]] | None
+    """Stores the response object, and returns whether it is stored. None if it is not to be stored."""
 
 
 class ResponseAnswer:
@@ -58,6 +60,8 @@ class ResponseAnswer:
         """True while the last item can still grow."""
         self._num_events = 0
         self._finish_reason: str | None = None
+        self._kept: Document | None = None
+        """The complete response object, once `keep` has been called."""
 
     def events(self, delta: ChoiceDelta) -> bytes:
         begin: list[Event] = []
@@ -66,8 +70,18 @@ class ResponseAnswer:
             begin = [{"type": f"response.{kind}", "response": document} for kind in ("created", "in_progress")]
         return self._encoded([*begin, *self._feed(delta)])
 
-    def end(self, usage: Usage) -> bytes:
+    async def keep(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> None:
+        """Complete the response object with the deltas that `events` has not received, and store it."""
+        for delta in deltas:
+            for _ in self._feed(delta):
+                pass
         document = self._finished(usage)
+        if self._rules.store is not None:
+            document["store"] = await self._rules.store(document)
+        self._kept = document
+
+    def end(self, usage: Usage) -> bytes:
+        document = self._kept or self._finished(usage)
         return self._encoded([{"type": f"response.{document['status']}", "response": document}])
 
     def failure(self, error: ApiError) -> bytes:
@@ -80,6 +94,8 @@ class ResponseAnswer:
         return self._encoded([{"type": "error", **told}, {"type": "response.failed", "response": document}])
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
+        if self._kept is not None:
+            return self._kept
         for delta in deltas:
             for _ in self._feed(delta):
                 pass

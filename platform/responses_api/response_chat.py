@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from loramux.platform.bodies.chat_request import ChatRequest
@@ -10,30 +11,42 @@ from loramux.platform.bodies.sampling_fields import SamplingFields
 from loramux.platform.errors import ApiError
 from loramux.platform.requests.answers import Document
 from loramux.platform.responses_api.field_names import rename_fields
-from loramux.platform.responses_api.input_items import refuse_other_items
+from loramux.platform.responses_api.input_items import InputItem, refuse_other_items
 from loramux.platform.responses_api.input_messages import messages_of
 from loramux.platform.responses_api.response_request import LOGPROBS, ResponseRequest, SchemaFormat
 from loramux.platform.responses_api.response_tools import CustomTool, chat_tool_choice, refuse_built_in_tools
 
 
 class ResponseChat(ChatRequest):
-    """A chat request with the response request that it was. `places` says which field each message comes from."""
+    """A chat request with the response request that it was.
+
+    `places` says which field each message comes from, and `earlier` are the items of the previous responses.
+    """
 
     asked: ResponseRequest
     places: tuple[str, ...]
+    earlier: tuple[Any, ...]
 
     def rename_fields(self, error: ApiError) -> None:
         """Make an error about the chat request name the fields of the response request."""
         rename_fields(error, self.places, _custom_tools(self.asked))
 
 
-def read_response_request(document: dict[str, Any]) -> ResponseChat:
-    """Validate a body and turn it into a chat request. Raises InvalidRequest or NotFound."""
+def read_response_request(document: dict[str, Any]) -> ResponseRequest:
+    """Validate a body. Raises InvalidRequest or NotFound."""
     refuse_built_in_tools(document.get("tools"))
     refuse_other_items(document.get("input"))
     asked = validated(document, ResponseRequest)
     asked.check()
-    messages = messages_of(asked.instructions, asked.input)
+    return asked
+
+
+def chat_of(asked: ResponseRequest, earlier: Sequence[InputItem] = ()) -> ResponseChat:
+    """Turn a request into a chat request. `earlier` are the items of the previous response's conversation.
+
+    Raises InvalidRequest.
+    """
+    messages = messages_of(asked.instructions, asked.input, earlier)
     chat = {
         **{name: getattr(asked, name) for name in SamplingFields.model_fields},
         "messages": messages.documents,
@@ -48,6 +61,7 @@ def read_response_request(document: dict[str, Any]) -> ResponseChat:
         "chat_template_kwargs": asked.chat_template_kwargs,
         "asked": asked,
         "places": tuple(messages.places),
+        "earlier": tuple(earlier),
     }
     if asked.includes(LOGPROBS):
         chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}

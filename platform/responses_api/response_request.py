@@ -103,12 +103,8 @@ class ResponseRequest(SamplingFields):
 
     def check(self) -> None:
         """Raise InvalidRequest or NotFound for fields that contradict each other or name things that do not exist."""
-        if self.previous_response_id is not None:
-            raise NotFound(
-                "there is no such stored response: send the items of the earlier turns in input",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise InvalidRequest("previous_response_id and conversation exclude each other", param="conversation")
         if self.conversation is not None:
             raise NotFound(
                 "there is no such conversation: send the items of the earlier turns in input",

@@ -1,7 +1,7 @@
 """Claude Code's command line against a gateway whose engine plays the model.
 
 The test needs `claude` on the PATH, from the npm package `@anthropic-ai/claude-code`. `make test-clients` does not
-install it, because its licence is not free. Running the test means accepting Anthropic's terms.
+install it, because its use is subject to Anthropic's terms.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ TRANSCRIPT = """\
 event: message_start
 data: {"type":"message_start","message":{"id":"msg_7","type":"message","role":"assistant","model":"m","content":[],\
 "stop_reason":null,"stop_sequence":null,"usage":{"input_tokens":25,"cache_creation_input_tokens":0,\
-"cache_read_input_tokens":0,"output_tokens":1,"service_tier":"standard"}}}
+"cache_read_input_tokens":0,"output_tokens":0,"service_tier":"standard"}}}
 
 event: content_block_start
 data: {"type":"content_block_start","index":0,"content_block":{"type":"thinking","thinking":"","signature":""}}

@@ -4,9 +4,11 @@ import re
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from loramux.platform.bodies.request_body import validated
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.messages_api.client_tools import CLIENT_TOOLS
 from loramux.platform.messages_api.message_request import CountTokensRequest, MessagesChat, MessagesRequest
 from loramux.platform.messages_api.signatures import sign
 from tests.platform.messages_api.message_calls import ASKED, WEATHER
@@ -160,7 +162,12 @@ def test_turns_become_chat_messages() -> None:
             "messages[0].content[0].data",
             "returns no such blocks",
         ),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]", "bash_20250124 is not supported"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]", "web_search_20250305 is not"),
+        ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools[0]", "computer_20250124 is not supp"),
+        ({"tools": [{"type": "bash_20250124", "name": "shell"}]}, "tools[0]", "must be bash"),
+        ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name", "is required"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "is required"),
+        ({"tools": [{"type": "memory_20250818", "name": "memory", "x": 1}]}, "tools[0].x", "is not a parameter"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "same name"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name", "pattern"),
         ({"tools": [{**WEATHER, "input_schema": {"type": "string"}}]}, "tools[0].input_schema", '"object"'),
@@ -195,6 +202,20 @@ def test_a_count_needs_no_limit_and_refuses_sampling() -> None:
     assert validated({"model": "base", "messages": ASKED}, CountTokensRequest).chat().token_limit is None
     with pytest.raises(InvalidRequest, match="temperature is not a parameter"):
         validated({"model": "base", "messages": ASKED, "temperature": 1}, CountTokensRequest)
+
+
+@pytest.mark.parametrize("kind", CLIENT_TOOLS)
+def test_tools_that_the_client_runs_are_described_to_the_model(kind: str) -> None:
+    known = CLIENT_TOOLS[kind]
+    made = chat(tools=[WEATHER, {"type": kind, "name": known.name, "cache_control": {"type": "ephemeral"}}])
+    _, tool = made.offered_tools
+    assert tool.model_dump(exclude_none=True)["function"] == {
+        "name": known.name,
+        "description": known.description,
+        "parameters": known.input_schema,
+    }
+    Draft202012Validator.check_schema(tool.schema_of_arguments)
+    assert "command" in tool.schema_of_arguments["properties"]
 
 
 def test_names_of_128_characters_are_tools() -> None:
