@@ -162,7 +162,7 @@ class CountTokensRequest(StrictModel):
     def _effort(self) -> Literal["low", "medium", "high"] | None:
         effort = None if self.output_config is None else self.output_config.effort
         # Chat templates know no higher effort.
-        return "high" if effort in ("xhigh", "max") else effort
+        return "high" if effort == "xhigh" or effort == "max" else effort
 
     def _output_schema(self) -> Schema | None:
         wanted = self.output_config.format if self.output_config is not None else None
