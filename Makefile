@@ -85,10 +85,11 @@ format: $(READY) ## Format the code
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Run two test files at a time, because many tests wait for a process, disk or clock. Tests in a file share fixtures.
+# Run three test files at a time on two cores, because many tests wait for a process or clock. Tests in a file share
+# fixtures.
 # Without the last option, files with few tests, which take longest, would run last, and one process would be idle.
 test: $(WARM) ## Run the tests, under 10 minutes on two cores
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(WARM) ## Run the tests that start no process and need no database server, under 90 seconds
 	$(VENV)/bin/python -m tests.fast $(ARGS)

@@ -38,8 +38,8 @@ def _pytest(
 
 CAMPAIGNS: Mapping[str, Campaign] = {
     "kernels": Campaign(
-        line="Long kernel tests at the sizes of real models",
-        commands=(_pytest("tests/kernels", "tests/gpu"),),
+        line="Long kernel tests at the sizes of real models, and compilation for each kind of GPU",
+        commands=(_pytest("tests/kernels", "tests/gpu", "tests/engine/execution/test_compile_ahead.py"),),
     ),
     "instruction-sets": Campaign(
         line="The CPU kernels' tests with each instruction set that this CPU has or can emulate, 30 minutes "
@@ -95,6 +95,9 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/admin/serving/test_pulled_server.py",
                 "tests/admin/serving/test_sharing.py",
                 "tests/conformance/test_staging_deaths.py",
+                "tests/conformance/test_end_to_end.py",
+                "tests/conformance/test_evals_served.py",
+                "tests/admin/demo/test_demo.py",
                 marks=ALL,
             ),
         ),
@@ -102,6 +105,10 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     "schemas": Campaign(
         line="JSON Schema's own test suite against structured output (ARGS='--help' for sizes)",
         commands=(("tests.conformance.schema_suite",),),
+    ),
+    "extensions": Campaign(
+        line="Servers, and loramux's own tests of each kind, with the extensions of the documentation",
+        commands=(_pytest("tests/docs/test_extension_example.py", "tests/docs/test_extending_page.py", marks=ALL),),
     ),
     "templates": Campaign(
         line="Hostile chat templates and histories, and the templates of 71 models compared with transformers "
@@ -181,7 +188,11 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     ),
     "full-disk": Campaign(
         line="A disk that is filled and freed during streams; needs root to mount it (LORAMUX_DISK_RUNS=100 _SEED=1)",
-        commands=(_pytest("tests/conformance/test_filling_disk.py", is_shown=True),),
+        commands=(
+            _pytest(
+                "tests/conformance/test_filling_disk.py", "tests/platform/generation/test_full_disk.py", is_shown=True
+            ),
+        ),
         is_nightly=False,
     ),
     "rollups": Campaign(

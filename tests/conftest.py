@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+MEMORY = Path("/dev/shm")
+# Databases and stores flush every commit, and thousands of tests wait for it. A file system in memory flushes nothing.
+# Container runtimes often make it too small.
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
 
 def pytest_collection_finish() -> None:
     """Run the garbage collector rarely, and let it ignore the imported modules. It would take a sixth of the tests'
@@ -36,7 +43,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """An empty directory with a short path, because a Unix socket's path may have at most 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="lmx-") as directory:
+    with tempfile.TemporaryDirectory(prefix="lmx-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory:
         yield Path(directory)
 
 

@@ -15,12 +15,13 @@ from benchmarks.gpu.model import Model, model_of
 from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
 from benchmarks.gpu.warm import WarmStep, warm_steps
 from benchmarks.running_engine import greedy_adds
+from loramux.engine.execution.graph_executor import STEPS_BEFORE_CAPTURE
 
 RANK = 16
 PAGE_TOKENS = 16
-NUM_WARM, NUM_MEASURED = 3, 7
+NUM_WARM, NUM_MEASURED = STEPS_BEFORE_CAPTURE + 1, 7
 TINY_WARM, TINY_MEASURED = 0, 1
-"""Numbers of untimed and timed runs. Small steps are captured as graphs in the second run."""
+"""Numbers of untimed and timed runs. Small steps are captured as graphs in the untimed runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from benchmarks.gpu.model import Model, model_of
 from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
 from benchmarks.gpu.warm import WarmStep, warm_steps
 from benchmarks.running_engine import greedy_adds
+from loramux.engine.execution.graph_executor import STEPS_BEFORE_CAPTURE
 from loramux.engine.protocol.messages import SamplingParams
 
 RANK = 16
@@ -24,11 +25,9 @@ PAGE_TOKENS = 16
 BATCH_TOKENS = 2048
 """Maximum number of tokens in a step. Servers often use this setting to limit the memory for activations."""
 
-NUM_WARM, NUM_MEASURED = 12, 40
+NUM_WARM, NUM_MEASURED = STEPS_BEFORE_CAPTURE + 4, 40
 TINY_WARM, TINY_MEASURED = 1, 2
-"""Numbers of untimed and timed steps. The first step of a shape compiles its kernels, and the second is captured as a
-graph.
-"""
+"""Numbers of untimed and timed steps. In the untimed steps, the shape's kernels are compiled and its graph captured."""
 
 BASE = "base only"
 
@@ -176,25 +175,9 @@ def _run_case(
 
 def _measure(bench: Bench, engine: ObservedEngine, case: StepCase, digests: list[str]) -> Measured:
     """Measure steady decode steps. The sequences use these adapters in turn, or the base if there are none."""
-    num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
-    # Centre the measured steps, and the sequences' lengths, on the case's context.
-    num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
-    # Drop sequences that a failed case may have left behind.
-    engine.abort()
-    # Reload evicted adapters now, outside the timed section.
-    engine.load(digests)
-    num_tokens = case.num_skipped + num_warm + num_measured + 4
-    for add in greedy_adds([(0,) * num_prompt] * case.batch, num_tokens, digests):
-        engine.add(add)
+    num_measured = TINY_MEASURED if bench.is_tiny else NUM_MEASURED
+    start_decoding(bench, engine, case, digests)
     observed = engine.observed
-    observed.skips, observed.num_decoding = True, 0
-    for _ in range(case.num_skipped + 2):
-        if observed.num_decoding == case.batch:
-            break
-        engine.step()
-    observed.skips = False
-    for _ in range(num_warm):
-        engine.step()
     observed.clear()
     started = time.perf_counter()
     for _ in range(num_measured):
@@ -215,6 +198,29 @@ def _measure(bench: Bench, engine: ObservedEngine, case: StepCase, digests: list
         host_waits=waited_s / wall_s,
         mean_context=statistics.mean(step.num_context for step in steps) / case.batch,
     )
+
+
+def start_decoding(bench: Bench, engine: ObservedEngine, case: StepCase, digests: list[str]) -> None:
+    """Let the case's sequences decode, and run the untimed steps. The sequences use these adapters in turn."""
+    num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
+    # Centre the measured steps, and the sequences' lengths, on the case's context.
+    num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
+    # Drop sequences that a failed case may have left behind.
+    engine.abort()
+    # Reload evicted adapters now, outside the timed section.
+    engine.load(digests)
+    num_tokens = case.num_skipped + num_warm + num_measured + 4
+    for add in greedy_adds([(0,) * num_prompt] * case.batch, num_tokens, digests):
+        engine.add(add)
+    observed = engine.observed
+    observed.skips, observed.num_decoding = True, 0
+    for _ in range(case.num_skipped + 2):
+        if observed.num_decoding == case.batch:
+            break
+        engine.step()
+    observed.skips = False
+    for _ in range(num_warm):
+        engine.step()
 
 
 def _check_full_size(model: Model, engine: ObservedEngine, digests: list[str]) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -109,7 +110,7 @@ class Backend:
     `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
     its steps are padded, captured as graphs, and submitted before the host has the previous step's tokens. If
     `compiles` is set, the device's kernels are compiled for each shape. `compile_ahead` compiles them in parallel
-    before the first launch.
+    before the first launch, and `reported_programs` reports those that it missed.
     """
 
     accelerator: Accelerator
@@ -122,6 +123,7 @@ class Backend:
     sample_tokens: SampleTokens | None = None
     compiles: bool = False
     compile_ahead: CompileAhead | None = None
+    reported_programs: Callable[[], AbstractContextManager[None]] = nullcontext
     set_num_threads: Callable[[int], None] = torch.set_num_threads
 
     @property
@@ -177,6 +179,13 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
 
         ahead.compile_ahead(launch, num_processes)
 
+    def reported_programs() -> AbstractContextManager[None]:
+        try:
+            from loramux.kernels.gpu.ahead import reported_programs
+        except ImportError:
+            return nullcontext()
+        return reported_programs()
+
     accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
     return Backend(
         accelerator=accelerator,
@@ -188,4 +197,5 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
         sample_tokens=sample_tokens,
         compiles=True,
         compile_ahead=compile_ahead,
+        reported_programs=reported_programs,
     )

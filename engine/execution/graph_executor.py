@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -33,6 +33,16 @@ from loramux.kernels.tables import Segments
 MAX_GRAPHS = 240
 """Maximum number of captured graphs. Decodes of up to 256 sequences, with and without adapters, need 124."""
 
+STEPS_BEFORE_CAPTURE = 8
+"""Number of steps of a shape before its graph is captured. Capturing takes about 100 ms, in which no request makes
+progress, and a graph saves several milliseconds of launching per step.
+"""
+
+STEPS_BEFORE_OWN_GRAPH = 256
+"""The same number for a shape whose steps can replay the graph of the shape with all groups instead. Its own graph
+saves only the launches for groups without adapters, a few tenths of a millisecond.
+"""
+
 HEAD_SEGMENTS = (1, 4, 16, 64, 256)
 """Segment counts that the head's kernels are compiled for. Padding is costly, because the grids span the vocabulary."""
 
@@ -57,17 +67,18 @@ class GraphExecutor:
     """Submits steps to an asynchronous device in order, and reads their results later.
 
     A step copies its metadata to the device in one transfer, runs the decoder, computes the logits of the sample rows,
-    and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs. The first
-    run is not captured, because it compiles and loads the kernels that the shape needs. Beyond `max_graphs`, the least
-    recently replayed graph is dropped. A shape whose capture fails always runs uncaptured.
+    and samples. For up to MAX_GRAPH_TOKENS rows, the decoder part is captured once its shape has occurred
+    STEPS_BEFORE_CAPTURE times. The first run is never captured, because it compiles and loads the kernels that the
+    shape needs. Beyond `max_graphs`, the least recently replayed graph is dropped. A shape whose capture fails always
+    runs uncaptured.
 
     Batches with adapters that modify the embedding, the head or norms have separate shapes, so that other batches do
     not launch the extra kernels.
 
-    Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a shape uses only
-    kernels of the shape with all groups, so it is captured on its first run if the shape with all groups has already
-    run. Once there are `max_graphs` graphs, a new shape is replaced by the shape with all groups. Otherwise, shapes
-    that differ only in groups would evict each other's graphs.
+    Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a batch replays the
+    graph of the shape with all groups, if there is one, until its own shape has occurred STEPS_BEFORE_OWN_GRAPH times.
+    Once there are `max_graphs` graphs, it always does. Otherwise, shapes that differ only in groups would evict each
+    other's graphs.
     """
 
     def __init__(
@@ -92,6 +103,8 @@ class GraphExecutor:
         # Least recently replayed first.
         self._graphs: OrderedDict[StepShape, Callable[[], None]] = OrderedDict()
         self._has_run: set[StepShape] = set()
+        # Number of steps of each shape that ran without a graph of their own.
+        self._num_steps: Counter[StepShape] = Counter()
         self._graph_bytes = 0
         # Shapes whose capture failed. The capture is not retried.
         self._uncapturable: set[StepShape] = set()
@@ -110,7 +123,7 @@ class GraphExecutor:
         """Run each shape with only padding, so that no request waits for kernels to be compiled or loaded.
 
         This also allocates the memory for the largest shape. With `captures`, decodes without outer modules are
-        captured now. Other steps of up to MAX_GRAPH_TOKENS rows are captured when they first occur.
+        captured now. Other steps of up to MAX_GRAPH_TOKENS rows are captured once they have occurred often enough.
         """
         for shape in shapes:
             layout = self._buffer.load(NO_ROWS, shape)
@@ -171,12 +184,19 @@ class GraphExecutor:
         )
 
     def _kept_shape(self, shape: StepShape) -> StepShape:
-        """Return `shape` if it has a graph, runs without a graph or can still be captured.
+        """Return the shape that a batch of this shape runs in: itself, or the shape with all groups.
 
-        Otherwise, return the shape with all groups.
+        See the class.
         """
-        has_room = len(self._graphs) < self._max_graphs
-        return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups
+        whole = shape.with_all_groups
+        if not shape.is_captured or shape in self._graphs or shape == whole:
+            return shape
+        if len(self._graphs) >= self._max_graphs:
+            return whole
+        if whole in self._graphs and self._num_steps[shape] < STEPS_BEFORE_OWN_GRAPH:
+            self._num_steps[shape] += 1
+            return whole
+        return shape
 
     def _head(self, layout: StepLayout, outer: OuterSlots) -> HeadAdapters | None:
         """Inputs for the head's adapters. The head is not captured, so its grid can depend on the batch."""
@@ -253,8 +273,10 @@ class GraphExecutor:
         shape = layout.shape
         replay = self._graphs.get(shape)
         has_run = shape in self._has_run or shape.with_all_groups in self._has_run
-        if replay is None and has_run and shape not in self._uncapturable:
-            replay = self._capture(layout)
+        if replay is None and shape.is_captured and shape not in self._uncapturable:
+            self._num_steps[shape] += 1
+            if has_run and self._num_steps[shape] >= STEPS_BEFORE_CAPTURE:
+                replay = self._capture(layout)
         if replay is not None:
             self._graphs.move_to_end(shape)
             replay()

@@ -278,15 +278,16 @@ def _warm_up(executor: Executor, base: LoadedBase) -> None:
     """
     config, cache = base.config, base.decoder.cache_layout
     try:
-        for num_prompt in (2, 1):
-            add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
-            tables = [PageTable(block_list(cache.blocks(group, 0))) for group in cache.groups]
-            sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, tables=tables)
-            sequence.state_pages = block_list([0] * cache.num_state_pages)
-            batch = build_batch([ScheduledSequence(sequence, num_prompt)], cache.block_tokens)
-            executor.submit(batch).choose().tokens()
-        if base.backend.compiles and isinstance(executor, GraphExecutor):
-            executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
+        with base.backend.reported_programs():
+            for num_prompt in (2, 1):
+                add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
+                tables = [PageTable(block_list(cache.blocks(group, 0))) for group in cache.groups]
+                sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, tables=tables)
+                sequence.state_pages = block_list([0] * cache.num_state_pages)
+                batch = build_batch([ScheduledSequence(sequence, num_prompt)], cache.block_tokens)
+                executor.submit(batch).choose().tokens()
+            if base.backend.compiles and isinstance(executor, GraphExecutor):
+                executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
     except torch.OutOfMemoryError as error:
         raise ConfigNotUsable(
             f"the model and the page pool leave no GPU memory for a step of {config.max_batch_tokens} tokens: "

@@ -16,11 +16,13 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -34,6 +36,9 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 
 MAX_PROCESSES = 16
 """Maximum number of parallel compile processes. Each has its own copy of torch and Triton in memory."""
+
+GROUP_PREFIX = "__grp__"
+"""Start of the name of the file in which Triton lists a program's files."""
 
 COMMAND = (sys.executable, "-m", "loramux.kernels.gpu.ahead")
 """Command that compiles the programs listed on its standard input, one per line."""
@@ -154,6 +159,31 @@ def compile_in_processes(lines: Sequence[str], num_processes: int, command: Sequ
     shares = [lines[first::num_processes] for first in range(num_processes)]
     with ThreadPoolExecutor(num_processes) as waiting:
         return [failure for failure in waiting.map(run, shares) if failure is not None]
+
+
+@contextmanager
+def reported_programs() -> Iterator[None]:
+    """Report, on standard error, how long the launches in this context took, and which programs they compiled because
+    these had not been compiled ahead.
+    """
+    begin, known = time.perf_counter(), _cached()
+    yield
+    line = f"loading GPU programs and capturing graphs took {time.perf_counter() - begin:.1f} s"
+    names = Counter(
+        path.stem
+        for directory in sorted(_cached() - known)
+        for path in directory.glob("*.json")
+        if not path.name.startswith(GROUP_PREFIX)
+    )
+    if names:
+        line += f"; {names.total()} programs had not been compiled ahead: "
+        line += ", ".join(f"{name} ({count})" for name, count in sorted(names.items()))
+    _say(line)
+
+
+def _cached() -> set[Path]:
+    """The directories of the programs in Triton's cache."""
+    return set(Path(knobs.cache.dir).glob("*"))
 
 
 def _say(line: str) -> None:

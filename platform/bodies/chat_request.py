@@ -65,6 +65,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
 
     metadata: Metadata | None = None
     prediction: dict[str, Any] | None = None
@@ -131,6 +132,12 @@ class ChatRequest(GenerationRequest):
     def offered_tools(self) -> Tools:
         """The tools that the model may call. There are none if `tool_choice` is none."""
         return [] if self.choice_of_tools.mode == "none" else self.tools or []
+
+    @property
+    def echoed(self) -> str:
+        """The text that the answer repeats: the last message if `echo` is true and the message is the assistant's."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == "assistant" else ""
 
     @property
     def token_limit(self) -> int | None:

@@ -10,7 +10,7 @@ reported.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
 
@@ -139,6 +139,17 @@ class GenerationRequest(SamplingFields):
     def continuous_usage(self) -> bool:
         options = self.stream_options
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+
+    def shown_as(self, *, with_usage: bool, by_token_id: bool) -> Self:
+        """Return the body with what the server shows by default: the usage in each chunk of a stream, and
+        log-probabilities that name tokens by their ids.
+        """
+        changes: dict[str, Any] = {}
+        if with_usage and self.stream:
+            changes["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        if by_token_id and self.return_tokens_as_token_ids is None:
+            changes["return_tokens_as_token_ids"] = True
+        return self.model_copy(update=changes) if changes else self
 
     def check(self) -> None:
         if self.stream and self.prompt_logprobs is not None:

@@ -73,7 +73,6 @@ CHAT: Neutral = {
     "add_special_tokens": (False,),
     "chat_template": (),
     "documents": ([],),
-    "echo": (False,),
     "media_io_kwargs": ({},),
     "return_prompt_text": (False,),
     # SGLang
@@ -100,15 +99,18 @@ RESPONSES: Neutral = {
     "access_programs": (),
     "background": (False,),
     "context_management": ([],),
+    "conversation": (),
     "image": ({},),
     "moderation": (),
     "prompt": (),
     # vLLM
     "cache_salt": (),
+    "chat_template": (),
     "enable_response_messages": (False,),
     "kv_transfer_params": ({},),
     "mm_processor_kwargs": ({},),
     "previous_input_messages": ([],),
+    "previous_response": (),
     "request_id": (),
     "vllm_xargs": ({},),
 }

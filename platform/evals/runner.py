@@ -30,10 +30,6 @@ from loramux.platform.telemetry.package_metrics import EvalMetrics
 MAX_RUNNING = 2
 """Maximum number of evals that a server runs at once, each of another tenant."""
 
-POLL_S = 1.0
-LOOK_S = 0.25
-"""Interval between looks at the engine's queue, in seconds."""
-
 REST = 4.0
 """How long evals rest after a question while other requests run, as a multiple of the question's duration."""
 
@@ -57,8 +53,14 @@ class Patience:
     """Longest wait for one answer or verdict."""
     refusal_s: float = 600.0
     """Longest time for which one question is refused for lack of quota or capacity. Then the eval fails."""
+    retry_s: float = 60.0
+    """Longest pause before a refused question is asked again."""
     queue_s: float = 60.0
     """Longest time that a question waits because of other requests."""
+    poll_s: float = 1.0
+    """Interval between looks for a queued eval."""
+    look_s: float = 0.25
+    """Interval between looks at the engine's queue."""
 
 
 class EvalFailed(Exception):
@@ -97,7 +99,7 @@ class EvalRunner:
                 except Exception as error:
                     log.warning("evals cannot be claimed; trying again", error=repr(error))
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
+                    async with asyncio.timeout(self._patience.poll_s):
                         await draining.wait()
         finally:
             tasks = list(self._running.values())
@@ -205,7 +207,7 @@ class EvalRunner:
                 refusal, wait_s = TRANSLATIONS[_known(error)](error), 1.0
             if time.monotonic() + wait_s > end_s:
                 raise EvalFailed(refusal.code, refusal.message)
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(min(wait_s, self._patience.retry_s))
 
     @asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:
@@ -246,7 +248,7 @@ class EvalRunner:
             has_rested = time.monotonic() >= self._rests_until_s
             if stats.num_waiting == 0 and (has_rested or stats.num_running <= self._num_asking):
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._patience.look_s)
 
 
 def _known(error: Exception) -> type[Exception]:

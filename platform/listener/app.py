@@ -14,21 +14,24 @@ from loramux.platform.listener.direct_routes import DirectRoutes
 from loramux.platform.listener.error_forms import error_form
 from loramux.platform.listener.health import HEALTH_PATHS, health_router
 from loramux.platform.listener.openapi_route import ListenerDocument
+from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
-from loramux.platform.openai_api import chat, completions, tokenization
+from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, tokenization
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
-from loramux.platform.responses_api import responses
+from loramux.platform.responses_api import responses, stored_responses
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "count_tokens",
-    "/v1/responses": "responses",
+    "/v1/chat/completions/batch": "chat",
+    "/invocations": "invocations",
     "/v1/models": "models",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
@@ -76,7 +79,8 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services = services
-    for surface in (completions, chat, responses, messages, models, tokenization):
+    surfaces = (completions, chat, batch_chat, invocations, responses, stored_responses, messages)
+    for surface in (*surfaces, models, tokenization, load):
         app.include_router(surface.router)
     app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
@@ -97,4 +101,6 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
     install_error_handling(app, errors)
     if services.settings.cors_origins:
         app.add_middleware(CrossOrigin, origins=services.settings.cors_origins)
+    if services.settings.root_path:
+        app.add_middleware(RootPath, root=services.settings.root_path)
     return app

@@ -11,6 +11,7 @@ Handlers read bodies themselves, after authenticating the caller, so `takes` has
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import UnionType
 from typing import Any, TypeAlias, Union
 
 from fastapi import FastAPI
@@ -74,7 +75,7 @@ def answers_bytes() -> Responses:
     return {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
-def answers(document: type, event: str = "") -> Responses:
+def answers(document: type | UnionType, event: str = "") -> Responses:
     """For `responses`: generated output, as a JSON document or as a stream of events, the first of the type `event`."""
     example = f'event: {event}\ndata: {{"type": "{event}"}}' if event else 'data: {"object": "chat.completion.chunk"}'
     stream: Json = {"schema": {"type": "string"}, "example": f"{example}\n\n"}

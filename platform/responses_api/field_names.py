@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from loramux.platform.errors import ApiError
+from loramux.platform.responses_api.response_tools import OfferedTool
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)", re.DOTALL)
 _TOOL = re.compile(r"tools\[(\d+)\]\.function(.*)", re.DOTALL)
@@ -21,19 +22,19 @@ _IN_MESSAGES = re.compile(r"\b(?:max_completion_tokens|max_tokens|reasoning_effo
 _OF_ITEMS = {".tool_call_id": ".call_id"}
 
 
-def rename_fields(error: ApiError, places: Sequence[str], custom_tools: frozenset[int]) -> None:
+def rename_fields(error: ApiError, places: Sequence[str], tools: Sequence[OfferedTool]) -> None:
     """Change the field names in an error.
 
-    `places` are the request fields that the chat messages come from, and `custom_tools` the indices of custom tools.
+    `places` are the request fields that the chat messages come from, and `tools` the tools of the chat request.
     """
     if error.param is not None:
-        renamed = _renamed(error.param, places, custom_tools)
+        renamed = _renamed(error.param, places, tools)
         error.message = error.message.replace(error.param, renamed)
         error.param = renamed
     error.message = _IN_MESSAGES.sub(lambda found: _NAMES[found.group()], error.message)
 
 
-def _renamed(param: str, places: Sequence[str], custom_tools: frozenset[int]) -> str:
+def _renamed(param: str, places: Sequence[str], tools: Sequence[OfferedTool]) -> str:
     if param in _NAMES:
         return _NAMES[param]
     if param.startswith(_SCHEMA):
@@ -42,6 +43,6 @@ def _renamed(param: str, places: Sequence[str], custom_tools: frozenset[int]) ->
         place = places[int(found[1])]
         return place + (_OF_ITEMS.get(found[2], found[2]) if place.startswith("input[") else "")
     if found := _TOOL.fullmatch(param):
-        index, rest = int(found[1]), found[2]
-        return f"tools[{index}]" + (".format" if index in custom_tools and rest == ".parameters" else rest)
+        tool, rest = tools[int(found[1])], found[2]
+        return tool.place + (".format" if tool.is_custom and rest == ".parameters" else rest)
     return param

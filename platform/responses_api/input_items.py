@@ -126,6 +126,7 @@ class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: CallId
     name: CalledName
+    namespace: CalledName | None = None
     arguments: str
 
 
@@ -134,12 +135,14 @@ class FunctionOutputItem(Item):
     call_id: CallId
     output: ContentField
     name: str | None = None
+    namespace: str | None = None
 
 
 class CustomCallItem(Item):
     type: Literal["custom_tool_call"]
     call_id: CallId
     name: CalledName
+    namespace: CalledName | None = None
     input: str
 
 
@@ -148,6 +151,7 @@ class CustomOutputItem(Item):
     call_id: CallId
     output: ContentField
     name: str | None = None
+    namespace: str | None = None
 
 
 class ItemReference(StrictModel):

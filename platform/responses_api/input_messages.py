@@ -19,7 +19,7 @@ from loramux.platform.responses_api.input_items import (
     ReasoningItem,
 )
 from loramux.platform.responses_api.reasoning_text import opened
-from loramux.platform.responses_api.response_tools import INPUT
+from loramux.platform.responses_api.response_tools import INPUT, joined_name
 
 
 @dataclass(slots=True)
@@ -35,8 +35,10 @@ class Messages:
         return message
 
 
-def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> Messages:
-    """Return the conversation of a request.
+def messages_of(
+    instructions: str | None, given: str | Sequence[InputItem], earlier: Sequence[InputItem] = ()
+) -> Messages:
+    """Return the conversation of a request that continues after the `earlier` items.
 
     Instructions and the system messages directly after them become one message, because many chat templates allow only
     one. Consecutive reasoning, text and calls of the model become one message too. Raises InvalidRequest for the output
@@ -45,14 +47,15 @@ def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> M
     found = Messages()
     if instructions is not None:
         found.add({"role": "system", "content": instructions}, "instructions")
+    places = ["previous_response_id"] * len(earlier)
     if isinstance(given, str):
-        found.add({"role": "user", "content": given}, "input")
-        return found
+        given, places = [MessageItem(role="user", content=given)], [*places, "input"]
+    else:
+        places += [f"input[{index}]" for index in range(len(given))]
     called: set[str] = set()
     turn: Document | None = None
     """The model's message that further items can extend."""
-    for index, item in enumerate(given):
-        place = f"input[{index}]"
+    for item, place in zip((*earlier, *given), places, strict=True):
         match item:
             case MessageItem(role="assistant", content=content):
                 if turn is None or "content" in turn or "tool_calls" in turn:
@@ -63,12 +66,11 @@ def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> M
                 _add_message(found, role, content, place)
             case ReasoningItem():
                 turn = _add_reasoning(found, turn, _reasoning(item), place)
-            case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
-                turn = _add_call(found, turn, call_id, name, arguments, place)
+            case FunctionCallItem(call_id=call_id, arguments=arguments):
+                turn = _add_call(found, turn, item, arguments, place)
                 called.add(call_id)
-            case CustomCallItem(call_id=call_id, name=name, input=text):
-                arguments = json.dumps({INPUT: text}, ensure_ascii=False)
-                turn = _add_call(found, turn, call_id, name, arguments, place)
+            case CustomCallItem(call_id=call_id, input=text):
+                turn = _add_call(found, turn, item, json.dumps({INPUT: text}, ensure_ascii=False), place)
                 called.add(call_id)
             case FunctionOutputItem(call_id=call_id) | CustomOutputItem(call_id=call_id):
                 if call_id not in called:
@@ -99,10 +101,13 @@ def _add_reasoning(found: Messages, turn: Document | None, text: str, place: str
     return turn
 
 
-def _add_call(found: Messages, turn: Document | None, call_id: str, name: str, arguments: str, place: str) -> Document:
+def _add_call(
+    found: Messages, turn: Document | None, item: FunctionCallItem | CustomCallItem, arguments: str, place: str
+) -> Document:
     if turn is None:
         turn = found.add({"role": "assistant"}, place)
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    function = {"name": joined_name(item.namespace, item.name), "arguments": arguments}
+    call = {"id": item.call_id, "type": "function", "function": function}
     turn.setdefault("tool_calls", []).append(call)
     return turn
 

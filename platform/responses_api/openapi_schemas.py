@@ -115,7 +115,7 @@ class IncompleteDetails(TypedDict):
 
 
 class ResponseDocument(TypedDict):
-    """A response object. `store` is false, because responses are not stored."""
+    """A response object. `store` says whether it is stored."""
 
     id: str
     object: Literal["response"]
@@ -132,12 +132,12 @@ class ResponseDocument(TypedDict):
     model: str
     output: list[OutputItemDocument]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     safety_identifier: str | None
     service_tier: str
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -147,3 +147,21 @@ class ResponseDocument(TypedDict):
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsageDocument | None
     user: str | None
+
+
+class DeletedResponse(TypedDict):
+    """A stored response that was deleted."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItemList(TypedDict):
+    """A page of the input items of a stored response. `last_id` is the `after` of the next page."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from loramux.platform.requests.answers import Document
@@ -17,6 +18,19 @@ Event = Document
 
 def new_item_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """The tool that the model calls, and the ID of the call."""
+
+    name: str
+    namespace: str | None
+    call_id: str
+
+    def fields(self) -> Document:
+        named = {"call_id": self.call_id, "name": self.name}
+        return named if self.namespace is None else {**named, "namespace": self.namespace}
 
 
 class OutputItem(Protocol):
@@ -144,9 +158,9 @@ class FunctionItem(_Item):
 
     PREFIX = "fc"
 
-    def __init__(self, index: int, name: str, call_id: str) -> None:
+    def __init__(self, index: int, called: Called) -> None:
         super().__init__(index)
-        self._name, self._call_id = name, call_id
+        self._called = called
 
     def begin(self) -> list[Event]:
         return [self._added()]
@@ -164,8 +178,7 @@ class FunctionItem(_Item):
             "id": self._id,
             "type": "function_call",
             "status": self._status,
-            "call_id": self._call_id,
-            "name": self._name,
+            **self._called.fields(),
             "arguments": self._text,
         }
 
@@ -175,9 +188,9 @@ class CustomItem(_Item):
 
     PREFIX = "ctc"
 
-    def __init__(self, index: int, name: str, call_id: str) -> None:
+    def __init__(self, index: int, called: Called) -> None:
         super().__init__(index)
-        self._name, self._call_id = name, call_id
+        self._called = called
         self._input = CustomInput()
 
     def begin(self) -> list[Event]:
@@ -196,8 +209,7 @@ class CustomItem(_Item):
             "id": self._id,
             "type": "custom_tool_call",
             "status": self._status,
-            "call_id": self._call_id,
-            "name": self._name,
+            **self._called.fields(),
             "input": self._text,
         }
 

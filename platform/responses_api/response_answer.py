@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from loramux.engine.protocol.messages import TokenLogprobs
@@ -15,6 +15,7 @@ from loramux.platform.requests.answers import Document, shown_logprob
 from loramux.platform.requests.message_reader import MessageReader, ReasoningEvent
 from loramux.platform.responses_api.input_items import Status
 from loramux.platform.responses_api.output_items import (
+    Called,
     CustomItem,
     Event,
     FunctionItem,
@@ -22,6 +23,7 @@ from loramux.platform.responses_api.output_items import (
     ReasoningTextItem,
     TextItem,
 )
+from loramux.platform.responses_api.response_tools import OfferedTool
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, TextEvent
 
@@ -37,10 +39,13 @@ class ResponseRules:
     tokenizer: ModelTokenizer
     has_logprobs: bool
     seals_reasoning: bool
-    custom_tools: frozenset[str]
+    tools: Mapping[str, OfferedTool]
+    """The tools of the request, by the names by which the model calls them."""
     note_call: Callable[[], None] | None
     """Called for each tool call."""
     now_s: Callable[[], int]
+    store: Callable[[Document], Awaitable[bool]] | None
+    """Stores the response object, and returns whether it is stored. None if it is not to be stored."""
 
 
 class ResponseAnswer:
@@ -58,6 +63,8 @@ class ResponseAnswer:
         """True while the last item can still grow."""
         self._num_events = 0
         self._finish_reason: str | None = None
+        self._kept: Document | None = None
+        """The complete response object, once `keep` has been called."""
 
     def events(self, delta: ChoiceDelta) -> bytes:
         begin: list[Event] = []
@@ -66,8 +73,18 @@ class ResponseAnswer:
             begin = [{"type": f"response.{kind}", "response": document} for kind in ("created", "in_progress")]
         return self._encoded([*begin, *self._feed(delta)])
 
-    def end(self, usage: Usage) -> bytes:
+    async def keep(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> None:
+        """Complete the response object with the deltas that `events` has not received, and store it."""
+        for delta in deltas:
+            for _ in self._feed(delta):
+                pass
         document = self._finished(usage)
+        if self._rules.store is not None:
+            document["store"] = await self._rules.store(document)
+        self._kept = document
+
+    def end(self, usage: Usage) -> bytes:
+        document = self._kept or self._finished(usage)
         return self._encoded([{"type": f"response.{document['status']}", "response": document}])
 
     def failure(self, error: ApiError) -> bytes:
@@ -80,6 +97,8 @@ class ResponseAnswer:
         return self._encoded([{"type": "error", **told}, {"type": "response.failed", "response": document}])
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
+        if self._kept is not None:
+            return self._kept
         for delta in deltas:
             for _ in self._feed(delta):
                 pass
@@ -125,9 +144,13 @@ class ResponseAnswer:
     def _call(self, name: str) -> OutputItem:
         if self._rules.note_call is not None:
             self._rules.note_call()
-        kind = CustomItem if name in self._rules.custom_tools else FunctionItem
+        tool = self._rules.tools.get(name)
+        kind = CustomItem if tool is not None and tool.is_custom else FunctionItem
+        # A model can also call functions that were not offered. They have no namespace.
+        namespace = None if tool is None or tool.namespace is None else tool.namespace.name
+        called = name if tool is None else tool.tool.name
         # Mistral templates accept only IDs of nine letters and digits.
-        return kind(len(self._items), name, secrets.token_hex(5)[:9])
+        return kind(len(self._items), Called(called, namespace, secrets.token_hex(5)[:9]))
 
     def _begin(self, item: OutputItem) -> Iterator[Event]:
         yield from self._close()

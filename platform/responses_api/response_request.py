@@ -8,6 +8,7 @@ from pydantic import Field
 
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.chat_request import MAX_CHAT_LOGPROBS, Metadata, ReasoningEffort
+from loramux.platform.bodies.response_formats import StructuredOutputs
 from loramux.platform.bodies.sampling_fields import INT64, SamplingFields
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.structural_tags import Schema
@@ -67,6 +68,22 @@ class ResponseStreamOptions(StrictModel):
 
 class ResponseRequest(SamplingFields):
     NEUTRAL: ClassVar[Neutral] = unsupported_fields.RESPONSES
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        {
+            "client_metadata",
+            "max_tool_calls",
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "stream_options.include_obfuscation",
+        }
+    )
+    """Fields that cannot change the answer. They are accepted with any value of their type, and the response object
+    repeats some of them.
+    """
 
     input: Input
     instructions: str | None = None
@@ -83,10 +100,10 @@ class ResponseRequest(SamplingFields):
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
     user: str | None = None
 
-    # These fields have no effect.
+    client_metadata: dict[str, Any] | None = None
+    """Codex sends this field."""
     max_tool_calls: int | None = Field(None, ge=1, lt=INT64)
     metadata: Metadata | None = None
     prompt_cache_key: str | None = None
@@ -95,26 +112,15 @@ class ResponseRequest(SamplingFields):
     safety_identifier: str | None = None
     service_tier: str | None = None
 
-    # vLLM's extension.
+    # vLLM's extensions.
     chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def includes(self, part: Includable) -> bool:
         return part in (self.include or ())
 
     def check(self) -> None:
         """Raise InvalidRequest or NotFound for fields that contradict each other or name things that do not exist."""
-        if self.previous_response_id is not None:
-            raise NotFound(
-                "there is no such stored response: send the items of the earlier turns in input",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        if self.conversation is not None:
-            raise NotFound(
-                "there is no such conversation: send the items of the earlier turns in input",
-                param="conversation",
-                code="conversation_not_found",
-            )
         for index, item in enumerate(self.input if isinstance(self.input, list) else ()):
             if isinstance(item, ItemReference):
                 raise NotFound(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -14,6 +16,8 @@ from loramux.platform.grammars.constraint import MAX_TEXT_BYTES
 from loramux.platform.grammars.lark_pattern import UnusableLark, pattern_of_lark
 from loramux.platform.requests.answers import Document
 
+JOINT = "__"
+"""Joins the names of a namespace and of a tool in it."""
 INPUT = "input"
 """The name of a custom tool's only argument. Models call custom tools like functions."""
 
@@ -27,9 +31,8 @@ class FunctionTool(StrictModel):
     parameters: Parameters | None = None
     strict: bool | None = None
 
-    def as_chat_tool(self, index: int) -> Document:
-        function = self.model_dump(exclude={"type"}, exclude_none=True)
-        return {"type": "function", "function": function}
+    def as_function(self, place: str) -> Document:
+        return self.model_dump(exclude={"type"}, exclude_none=True)
 
 
 class TextInput(StrictModel):
@@ -54,11 +57,11 @@ class CustomTool(StrictModel):
     description: str | None = None
     format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
 
-    def as_chat_tool(self, index: int) -> Document:
+    def as_function(self, place: str) -> Document:
         """Return a strict function with one argument. Raises InvalidRequest for an unusable grammar."""
         wanted: Document = {"type": "string"}
         if isinstance(self.format, GrammarInput):
-            wanted["pattern"] = f"^(?:{_pattern(self.format, index)})$"
+            wanted["pattern"] = f"^(?:{_pattern(self.format, place)})$"
             shown = "a regular expression" if self.format.syntax == "regex" else "a Lark grammar"
             wanted["description"] = f"Text in the form of {shown}:\n{self.format.definition}"
         parameters = {
@@ -70,29 +73,85 @@ class CustomTool(StrictModel):
         function = {"name": self.name, "parameters": parameters, "strict": True}
         if self.description is not None:
             function["description"] = self.description
-        return {"type": "function", "function": function}
+        return function
 
 
-def _pattern(wanted: GrammarInput, index: int) -> str:
+def _pattern(wanted: GrammarInput, place: str) -> str:
     if wanted.syntax == "regex":
         return wanted.definition
     try:
         return pattern_of_lark(wanted.definition)
     except UnusableLark as error:
         raise InvalidRequest(
-            f"the grammar cannot be used: {error}", param=f"tools[{index}].format.definition", code="grammar_refused"
+            f"the grammar cannot be used: {error}", param=f"{place}.format.definition", code="grammar_refused"
         ) from None
 
 
-Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+class NamespaceTool(StrictModel):
+    """Tools under a common name, such as `browser`. The model sees each tool under both names, joined by JOINT."""
+
+    NEUTRAL: ClassVar[Neutral] = RESPONSES_TOOL
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Annotated[
+        list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]],
+        Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS),
+    ]
+
+
+Tool = Annotated[FunctionTool | CustomTool | NamespaceTool, Field(discriminator="type")]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool that the model can call. `place` is the field of the request that defines it, such as `tools[2]`."""
+
+    tool: FunctionTool | CustomTool
+    namespace: NamespaceTool | None
+    place: str
+
+    @property
+    def is_custom(self) -> bool:
+        return isinstance(self.tool, CustomTool)
+
+    @property
+    def called_name(self) -> str:
+        """The name by which the model calls the tool."""
+        return joined_name(None if self.namespace is None else self.namespace.name, self.tool.name)
+
+    def as_chat_tool(self) -> Document:
+        """Return the tool in the form of a chat request. Raises InvalidRequest for an unusable grammar."""
+        function = {**self.tool.as_function(self.place), "name": self.called_name}
+        about = None if self.namespace is None else self.namespace.description
+        if about is not None:
+            function["description"] = "\n\n".join([about, *filter(None, [self.tool.description])])
+        return {"type": "function", "function": function}
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}{JOINT}{name}"
+
+
+def offered_tools(tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) -> list[OfferedTool]:
+    """Return all tools, including those in namespaces."""
+    found = []
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}]"
+        if isinstance(tool, NamespaceTool):
+            found += [OfferedTool(one, tool, f"{place}.tools[{number}]") for number, one in enumerate(tool.tools)]
+        else:
+            found.append(OfferedTool(tool, None, place))
+    return found
 
 
 def refuse_built_in_tools(tools: Any) -> None:
     """Raise InvalidRequest for the first tool that a server would have to run, and name it."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind not in ("function", "custom"):
+        if isinstance(kind, str) and kind not in ("function", "custom", "namespace"):
             raise InvalidRequest(
                 f"this server does not run the built-in tool {kind[:64]!r}: offer functions or custom tools",
                 param=f"tools[{index}].type",

@@ -25,6 +25,7 @@ def run(tmp_path: Path, *arguments: str) -> int:
     return main([*tiny, "--scratch", str(tmp_path / "scratch"), *arguments])
 
 
+@pytest.mark.campaign
 def test_run_compares_every_byte_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "hot_load.json"
     assert run(tmp_path, "--out", str(out)) == 0

@@ -12,6 +12,7 @@ from loramux.engine.execution.simulation import SimulatedExecutor
 SMALL = ("--running", "4", "--steps", "200", "--allow-busy")
 
 
+@pytest.mark.campaign
 def test_run_writes_figures_with_and_without_stepping_ahead(tmp_path: Path) -> None:
     out = tmp_path / "simulation.json"
     simulation.main([*SMALL, "--out", str(out)])

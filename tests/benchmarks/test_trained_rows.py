@@ -13,6 +13,7 @@ from benchmarks.answers import CheckError
 from benchmarks.trained_rows import HeadBench, main
 
 
+@pytest.mark.campaign
 def test_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "require_idle", lambda is_allowed: 0.5)
     monkeypatch.setattr(trained_rows, "OTHER_BYTES", 1)

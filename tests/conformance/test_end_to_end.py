@@ -43,7 +43,10 @@ class Stand:
     """A function that lists the blob store's keys."""
 
 
-@pytest.fixture(scope="module", params=["sqlite and local blobs", "postgres and s3"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("sqlite and local blobs", marks=pytest.mark.campaign), "postgres and s3"],
+)
 def stand(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, postgres_server: str
 ) -> Iterator[Stand]:

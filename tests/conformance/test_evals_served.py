@@ -78,6 +78,7 @@ def test_likelihood_is_the_models_own(served: Deployment, tmp_path: Path) -> Non
     assert [answer["score"] for answer in found["answers"]] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.campaign
 def test_killed_servers_eval_continues_beside_other_requests(tmp_path: Path) -> None:
     made = deployment(DEMO / "base", tmp_path / "data", (), {})
     cases = [{"messages": asked(prompt), "contains": "{", "max_tokens": 32} for prompt in DEMO_PROMPTS * 8]

@@ -18,6 +18,7 @@ from msgspec import structs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import Accelerator, DeviceMemory, HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear
+from loramux.engine.execution import graph_executor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_shape import reachable_shapes
 from loramux.engine.loop.engine import Engine
@@ -29,7 +30,7 @@ from loramux.kernels.segments import LARGE_SEGMENT_ROWS
 from loramux.kernels.tables import LoraCall
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
-from tests.engine.device.gpu_backend import gpu_backend
+from tests.engine.device.gpu_backend import capture_early, gpu_backend
 
 PLANS = [
     AdapterPlan("r1", 1, ["v_proj"], alpha=2.0),
@@ -45,6 +46,11 @@ OUTER_PLANS = [
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 GRAPH_FAMILIES = ("llama", "gemma3", "qwen3-moe", "qwen3_5", "gemma4")
 """One family for each kind of layer. How steps are captured does not depend on the family otherwise."""
+
+
+@pytest.fixture(autouse=True)
+def early_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_early(monkeypatch)
 
 
 @pytest.fixture
@@ -259,6 +265,37 @@ def test_shapes_of_few_modules_drop_no_graphs(graph_subject: Subject, monkeypatc
     assert narrow.is_decode
     config = ModelConfig.load(graph_subject.directory)
     assert launched == {config.layer_groups(layer)[0] for layer in range(config.num_layers)}
+    assembled.adapters.close()
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["warmed up", "cold"])
+def test_a_rare_shape_is_not_captured(graph_subject: Subject, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture stops every request, so it must first be likely that the graph is used again."""
+    monkeypatch.setattr(graph_executor, "STEPS_BEFORE_CAPTURE", 3)
+    monkeypatch.setattr(graph_executor, "STEPS_BEFORE_OWN_GRAPH", 6)
+    backend = plain_backend(HostAccelerator(), compiles)
+    assembled = graph_subject.assemble(backend, max_batch_tokens=16, max_sequences=1)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    warmed = set(executor._graphs)
+    launched = note_groups(executor, monkeypatch)
+    config = ModelConfig.load(graph_subject.directory)
+    narrow = {config.layer_groups(layer)[0] for layer in range(config.num_layers)}
+    # Decodes until the capture, whether they replay another graph, and the decodes of one answer.
+    num_rare = 6 if compiles else 2
+    num_decodes = 4
+    for number in range(1, 4):
+        asked = requests_of(graph_subject, [("r1", 1)], num_tokens=num_decodes)
+        recorder.by_sequence.clear()
+        launched.clear()
+        tokens_of(assembled.engine, [add for _, add in asked.values()])
+        for sequence_id, (name, add) in asked.items():
+            assert_parity(graph_subject, name, add, recorder.by_sequence[sequence_id])
+        num_captured = len(set(executor._graphs) - warmed)
+        assert num_captured == (number * num_decodes > num_rare), f"after {number * num_decodes} decodes"
+        if compiles and number == 1:
+            assert launched != narrow, "the graph of all groups was not replayed"
     assembled.adapters.close()
 
 

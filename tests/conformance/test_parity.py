@@ -33,7 +33,8 @@ ALONE = ("llama", "gemma2", "phi3-window")
 """Families that every test run also compares one request at a time. Together they cover every branch of the decoder."""
 
 STEPS = [
-    pytest.param(64, 45, id="chunks"),
+    pytest.param(128, 24, id="chunks"),
+    pytest.param(64, 45, id="shorter chunks", marks=pytest.mark.campaign),
     pytest.param(24, 160, id="small chunks", marks=pytest.mark.campaign),
     pytest.param(700, 45, id="whole prompts", marks=pytest.mark.campaign),
 ]

@@ -122,9 +122,11 @@ def test_checkpoint_format(make: Callable[..., Any], tmp_path: Path) -> None:
         make("checkpoint_formats", {"bits": 4})
 
 
+@pytest.mark.campaign
 def test_tool_parser_passes_the_tests_of_tool_parsers(site: Path) -> None:
     assert own_tests(site, "tests/platform/tool_calls", LORAMUX_TEST_TOOL_PARSER="invoke") == 14
 
 
+@pytest.mark.campaign
 def test_router_passes_the_tests_of_routers(site: Path) -> None:
     assert own_tests(site, "tests/platform/routing/test_routers.py", LORAMUX_TEST_ROUTER="least_loaded") == 5

@@ -45,10 +45,12 @@ def blob_url(site: Path, blob_directory: Path) -> Iterator[str]:
     server.communicate()
 
 
+@pytest.mark.campaign
 def test_blob_store_passes_the_tests_of_blob_stores(site: Path, blob_url: str) -> None:
     assert own_tests(site, "tests/adapter_store/blobs/test_blobs.py", LORAMUX_TEST_BLOB_URL=blob_url) >= 17
 
 
+@pytest.mark.campaign
 def test_eviction_policy_passes_the_tests_of_eviction_policies(site: Path) -> None:
     assert own_tests(site, "tests/engine/pages/test_eviction.py", LORAMUX_TEST_EVICTION_POLICY="lfu") == 6
 
@@ -98,12 +100,14 @@ def test_doctor_reports_a_broken_extension_and_a_misspelt_group(tmp_path: Path) 
             {"LORAMUX_EVICTION_POLICY": "none"},
             "the eviction policy 'none' of bad-dist 1.0 returned an object of type dict instead of EvictionPolicy",
             id="wrong policy",
+            marks=pytest.mark.campaign,
         ),
         pytest.param(
             {"loramux.key_authentication": {"none": "bad_extension:make"}},
             {"LORAMUX_KEY_AUTHENTICATION": "none"},
             "the key authentication 'none' of bad-dist 1.0 returned an object of type dict instead of",
             id="wrong key authentication",
+            marks=pytest.mark.campaign,
         ),
     ],
 )
@@ -140,6 +144,7 @@ def refused_start(site: Path, tmp_path: Path, **variables: str) -> tuple[int, st
     return done.returncode, done.stderr
 
 
+@pytest.mark.campaign
 def test_server_runs_with_the_example(site: Path, blob_url: str, blob_directory: Path, tmp_path: Path) -> None:
     """The gateway, the engine and the staging process each use the extensions that they need."""
     variables = {"PYTHONPATH": environment(site)["PYTHONPATH"], "LORAMUX_EVICTION_POLICY": "lfu"}

@@ -52,6 +52,7 @@ def rehearse(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess
     return done, {result["stage"]: result for result in (json.loads(file.read_text()) for file in files)}
 
 
+@pytest.mark.campaign
 def test_gpu_tests_import_only_required_packages(tmp_path: Path) -> None:
     select = "no-rows or test_greedy_rows_and_log_probabilities"
     done, results = rehearse(tmp_path, "--only", "kernels", "engine", "--select", select, "--processes", "1")

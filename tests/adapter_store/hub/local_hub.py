@@ -17,7 +17,8 @@ TOKEN = "hf_a-token-of-the-operator"
 
 def commit_of(files: dict[str, bytes]) -> str:
     """A hash of the files, in the form of a commit."""
-    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+    names = {name: _git_hash(content) for name, content in files.items()}
+    return hashlib.sha1(repr(sorted(names.items())).encode()).hexdigest()
 
 
 @dataclass

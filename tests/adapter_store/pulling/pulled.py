@@ -14,7 +14,7 @@ from loramux.adapter_store.pulling.pull_settings import PullSettings
 
 BASE = "acme/tiny-base"
 SHARDS = tuple(f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
-WEIGHTS = {name: random.Random(name).randbytes(3 << 20) for name in SHARDS}
+WEIGHTS = {name: random.Random(name).randbytes(size) for name, size in zip(SHARDS, (3 << 20, 1 << 16), strict=True)}
 NEEDED: dict[str, bytes] = {
     "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
     "generation_config.json": b"{}",

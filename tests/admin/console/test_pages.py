@@ -171,6 +171,15 @@ async def test_a_key_is_shown_once(operator: Browser) -> None:
     assert "is revoked" in await operator.confirm(f"/keys/{key_id}/revoke")
 
 
+async def test_tenant_page_changes_how_long_responses_are_stored(operator: Browser) -> None:
+    await operator.post("/tenants", slug="storing")
+    page = (await operator.get("/tenants/storing")).text
+    assert "not stored" in page
+    [etag] = re.findall(r'name="etag" value="([^"]+)"', page)
+    await operator.post("/tenants/storing", etag=html.unescape(etag), response_days="30", referer="/tenants/storing")
+    assert "30 days" in (await operator.get("/tenants/storing")).text
+
+
 async def test_second_editor_of_a_quota_is_warned(operator: Browser) -> None:
     await operator.post("/tenants", slug="edited")
     await operator.post("/quotas", tenant="edited", metric="tokens_per_minute", limit="1,000", referer="/quotas")

@@ -89,6 +89,7 @@ def test_demo_shows_three_adapters_and_a_correct_bill(demo: Demo, ports: tuple[i
         assert probe.connect_ex(("127.0.0.1", ports[0])) != 0, "the server stopped with the demo"
 
 
+@pytest.mark.campaign
 def test_tools_demo_shows_calls_results_and_a_correct_bill(demo: Demo, ports: tuple[int, int]) -> None:
     process = demo("--tools", "--exit", "--port", ports[0], "--admin-port", ports[1])
     output, errors = process.communicate(timeout=90)

@@ -48,6 +48,7 @@ def _no_look_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "busy_share", lambda: 0.5)
 
 
+@pytest.mark.campaign
 def test_run_checks_answers_evicts_adapters_and_writes_figures(
     scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

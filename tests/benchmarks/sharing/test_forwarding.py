@@ -15,6 +15,7 @@ from benchmarks.sharing.forwarding import Sample, main, run_clients
 from loramux.platform.engine_link.engine_connection import EngineConnection
 
 
+@pytest.mark.campaign
 def test_both_ways_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "forwarding.json"
     small = ["--clients", "2", "--requests", "2", "--tokens", "8", "--rounds", "1"]

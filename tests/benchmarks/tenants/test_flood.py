@@ -72,6 +72,7 @@ def test_flood_writes_figures_of_polite_requests(
 
 
 @pytest.mark.campaign
+@pytest.mark.campaign
 @pytest.mark.parametrize("source", ["disk", "blobs"])
 def test_storm_loads_new_adapters_during_resident_streams(
     scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str

@@ -6,8 +6,15 @@ import pytest
 
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
+from loramux.engine.execution import graph_executor
 from loramux.kernels.gpu.coded_weights import place_codes
 from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpreted
+
+
+def capture_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture a shape's graph as soon as its kernels are loaded, so that short answers replay graphs."""
+    monkeypatch.setattr(graph_executor, "STEPS_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(graph_executor, "STEPS_BEFORE_OWN_GRAPH", 0)
 
 
 def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
@@ -15,6 +22,7 @@ def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 
     Neither compiles the kernels of all shapes when an engine starts, which would take most of a test's time.
     """
+    capture_early(monkeypatch)
     if HAS_GPU:
         return replace(open_backend("cuda"), compiles=False)
     run_interpreted(monkeypatch)

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +74,22 @@ def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capabil
     assert last.startswith("compiling ahead took ")
 
 
-@pytest.mark.parametrize(
-    ("model", "weights", "num_kernels"),
-    [
-        pytest.param(LLAMA, None, 13, id="llama"),
-        pytest.param(GEMMA, None, 13, id="gemma"),
-        pytest.param(MIXTURE, None, 18, id="mixture"),
-        pytest.param(MIXTURE, CodedZeroWeights(), 19, id="quantized"),
-        pytest.param(HYBRID, None, 15, id="hybrid", marks=pytest.mark.campaign),
-    ],
-)
-@pytest.mark.parametrize("names_target", [True, False], ids=["triton-3.7", "triton-3.6"])
+def cases() -> Iterator[Any]:
+    models = {
+        "llama": (LLAMA, None, 13),
+        "gemma": (GEMMA, None, 13),
+        "mixture": (MIXTURE, None, 18),
+        "quantized": (MIXTURE, CodedZeroWeights(), 19),
+        "hybrid": (HYBRID, None, 15),
+    }
+    for version, names_target in {"triton-3.7": True, "triton-3.6": False}.items():
+        for name, model in models.items():
+            is_quick = name == "llama" or (names_target and name != "hybrid")
+            marks = () if is_quick else pytest.mark.campaign
+            yield pytest.param(*model, names_target, id=f"{version}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("model", "weights", "num_kernels", "names_target"), list(cases()))
 def test_recorded_programs_match_the_warm_up(
     model: dict[str, Any],
     weights: WeightSource | None,

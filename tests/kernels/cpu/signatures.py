@@ -1,13 +1,15 @@
-"""Prints the signatures of the CPU kernels that the warm-up compiles and the signatures that requests need, as JSON.
+"""Prints, for each given instruction set, the signatures of the CPU kernels that the warm-up compiles and those that
+requests need, as JSON.
 
 Recorders replace the kernels, so nothing is compiled or computed. The result therefore does not depend on this CPU, but
-only on the features in NUMBA_CPU_FEATURES.
+only on the instruction set.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import platform
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import numba
 import torch
 
 from loramux.kernels.cpu.instructions import compiled
+from tests.kernels.cpu.instruction_sets import features_of
 
 SIGNATURES: set[str] = set()
 
@@ -39,7 +42,11 @@ def signatures_of(call: Callable[[torch.dtype], None]) -> list[str]:
     return sorted(SIGNATURES)
 
 
-def main() -> None:
+def found_with(name: str) -> list[list[str]]:
+    """The signatures of the warm-up and of requests. Each instruction set needs a process of its own, because modules
+    look at the CPU when they are imported.
+    """
+    compiled._config.CPU_FEATURES = features_of(name)
     # Nothing has imported the kernels yet, so they are all decorated with `record`.
     assert "loramux.kernels.cpu.kernels" not in sys.modules
     compiled.kernel = record
@@ -52,8 +59,14 @@ def main() -> None:
     torch.empty = torch.zeros
     warm = importlib.import_module("loramux.kernels.cpu.warm")
     requests = importlib.import_module("tests.kernels.cpu.every_request")
-    print(json.dumps([signatures_of(warm.warm), signatures_of(requests.call_every_kernel)]))
+    return [signatures_of(warm.warm), signatures_of(requests.call_every_kernel)]
+
+
+def main(names: list[str]) -> None:
+    # Forked processes need not import torch and numba again.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as processes:
+        print(json.dumps(dict(zip(names, processes.map(found_with, names, chunksize=1), strict=True))))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

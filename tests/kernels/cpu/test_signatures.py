@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from tests.kernels.cpu.instruction_sets import INSTRUCTION_SETS, imitate, run_python
+from tests.kernels.cpu.instruction_sets import INSTRUCTION_SETS, run_python
 
 PRODUCTS = {
     "no-avx2": (0, 0, "linear.multiply_panels"),
@@ -22,9 +23,15 @@ bfloat16 weights.
 """
 
 
+@pytest.fixture(scope="module")
+def signatures() -> Any:
+    """By instruction set, the signatures that the warm-up compiles and those that requests need."""
+    return json.loads(run_python("-m", "tests.kernels.cpu.signatures", *INSTRUCTION_SETS))
+
+
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_warm_compiles_what_requests_need(name: str) -> None:
-    warm, requests = json.loads(run_python("-m", "tests.kernels.cpu.signatures", **imitate(name)))
+def test_warm_compiles_what_requests_need(signatures: Any, name: str) -> None:
+    warm, requests = signatures[name]
     assert warm == requests
     num_codes, num_tiles, for_bfloat16 = PRODUCTS[name]
     for kernel, count in (

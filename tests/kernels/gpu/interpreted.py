@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from types import ModuleType
@@ -62,6 +63,20 @@ def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
+def check_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the rest of a test if a sum or product of integers overflows. The check takes half of the interpreter's
+    time, so most tests do without it.
+    """
+    if not HAS_GPU:
+        builder = _interpreted_modules()["sampling"].triton.runtime.interpreter.interpreter_builder
+        monkeypatch.setattr(builder, "options", builder.options)
+        _check_overflow(builder, True)
+
+
+def _check_overflow(builder: Any, is_checked: bool) -> None:
+    builder.options = replace(builder.options, sanitize_overflow=is_checked)
+
+
 @cache
 def _interpreted_modules() -> dict[str, ModuleType]:
     """All modules with kernels. Tests share them, because another copy of Triton takes over 0.1 s."""
@@ -87,7 +102,9 @@ def _interpreted_triton() -> Iterator[None]:
     switch = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        _prepare_once_a_launch(importlib.import_module("triton.runtime.interpreter"))
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        _prepare_once_a_launch(interpreter)
+        _check_overflow(interpreter.interpreter_builder, False)
         yield
     finally:
         os.environ.pop("TRITON_INTERPRET")

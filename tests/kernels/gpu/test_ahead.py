@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,23 @@ def test_cached_programs_are_not_compiled(
     with fake_driver(90):
         ahead.compile_ahead(launch_two, 2, ["/no/such/program"])
     assert capsys.readouterr().err == "", "a single missing program needs no second process"
+
+
+def test_programs_that_the_engine_compiled_itself_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with fake_driver(90), ahead.recorded_programs() as lines:
+        launch_two()
+    first, second = map(ahead.Program.parse, lines)
+    first.compile()
+    with ahead.reported_programs():
+        second.compile()
+    with ahead.reported_programs():
+        second.compile()
+    took = r"loading GPU programs and capturing graphs took \d+\.\d s"
+    missed = r"; 1 programs had not been compiled ahead: _gate \(1\)"
+    assert re.fullmatch(f"{took}{missed}\n{took}\n", capsys.readouterr().err)
 
 
 class Parsed:

@@ -14,7 +14,7 @@ import torch
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
-from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, check_overflow, import_kernels, run_interpreted
 from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, plain_attention
 
 kernel_module, attention_module, plan_module = import_kernels("rotate_and_store", "attention", "attention_plan")
@@ -593,8 +593,9 @@ def test_every_context_length_equals_plain_attention(
         check_attention_of(contexts, num_queries, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
 
 
-def test_pages_past_4_gib_are_written_and_read(device: torch.device) -> None:
+def test_pages_past_4_gib_are_written_and_read(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The highest pages' elements are beyond 2^31, where 32-bit arithmetic would overflow."""
+    check_overflow(monkeypatch)
     spec = AttentionSpec(4, 2, 128, 0.1)
     geometry = PageGeometry(32, 2, 128, 2, 2)
     num_pages = (5 << 30) // geometry.total_page_bytes

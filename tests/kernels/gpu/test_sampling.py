@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from loramux.kernels.reference.sampling import kept_weights, reference_sample_tokens
-from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
+from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, check_overflow, import_kernels
 
 (sampling,) = import_kernels("sampling")
 
@@ -60,22 +60,13 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_GPU:
         # Parts of the interpreter read the environment when a kernel runs.
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        skip_overflow_checks(monkeypatch)
-
-
-def skip_overflow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the overflow check for integer sums, which takes half of the time. Tests with real tiles keep this check."""
-    builder = sampling.triton.runtime.interpreter.interpreter_builder
-    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 
 
 @pytest.fixture
 def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in REAL_TILES.items():
         monkeypatch.setattr(sampling, name, value)
-    if not HAS_GPU:
-        builder = sampling.triton.runtime.interpreter.interpreter_builder
-        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
+    check_overflow(monkeypatch)
 
 
 def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from loramux.platform.evals.runner import EvalRunner, Patience
 from tests.platform.gateways import Gateway
 from tests.platform.ready_adapters import digest_of
 
-PATIENCE = Patience(answer_s=60, refusal_s=0.5, queue_s=0.5)
+PATIENCE = Patience(answer_s=60, refusal_s=0.5, queue_s=0.5, poll_s=0.02, look_s=0.02)
 
 
 @dataclass

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,8 @@ from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
 from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.evals.runner import Patience
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from tests.platform.evals.eval_lab import EvalLab
+from tests.platform.evals.eval_lab import PATIENCE, EvalLab
 from tests.platform.gateways import open_gateway
 from tests.platform.ready_adapters import digest_of
 
@@ -110,14 +110,14 @@ async def test_foreign_judge_ends_the_eval_like_an_absent_one(lab: EvalLab, judg
 async def test_judge_that_never_answers_ends_the_eval(lab: EvalLab) -> None:
     tokens = lab.gateway.services.prompts.tokenizer.encode("yes", add_special_tokens=False)
     lab.gateway.engine.script = lambda add: Script(token_ids=tokens, stall_after=None if add.digest else 0)
-    lab.patience = Patience(answer_s=1)
+    lab.patience = replace(PATIENCE, answer_s=0.2)
     async with lab.running():
         found = await lab.finished(lab.create([{"prompt": "p", "judge": "?"}] * 20, key_of(lab), judge="base"))
     assert (found.state, found.error_code, found.num_answers) == ("failed", "no_answers", 5)
-    assert {one.detail for one in lab.answers(found)} == {"no answer within 1 s"}
+    assert {one.detail for one in lab.answers(found)} == {"no answer within 0.2 s"}
     # The abandoned requests are settled.
     assert await lab.gateway.services.run.requests.drain(5)
-    assert [event.status for event in lab.gateway.usage()].count("completed") == 5
+    assert len(lab.gateway.usage()) == len(lab.gateway.engine.adds) >= 5
 
 
 async def test_line_that_does_not_fit_fails_alone(lab: EvalLab) -> None:
@@ -199,8 +199,8 @@ async def test_eval_waits_while_requests_wait(lab: EvalLab) -> None:
 
 
 async def test_eval_rests_while_other_requests_run(lab: EvalLab) -> None:
-    lab.patience = Patience(queue_s=60)
-    lab.answer_with({0: "word " * 200, 1: "yes"}, delay_s=0.05)
+    lab.patience = replace(PATIENCE, queue_s=60)
+    lab.answer_with({0: "word " * 200, 1: "yes"}, delay_s=0.02)
     body = {"model": "base", "prompt": "p", "max_tokens": 60}
     other = asyncio.create_task(lab.gateway.http.post("/v1/completions", json=body))
     async with lab.running():
@@ -215,13 +215,13 @@ async def test_eval_rests_while_other_requests_run(lab: EvalLab) -> None:
 
 async def test_engine_restart_delays_an_eval(lab: EvalLab) -> None:
     engine = lab.gateway.engine
-    lab.patience = Patience(answer_s=1, refusal_s=10, queue_s=1)
+    lab.patience = replace(PATIENCE, refusal_s=60, retry_s=0.02)
     lab.answer_with({1: "yes"})
     answer = engine.script
 
     def die_once(add: Add) -> Script:
         asyncio.get_running_loop().call_soon(engine.die)
-        asyncio.get_running_loop().call_later(0.3, engine.revive)
+        asyncio.get_running_loop().call_later(0.1, engine.revive)
         engine.script = answer
         return Script(token_ids=(5,) * 9, delay_s=0.1)
 

@@ -226,7 +226,15 @@ async def until_all_is_settled(gateway: Gateway) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(("disk", "lab"), [("mounted", "spool"), *EACH], indirect=True)
+@pytest.mark.parametrize(
+    ("disk", "lab"),
+    [
+        ("mounted", "spool"),
+        pytest.param("mounted", "memory", marks=pytest.mark.campaign),
+        ("imitated", "memory"),
+    ],
+    indirect=True,
+)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__.replace("_", " "))
 async def test_disk_that_fills_up(
     lab: Lab, step: Callable[..., Awaitable[None]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ import pytest
 
 from loramux.platform.errors import ApiError
 from loramux.platform.responses_api.reasoning_text import opened, sealed
-from loramux.platform.responses_api.response_chat import read_response_request
+from loramux.platform.responses_api.response_chat import chat_of, read_response_request
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
@@ -14,7 +14,7 @@ CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "argum
 
 
 def conversation(given: Any, **fields: Any) -> list[dict[str, Any]]:
-    body = read_response_request({"model": "base", "input": given, **fields})
+    body = chat_of(read_response_request({"model": "base", "input": given, **fields}))
     body.check()
     return [message.model_dump(exclude_none=True) for message in body.messages]
 

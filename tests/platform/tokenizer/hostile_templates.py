@@ -58,6 +58,12 @@ SLOW = (
     "sort",
     "cycler",
     "lipsum",
+    "endless output",
+    "doubling",
+    "doubling by join",
+    "deep json",
+    "clock",
+    "long chain",
     "macro tree",
 )
 """Names in COSTLY of templates that use up the limit on processor time, for the campaign."""
