@@ -11,6 +11,8 @@ from loramux.admin.commands import (
     aliases,
     audit,
     bases,
+    bench,
+    chat,
     check,
     database,
     doctor,
@@ -42,6 +44,7 @@ app = typer.Typer(
 )
 app.callback()(root.root)
 HERE, VERBS = "On this machine", "Over the network, with an administrator's key"
+CLIENTS = "Over the network, with a tenant's key"
 
 app.command("serve", rich_help_panel=HERE)(serve.serve)
 app.command("gateway", rich_help_panel=HERE)(serve.gateway)
@@ -51,6 +54,8 @@ app.add_typer(models.app, name="models", rich_help_panel=HERE)
 app.add_typer(database.app, name="db", rich_help_panel=HERE)
 app.command("check", rich_help_panel=HERE)(check.check)
 app.command("doctor", rich_help_panel=HERE)(doctor.doctor)
+app.command("chat", rich_help_panel=CLIENTS)(chat.chat)
+app.command("bench", rich_help_panel=CLIENTS)(bench.bench)
 app.add_typer(tenants.app, name="tenants", rich_help_panel=VERBS)
 app.add_typer(keys.app, name="keys", rich_help_panel=VERBS)
 app.add_typer(adapters.app, name="adapters", rich_help_panel=VERBS)

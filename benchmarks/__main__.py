@@ -21,6 +21,7 @@ class Benchmark:
 BENCHMARKS = {
     "mixed-batch": Benchmark("mixed_batch", "Sixteen adapters in one batch, compared with peft"),
     "peers": Benchmark("peers", "loramux, peft, vLLM and llama-server on the same requests"),
+    "streams": Benchmark("peers.streams", "Decode speed of 1, 4 and 16 streams, compared with llama.cpp in process"),
     "gateway": Benchmark("gateway", "The gateway in front of a scripted engine, compared with LiteLLM"),
     "serving": Benchmark("serving", "A whole server over HTTP under load, compared with its engine alone", "6 minutes"),
     "structured-output": Benchmark("structured_output", "Throughput and first tokens with schemas, compared with vLLM"),
@@ -46,7 +47,7 @@ BENCHMARKS = {
     "usage-report": Benchmark("accounts.usage_report", "Usage reports over 10 million requests, on both databases"),
     "console-pages": Benchmark("accounts.console_pages", "Console pages over 10 million requests, on both databases"),
     "gpu": Benchmark("gpu", "Kernels and engine on a GPU", "9 minutes"),
-    "gpu-trace": Benchmark("gpu.trace", "Times of each kernel of whole steps on a GPU", "1 minute"),
+    "gpu-trace": Benchmark("gpu.kernel_times", "Times of each kernel of whole steps on a GPU", "1 minute"),
     "gpu-table": Benchmark("gpu.table", "Launches and bytes of each step on a GPU, counted without one", "1 minute"),
     "gpu-dry": Benchmark("gpu", "Memory and time of each case of gpu, without a GPU", "5 seconds", ("--dry-run",)),
 }

@@ -90,6 +90,11 @@ class ChatRequest(GenerationRequest):
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to reason before it answers. None leaves this to the chat template."""
+        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
+
+    @property
     def requires_reasoning(self) -> bool:
         """True if a model that cannot be told how much to reason refuses the request. False if it answers."""
         return True

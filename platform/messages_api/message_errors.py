@@ -26,17 +26,30 @@ ERROR_TYPES: Mapping[int, str] = {
 }
 
 
+CHAT_FIELDS: Mapping[str, str] = {
+    "continue_final_message": "messages",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""The names in the Messages API of fields of a chat request, where they differ."""
+
+
 def message_error(error: ApiError, request_id: str) -> dict[str, Any]:
     """Return the body of an error. The message starts with the field's name, for which the envelope has no place."""
     status = message_status(error)
     kind = ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    message, param = error.message, error.param
+    message, param = error.message, _named(error.param)
     if error.code == "context_length_exceeded":
         # Agents recognise these words, and shorten the conversation.
         message = f"prompt is too long: {message}"
     elif param is not None and param not in message:
         message = f"{param}: {message}"
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def _named(param: str | None) -> str | None:
+    """Return the name that a field of the chat request has in the Messages API."""
+    return None if param is None else CHAT_FIELDS.get(param, param).replace(".function.parameters", ".input_schema")
 
 
 def message_status(error: ApiError) -> int:

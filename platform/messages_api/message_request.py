@@ -63,8 +63,13 @@ class MessagesChat(ChatRequest):
     """A chat request made from a Messages request."""
 
     output_schema: Schema | None = None
+    is_thinking: bool = False
     omits_thinking: bool = False
     """Whether the answer shows thinking blocks without their text."""
+
+    @property
+    def thinks(self) -> bool:
+        return self.is_thinking
 
     @property
     def requires_reasoning(self) -> bool:
@@ -130,6 +135,7 @@ class CountTokensRequest(StrictModel):
             tool_choice=chat_choice(self.tool_choice),
             parallel_tool_calls=is_parallel(self.tool_choice),
             reasoning_effort=self._effort() if thinks else "none",
+            is_thinking=thinks,
             include_reasoning=thinks,
             thinking_token_budget=self.thinking.budget_tokens if isinstance(self.thinking, ThinkingEnabled) else None,
             omits_thinking=getattr(self.thinking, "display", None) == "omitted",
@@ -153,10 +159,10 @@ class CountTokensRequest(StrictModel):
         content = texts[0] if len(texts) == 1 else tuple(texts)
         return [ChatMessage.model_construct(role="system", content=content)]
 
-    def _effort(self) -> Literal["low", "medium", "high", "xhigh"]:
+    def _effort(self) -> Literal["low", "medium", "high"] | None:
         effort = None if self.output_config is None else self.output_config.effort
-        # The name of the highest effort differs, and `medium` is what chat templates take as the default.
-        return "xhigh" if effort == "max" else effort or "medium"
+        # Chat templates know no higher effort.
+        return "high" if effort == "xhigh" or effort == "max" else effort
 
     def _output_schema(self) -> Schema | None:
         wanted = self.output_config.format if self.output_config is not None else None

@@ -116,15 +116,15 @@ def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str
 
 def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str, Any]:
     """Return the template's additional variables. `chat_template_kwargs` takes precedence over `reasoning_effort`."""
-    effort, kwargs = body.reasoning_effort, body.chat_template_kwargs or {}
-    if effort is None:
+    effort, thinks, kwargs = body.reasoning_effort, body.thinks, body.chat_template_kwargs or {}
+    if thinks is None:
         return kwargs
     known: dict[str, Any] = {}
     if features is not None and features.thinking_switch is not None:
-        known[features.thinking_switch] = effort != "none"
-    if features is not None and features.reasoning_effort:
+        known[features.thinking_switch] = thinks
+    if features is not None and features.reasoning_effort and effort is not None:
         known["reasoning_effort"] = effort
-    if not known and effort != "none" and body.requires_reasoning:
+    if not known and thinks and body.requires_reasoning:
         raise InvalidRequest(
             "this model's chat template does not use reasoning_effort",
             param="reasoning_effort",

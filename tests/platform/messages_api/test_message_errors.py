@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.errors import ApiError
+from loramux.platform.errors import ApiError, InvalidRequest
 from loramux.platform.messages_api.message_errors import message_error
 from tests.platform.gateways import Gateway
-from tests.platform.messages_api.message_calls import ASKED, HEADERS, answers, message, post
+from tests.platform.messages_api.message_calls import ASKED, HEADERS, WEATHER, answers, message, post
 
 pytestmark = pytest.mark.anyio
 
@@ -87,6 +87,14 @@ async def test_fields_are_named(gateway: Gateway) -> None:
     assert told.startswith("stop_sequences: ")
     bad = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}
     assert "output_config.format.schema" in refusal(await post(gateway, **bad), 400, "invalid_request_error")
+
+
+async def test_fields_have_the_names_of_the_messages_api(tools: Gateway) -> None:
+    wrong = {**WEATHER, "strict": True, "input_schema": {"type": "object", "properties": {"a": {"type": "nothing"}}}}
+    told = refusal(await post(tools, tools=[wrong]), 400, "invalid_request_error")
+    assert told.startswith("tools[0].input_schema: ")
+    refused = InvalidRequest("the last message has no text", param="continue_final_message")
+    assert message_error(refused, "req_1")["error"]["message"] == "messages: the last message has no text"
 
 
 @pytest.mark.parametrize("path", PATHS)

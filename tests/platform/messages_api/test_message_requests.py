@@ -55,7 +55,8 @@ def test_every_field_reaches_the_chat_request() -> None:
     [tool] = made.offered_tools
     assert (tool.name, tool.function.strict, tool.schema_of_arguments) == ("get_weather", True, WEATHER["input_schema"])
     assert (made.choice_of_tools.mode, made.parallel_tool_calls) == ("required", False)
-    assert (made.max_thinking_tokens, made.reasoning_effort, made.include_reasoning) == (100, "xhigh", True)
+    assert (made.max_thinking_tokens, made.reasoning_effort, made.include_reasoning) == (100, "high", True)
+    assert made.thinks
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 from llguidance import LLMatcher
 
+from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.engine.byte_vocabulary import byte_vocabulary, ids
-from tests.platform.gateways import Gateway
+from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.harmony_base import tokens_of
 from tests.platform.messages_api.message_calls import (
     ASKED,
     CALL,
@@ -29,6 +34,14 @@ from tests.platform.messages_api.message_calls import (
 pytestmark = pytest.mark.anyio
 
 THOUGHT = "<think>\nHm.\n</think>\n"
+
+
+@pytest.fixture
+async def harmony(
+    accounts: Database, harmony_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
+) -> AsyncIterator[Gateway]:
+    async with open_gateway(accounts, harmony_tokenizer, threads, max_model_len=1024) as gateway:
+        yield gateway
 
 
 async def test_text_is_answered_as_documented(gateway: Gateway) -> None:
@@ -103,6 +116,21 @@ async def test_thinking_text_and_parallel_calls_are_blocks(tools: Gateway) -> No
     assert counted == 4
 
 
+async def test_channels_become_blocks(harmony: Gateway) -> None:
+    tokenizer = harmony.services.prompts.tokenizer
+    start, call = "<|start|>assistant<|channel|>", "commentary to=functions.get_weather <|constrain|>json<|message|>"
+    text = f"<|channel|>analysis<|message|>Hot?<|end|>{start}commentary<|message|>Let me look.<|end|>{start}{call}"
+    script = Script(
+        token_ids=tokens_of(tokenizer, text + '{"city": "Rome"}'), stop_token_id=tokens_of(tokenizer, "<|call|>")[0]
+    )
+    harmony.engine.script = lambda add: script
+    fields: dict[str, Any] = {"tools": [WEATHER], "thinking": {"type": "adaptive"}}
+    whole = await message(harmony, **fields)
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
+    assert (whole["content"][2]["input"], whole["stop_reason"]) == ({"city": "Rome"}, "tool_use")
+    assert same(joined(await events_of(harmony, **fields))) == same(whole)
+
+
 async def test_results_and_thinking_return_to_the_prompt(tools: Gateway) -> None:
     answers(tools, THOUGHT + CALL + CALL.replace("Rome", "Oslo"))
     asked = await message(tools, tools=[WEATHER], thinking={"type": "adaptive"})
@@ -145,6 +173,18 @@ async def test_a_model_does_not_think_unless_asked(tools: Gateway) -> None:
         assert [block["type"] for block in seen["content"]] == ["text"]
     await message(tools, thinking={"type": "adaptive"})
     assert "<think>" not in prompt_of(tools)
+
+
+async def test_effort_reaches_a_template_that_reads_it(harmony: Gateway) -> None:
+    def effort() -> str:
+        return prompt_of(harmony).partition("Reasoning: ")[2].partition("<|end|>")[0]
+
+    await message(harmony, thinking={"type": "adaptive"})
+    assert effort() == "medium", "the template's default"
+    await message(harmony, thinking={"type": "adaptive"}, output_config={"effort": "max"})
+    assert effort() == "high"
+    await message(harmony, output_config={"effort": "max"})
+    assert effort() == "none"
 
 
 async def test_a_model_without_thinking_answers_without(gateway: Gateway) -> None:
