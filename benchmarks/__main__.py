@@ -21,6 +21,7 @@ class Benchmark:
 BENCHMARKS = {
     "mixed-batch": Benchmark("mixed_batch", "Sixteen adapters in one batch, compared with peft"),
     "peers": Benchmark("peers", "loramux, peft, vLLM and llama-server on the same requests"),
+    "streams": Benchmark("peers.streams", "Decode speed of 1, 4 and 16 streams, compared with llama.cpp in process"),
     "gateway": Benchmark("gateway", "The gateway in front of a scripted engine, compared with LiteLLM"),
     "serving": Benchmark("serving", "A whole server over HTTP under load, compared with its engine alone", "6 minutes"),
     "structured-output": Benchmark("structured_output", "Throughput and first tokens with schemas, compared with vLLM"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,6 +111,10 @@ class Kernels(LoraKernels, Protocol):
 
         `sinks`, float32 `[num_heads]`, contains for each head the score of an additional key that has no value.
         """
+        ...
+
+    def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """`linear(x)`. A recorder of kernels records the product instead."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

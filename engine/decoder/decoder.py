@@ -27,7 +27,7 @@ from loramux.engine.decoder.placement import Placement
 from loramux.engine.decoder.rotary import growing_scales, query_scales, rotary_tables
 from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.decoder.weights import WeightSource
-from loramux.engine.device.backend import Backend
+from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.sequences.batch import StepInputs
 from loramux.engine.sequences.cache_groups import cache_layout, hybrid_layout, narrow_windows, uneven_layout
 from loramux.engine.sequences.layer_groups import LayerGroups
@@ -163,18 +163,51 @@ class Decoder:
         """Run one step and return the normalised output of the last layer at the sample rows, `[num_samples,
         hidden_size]`.
         """
+        residual, step = self.begin(inputs, kernels, tables)
+        # Adapters replace the final norm in all rows, because their segments list the step's rows.
+        replaces_norms = _replaces_norms(inputs)
+        rows = slice(None) if replaces_norms else inputs.sample_rows
+        hidden = self.run_layers(residual, step, inputs, rows, kernels, tables)
+        return hidden[inputs.sample_rows] if replaces_norms else hidden
+
+    def begin(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> tuple[Residual, DecoderStep]:
+        """What the first layer reads."""
         residual = self._first_residual(inputs, kernels, tables)
-        step = self._step(inputs, residual.total, kernels)
+        return residual, self._step(inputs, residual.total, kernels)
+
+    def run_layers(
+        self,
+        residual: Residual,
+        step: DecoderStep,
+        inputs: StepInputs,
+        rows: slice | torch.Tensor,
+        kernels: Kernels,
+        tables: AdapterTables,
+        note_layer: Callable[[int], None] = lambda layer: None,
+    ) -> torch.Tensor:
+        """The normalised output of the last layer at `rows`. `note_layer` is called before each layer and at the end,
+        before the final norm.
+        """
         # The module groups that this step's adapters modify.
         groups = int(inputs.groups) if inputs.segments.num_segments else 0
-        replaces_norms = bool(groups & LayerGroups.NORMS)
-        in_layer = partial(LayerAdapters, kernels, tables, inputs.slots, inputs.segments, groups, replaces_norms)
+        in_layer = partial(
+            LayerAdapters, kernels, tables, inputs.slots, inputs.segments, groups, _replaces_norms(inputs)
+        )
         for index, layer in enumerate(self._layers):
+            note_layer(index)
             layer(residual, step, in_layer(index))
-        # Adapters replace the final norm in all rows, because their segments list the step's rows.
-        rows = slice(None) if replaces_norms else inputs.sample_rows
-        hidden = self._last_residual(residual, rows).normed(self._final_norm, in_layer(self.config.num_layers - 1))
-        return hidden[inputs.sample_rows] if replaces_norms else hidden
+        note_layer(len(self._layers))
+        return self._last_residual(residual, rows).normed(self._final_norm, in_layer(self.config.num_layers - 1))
+
+    def angles(self, positions: torch.Tensor, out: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Write the cosines and sines of each row's angles, for each rotary embedding."""
+        for tables, rows in zip(self._rotary, out, strict=True):
+            for table, row in zip(tables, rows, strict=True):
+                torch.index_select(table, 0, positions, out=row)
+
+    @property
+    def head(self) -> Linear:
+        return self._head
 
     def _first_residual(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> Residual:
         embedded = self.embed(inputs, kernels, tables)
@@ -190,7 +223,7 @@ class Decoder:
     def _step(self, inputs: StepInputs, embedded: torch.Tensor, kernels: Kernels) -> DecoderStep:
         num_heads, num_tokens = self.config.attention.num_heads, inputs.tokens.shape[0]
         return DecoderStep(
-            activate=_activation(self.config, kernels),
+            activate=activation_of(self.config, kernels),
             angles=[(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary],
             query_scale=None if self._query_scales is None else self._query_scales[inputs.positions],
             attention=inputs.attention,
@@ -212,14 +245,16 @@ class Decoder:
         return torch.empty(num_rows, self.config.hidden_size, dtype=self._dtype, device=self._embedding.device)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, adapters: HeadAdapters | None = None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, adapters: HeadAdapters | None = None, product: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits of rows of `hidden`, `[num_rows, num_columns]`, in the dtype of the activations.
 
         `adapters` is None if no row's adapter modifies the head. There is a column for each token of the base and, if
         an adapter has further tokens, MAX_EXTRA_TOKENS more. The logits of tokens that a row's adapter lacks are
-        FORBIDDEN.
+        FORBIDDEN. `product` is the head's product with `hidden` if it is already known, and is overwritten.
         """
-        logits = self._head(hidden)
+        logits = self._head(hidden) if product is None else product
         vocabularies = None if adapters is None else adapters.vocabularies
         if vocabularies is not None:
             logits = vocabularies.widened(logits)
@@ -241,7 +276,11 @@ class Decoder:
         return logits
 
 
-def _activation(config: ModelConfig, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
+def _replaces_norms(inputs: StepInputs) -> bool:
+    return inputs.segments.num_segments > 0 and bool(int(inputs.groups) & LayerGroups.NORMS)
+
+
+def activation_of(config: ModelConfig, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
     clamped = config.clamped_gate
     if clamped is not None:
         return lambda x: kernels.clamped_silu_and_mul(x, clamped.alpha, clamped.limit)

@@ -23,7 +23,7 @@ class DecoderStep:
     """
 
     activate: Callable[[torch.Tensor], torch.Tensor]
-    angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    angles: list[tuple[torch.Tensor, torch.Tensor]]
     query_scale: torch.Tensor | None
     attention: Sequence[AttentionBatch]
     outputs: dict[int, torch.Tensor]

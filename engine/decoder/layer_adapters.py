@@ -67,7 +67,7 @@ class AdaptableLinear:
     flag: int
 
     def __call__(self, x: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
-        y = self.linear(x)
+        y = adapters.kernels.multiply(self.linear, x)
         if adapters.groups & self.flag:
             call = LoraCall(adapters.layer, self.group, adapters.tables, adapters.segments)
             adapters.kernels.lora_add(x, call, y)

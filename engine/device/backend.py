@@ -18,8 +18,9 @@ from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.engine.protocol.errors import DeviceNotUsable
 from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
 from loramux.kernels.quantized import QuantizedWeight
+from loramux.kernels.recording import Recorder
 from loramux.kernels.routing import ExpertWeights, StackedExperts
-from loramux.kernels.tables import PoolViews
+from loramux.kernels.tables import AttentionBatch, PoolViews
 
 SWITCH_INTERVAL_S = 0.0005
 
@@ -125,6 +126,7 @@ class Backend:
     compile_ahead: CompileAhead | None = None
     reported_programs: Callable[[], AbstractContextManager[None]] = nullcontext
     set_num_threads: Callable[[int], None] = torch.set_num_threads
+    start_recording: Callable[[Kernels, int, tuple[AttentionBatch, ...]], Recorder] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -151,6 +153,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
         from loramux.kernels.cpu.linear.experts import PackedExperts
         from loramux.kernels.cpu.linear.linear import PackedLinear
         from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
+        from loramux.kernels.cpu.recorder import start_recording
 
         return Backend(
             accelerator=HostAccelerator(),
@@ -161,6 +164,7 @@ def open_backend(device: str, pdl: bool = False, activation_bits: int = 16) -> B
             make_experts=lambda num_experts, weights, bias: PackedExperts(weights, bias),
             make_quantized_experts=partial(make_coded_experts, x_bits=activation_bits),
             set_num_threads=set_num_threads,
+            start_recording=start_recording,
         )
     missing = missing_for_cuda()
     if missing is not None:

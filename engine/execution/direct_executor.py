@@ -13,6 +13,7 @@ from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.architectures.model_config import HEAD
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.decoder.decoder import Decoder, HeadAdapters
+from loramux.engine.decoder.recorded_decoder import RecordedDecoder, StartRecording
 from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
@@ -41,12 +42,22 @@ class DirectForward:
 class DirectExecutor:
     """Runs batches through a decoder. The logits are complete when `submit` returns."""
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, tables: SlotTables, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        tables: SlotTables,
+        eos_token_ids: tuple[int, ...],
+        start_recording: StartRecording | None = None,
+    ) -> None:
         self._decoder = decoder
         self._kernels = kernels
         self._tables = tables
         self._eos_token_ids = eos_token_ids
         self._accelerator = HostAccelerator()
+        self._recorded = None
+        if start_recording is not None:
+            self._recorded = RecordedDecoder(decoder, kernels, tables.device, start_recording)
 
     def submit(self, batch: Batch) -> DirectForward:
         if batch.scores:
@@ -57,8 +68,14 @@ class DirectExecutor:
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
-        hidden = self._decoder.hidden(self._inputs(batch, batch.sample_rows, outer), self._kernels, self._tables.device)
-        return self._logits_of(hidden, None if outer is None else outer.head)
+        inputs = self._inputs(batch, batch.sample_rows, outer)
+        head_slots = None if outer is None else outer.head
+        if self._recorded is not None and len(batch.sample_rows) == len(batch.tokens):
+            found = self._recorded.run(inputs)
+            if found is not None:
+                return self._logits_of(*found, head_slots)
+        hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device)
+        return self._logits_of(hidden, None, head_slots)
 
     def _scored(self, batch: Batch) -> tuple[torch.Tensor, ScoredPrompts]:
         """Logits of the batch's sample rows, and the scores of its scored rows."""
@@ -68,7 +85,7 @@ class DirectExecutor:
         num_samples = len(batch.sample_rows)
 
         def logits_of(begin: int, end: int) -> torch.Tensor:
-            return self._logits_of(hidden[begin:end], None if outer is None else outer.head[begin:end])
+            return self._logits_of(hidden[begin:end], None, None if outer is None else outer.head[begin:end])
 
         def scored_logits(begin: int, end: int) -> torch.Tensor:
             return logits_of(num_samples + begin, num_samples + end)
@@ -76,7 +93,9 @@ class DirectExecutor:
         scored = score_prompts(batch.scores, scored_logits, self._accelerator)
         return logits_of(0, num_samples), scored
 
-    def _logits_of(self, hidden: torch.Tensor, head_slots: npt.NDArray[np.int32] | None) -> torch.Tensor:
+    def _logits_of(
+        self, hidden: torch.Tensor, product: torch.Tensor | None, head_slots: npt.NDArray[np.int32] | None
+    ) -> torch.Tensor:
         head = None
         if head_slots is not None:
             max_rows = self._tables.max_rows(head_slots, HEAD)
@@ -84,7 +103,7 @@ class DirectExecutor:
             vocabularies = Vocabularies.of(sizes, self._decoder.config.vocab_size, self._accelerator)
             segments = self._segments(head_slots)
             head = HeadAdapters(self._kernels, self._tables.device, segments, max_rows, vocabularies)
-        return self._decoder.logits(hidden, head)
+        return self._decoder.logits(hidden, head, product)
 
     def _inputs(self, batch: Batch, rows: npt.NDArray[np.int32], outer: OuterSlots | None) -> StepInputs:
         def batch_of(starts: npt.NDArray[np.int32], kv_slots: npt.NDArray[np.int64]) -> AttentionBatch:

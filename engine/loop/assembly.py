@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -299,7 +300,10 @@ def _make_executor(base: LoadedBase, tables: SlotTables, kernels: Kernels, decod
     config, accelerator, eos_token_ids = base.config, base.backend.accelerator, base.model.eos_token_ids
     sample_tokens = base.backend.sample_tokens
     if sample_tokens is None:
-        return DirectExecutor(decoder, kernels, tables, eos_token_ids)
+        start = base.backend.start_recording
+        return DirectExecutor(
+            decoder, kernels, tables, eos_token_ids, None if start is None else partial(start, kernels)
+        )
     cache = decoder.cache_layout
     buffer = StepBuffer(
         accelerator,

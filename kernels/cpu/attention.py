@@ -98,7 +98,7 @@ def _fetch_page(pool: Any, page: int, layer: int, head: int, num_kv_heads: int, 
 
 
 @helper
-def _attend_tile(
+def attend_tile(
     q_address: int,
     q_stride: int,
     out_address: int,
@@ -236,7 +236,7 @@ def _attend_share(
             for head in range(num_kv_heads):
                 if low <= cursor < high:
                     column = head * group_size * head_dim
-                    _attend_tile(
+                    attend_tile(
                         q_address + 4 * (row * q_stride + column), q_stride,
                         out_address + 4 * (row * out_stride + column), out_stride, num_tokens,
                         pool, layer, pages, np.int64(page_starts[n]), length, window,

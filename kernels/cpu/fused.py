@@ -40,7 +40,7 @@ def _sum_of_squares(x: Any, size: int) -> Any:
 
 
 @exact
-def _norm_row(x_address: int, out_address: int, weight_address: int, size: int, eps: Any) -> None:
+def norm_row(x_address: int, out_address: int, weight_address: int, size: int, eps: Any) -> None:
     x, out, weight = floats_at(x_address), floats_at(out_address), floats_at(weight_address)
     factor = np.float32(1) / np.sqrt(_sum_of_squares(x, size) / np.float32(size) + eps)
     for i in range(size):
@@ -54,21 +54,21 @@ def rms_norm(
     """`out[t] = x[t] / sqrt(mean(x[t]²) + eps) * weight`. `out` is contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
-            _norm_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, weight_address, size, eps)
+            norm_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, weight_address, size, eps)
     else:
         for t in prange(num_rows):
-            _norm_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, weight_address, size, eps)
+            norm_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, weight_address, size, eps)
 
 
 @helper
-def _add_norm_row(
+def add_norm_row(
     x_address: int, residual_address: int, out_address: int, weight_address: int, size: int, eps: Any
 ) -> None:
     x, residual = floats_at(x_address), floats_at(residual_address)
     for i in range(size):
         residual[i] += x[i]
     # The row is still in the cache, and a separate loop produces the same bits as `rms_norm`.
-    _norm_row(residual_address, out_address, weight_address, size, eps)
+    norm_row(residual_address, out_address, weight_address, size, eps)
 
 
 @kernel
@@ -87,15 +87,15 @@ def add_rms_norm(
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
             x, residual = x_address + 4 * t * x_stride, residual_address + 4 * t * residual_stride
-            _add_norm_row(x, residual, out_address + 4 * t * size, weight_address, size, eps)
+            add_norm_row(x, residual, out_address + 4 * t * size, weight_address, size, eps)
     else:
         for t in prange(num_rows):
             t_x, t_residual = x_address + 4 * t * x_stride, residual_address + 4 * t * residual_stride
-            _add_norm_row(t_x, t_residual, out_address + 4 * t * size, weight_address, size, eps)
+            add_norm_row(t_x, t_residual, out_address + 4 * t * size, weight_address, size, eps)
 
 
 @helper
-def _rotate_row(row_address: int, num_heads: int, head_dim: int, cos_address: int, sin_address: int, half: int) -> None:
+def rotate_row(row_address: int, num_heads: int, head_dim: int, cos_address: int, sin_address: int, half: int) -> None:
     row, cos, sin = floats_at(row_address), floats_at(cos_address), floats_at(sin_address)
     for head in range(num_heads):
         begin = head * head_dim
@@ -123,24 +123,24 @@ def rotary(
     if num_rows * (num_heads + num_kv_heads) * half < SERIAL_WORK:
         for t in range(num_rows):
             cos, sin = cos_address + 4 * t * half, sin_address + 4 * t * half
-            _rotate_row(q_address + 4 * t * q_stride, num_heads, head_dim, cos, sin, half)
-            _rotate_row(k_address + 4 * t * k_stride, num_kv_heads, head_dim, cos, sin, half)
+            rotate_row(q_address + 4 * t * q_stride, num_heads, head_dim, cos, sin, half)
+            rotate_row(k_address + 4 * t * k_stride, num_kv_heads, head_dim, cos, sin, half)
     else:
         for t in prange(num_rows):
             t_cos, t_sin = cos_address + 4 * t * half, sin_address + 4 * t * half
-            _rotate_row(q_address + 4 * t * q_stride, num_heads, head_dim, t_cos, t_sin, half)
-            _rotate_row(k_address + 4 * t * k_stride, num_kv_heads, head_dim, t_cos, t_sin, half)
+            rotate_row(q_address + 4 * t * q_stride, num_heads, head_dim, t_cos, t_sin, half)
+            rotate_row(k_address + 4 * t * k_stride, num_kv_heads, head_dim, t_cos, t_sin, half)
 
 
 @helper
-def _silu_row(row_address: int, out_address: int, size: int) -> None:
+def silu_row(row_address: int, out_address: int, size: int) -> None:
     gate, up, out = floats_at(row_address), floats_at(row_address + 4 * size), floats_at(out_address)
     for i in range(size):
         out[i] = gate[i] * up[i] / (np.float32(1) + exponential(-gate[i]))
 
 
 @helper
-def _gelu_row(row_address: int, out_address: int, size: int) -> None:
+def gelu_row(row_address: int, out_address: int, size: int) -> None:
     """`(1 + tanh(y)) / 2` is the sigmoid of `2 * y`, here with `2 * y = 2 * sqrt(2 / pi) * (g + 0.044715 * g³)`."""
     gate, up, out = floats_at(row_address), floats_at(row_address + 4 * size), floats_at(out_address)
     for i in range(size):
@@ -149,7 +149,7 @@ def _gelu_row(row_address: int, out_address: int, size: int) -> None:
 
 
 @helper
-def _clamped_silu_row(row_address: int, out_address: int, size: int, alpha: Any, limit: Any) -> None:
+def clamped_silu_row(row_address: int, out_address: int, size: int, alpha: Any, limit: Any) -> None:
     gates, ups, out = floats_at(row_address), floats_at(row_address + 4 * size), floats_at(out_address)
     for i in range(size):
         gate, up = gates[i], ups[i]
@@ -168,10 +168,10 @@ def silu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int,
     """`out[t] = silu(x[t, :size]) * x[t, size:]`. `out` is contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
-            _silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
+            silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
     else:
         for t in prange(num_rows):
-            _silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
+            silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
 
 
 @kernel
@@ -179,10 +179,10 @@ def gelu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int,
     """`out[t] = gelu(x[t, :size]) * x[t, size:]` with the tanh form of gelu; `out` is contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
-            _gelu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
+            gelu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
     else:
         for t in prange(num_rows):
-            _gelu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
+            gelu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
 
 
 @kernel
@@ -193,7 +193,7 @@ def clamped_silu_and_mul(
     factor, most = np.float32(alpha), np.float32(limit)
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
-            _clamped_silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size, factor, most)
+            clamped_silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size, factor, most)
     else:
         for t in prange(num_rows):
-            _clamped_silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size, factor, most)
+            clamped_silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size, factor, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from loramux.kernels.cpu.linear import experts as cpu_experts
 from loramux.kernels.cpu.linear.coded_experts import CodedExperts
 from loramux.kernels.cpu.linear.experts import PackedExperts
 from loramux.kernels.cpu.lora.adapters import CpuLora
+from loramux.kernels.cpu.programs.tape import Buffers
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.routing import ExpertWeights, Routing, group_pairs
 from loramux.kernels.routing_spec import RoutingSpec
@@ -50,11 +52,12 @@ class CpuKernels(CpuLora):
         self._kv: dict[tuple[int, int], npt.NDArray[Any]] = {}
         self._state = array(pool.state, torch.float32)  # [P, float32 elements]
         self._batch: AttentionBatch | None = None
+        self.buffers = Buffers()
 
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
         self._read_batch(batch)
         num_kv_heads, head_dim = k.shape[1:]
-        pages = self._kv_of(num_kv_heads, head_dim)
+        pages = self.kv_of(num_kv_heads, head_dim)
         cpu_kv.write(*rows_of(k), *rows_of(v), pages, layer, self._kv_slots, num_kv_heads, head_dim)
 
     def paged_attention(
@@ -72,11 +75,14 @@ class CpuKernels(CpuLora):
             assert sinks.is_contiguous()
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         cpu_attention.attend(
-            torch.get_num_threads(), *rows_of(q), *rows_of(out), self._kv_of(spec.num_kv_heads, spec.head_dim), layer,
+            torch.get_num_threads(), *rows_of(q), *rows_of(out), self.kv_of(spec.num_kv_heads, spec.head_dim), layer,
             self._cu_q, self._seq_lens, self._kv_pages, self._page_starts,
             spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim,
             float(spec.scale), window, float(spec.soft_cap or 0.0), 0 if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
+
+    def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return linear(x)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert weight.dtype is torch.float32
@@ -208,7 +214,7 @@ class CpuKernels(CpuLora):
         )  # fmt: skip
         return y
 
-    def _kv_of(self, num_kv_heads: int, head_dim: int) -> npt.NDArray[Any]:
+    def kv_of(self, num_kv_heads: int, head_dim: int) -> npt.NDArray[Any]:
         """The pages of layers with these KV heads, `[num_pages, num_layers, num_elements]`."""
         heads = num_kv_heads, head_dim
         if heads not in self._kv:

@@ -29,9 +29,7 @@ def page_start(pool: Any, page: int, layer: int) -> int:
 
 
 @helper
-def _write_row(
-    k: Any, i: int, v: Any, j: int, pool: Any, start: int, token: int, num_heads: int, head_dim: int
-) -> None:
+def write_row(k: Any, i: int, v: Any, j: int, pool: Any, start: int, token: int, num_heads: int, head_dim: int) -> None:
     v_start = start + num_heads * head_dim * PAGE_TOKENS
     for head in range(num_heads):
         k_head = start + head * head_dim * PAGE_TOKENS + token
@@ -64,10 +62,10 @@ def write(
         for t in range(num_rows):
             start = page_start(pool, kv_slots[t] // PAGE_TOKENS, layer)
             token = kv_slots[t] % PAGE_TOKENS
-            _write_row(k, t * k_stride, v, t * v_stride, flat_pool, start, token, num_heads, head_dim)
+            write_row(k, t * k_stride, v, t * v_stride, flat_pool, start, token, num_heads, head_dim)
     else:
         for t in prange(num_rows):
             start = page_start(pool, kv_slots[t] // PAGE_TOKENS, layer)
             token = kv_slots[t] % PAGE_TOKENS
             k_row, v_row = floats_at(k_address), floats_at(v_address)
-            _write_row(k_row, t * k_stride, v_row, t * v_stride, flat_pool, start, token, num_heads, head_dim)
+            write_row(k_row, t * k_stride, v_row, t * v_stride, flat_pool, start, token, num_heads, head_dim)

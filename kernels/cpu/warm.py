@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +18,11 @@ from loramux.kernels.cpu.linear.experts import PackedExperts
 from loramux.kernels.cpu.linear.linear import PackedLinear
 from loramux.kernels.cpu.linear.quantized_layout import CODEBOOK_FORMS
 from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
+from loramux.kernels.cpu.recorder import start_recording
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
 from loramux.kernels.quantized import QuantizedWeight
+from loramux.kernels.recording import NotRecordable
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
@@ -73,12 +77,14 @@ def warm(dtype: torch.dtype) -> None:
     kernels.clamped_silu_and_mul(x, 1.0, 1.0)
     PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
     routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
+    linears: list[Linear] = [PackedLinear(torch.zeros(width, width, dtype=dtype))]
     for codebook in CODEBOOK_FORMS:
         codes = np.zeros((width, width if codebook.size == 256 else width // 2), np.uint8)
         weight = QuantizedWeight(codes=codes, codebook=codebook, scales=np.ones((width, 1), np.float32))
         for x_bits in (16, 8):
             linear = make_quantized_linear(weight, None, x_bits)
             if linear is not None:
+                linears.append(linear)
                 linear(x)
                 # A batch of many rows uses AMX, if the CPU has it.
                 linear(torch.zeros(64, width))
@@ -88,6 +94,41 @@ def warm(dtype: torch.dtype) -> None:
     y = kernels.multiply_experts(x, PackedExperts(torch.zeros(4, width, width, dtype=dtype)), routing)
     kernels.sum_experts(y, routing, x, x[:, :1])
     warm_delta(kernels, geometry, batch)
+    warm_program(kernels, call, linears)
+
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+def warm_program(kernels: CpuKernels, call: LoraCall, linears: list[Linear]) -> None:
+    """Record every operation for two rows, and run the program. The pool's last two pages contain K and V."""
+    last = kernels.kv_of(HEADS, HEAD_DIM).shape[0] - 1
+    batch = AttentionBatch(
+        cu_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_lens=torch.ones(2, dtype=torch.int32),
+        pages=torch.tensor([last - 1, last], dtype=torch.int32),
+        page_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_slots=torch.tensor([16 * (last - 1), 16 * last]),
+        max_q=1,
+    )
+    recorder = start_recording(kernels, 2, (batch,))
+    width = call.group.in_features
+    x, angles = torch.zeros(2, width), torch.zeros(2, HEAD_DIM // 2)
+    recorder.rms_norm(x, torch.ones(width), 1e-6)
+    recorder.add_rms_norm(x, torch.zeros(2, width), torch.ones(width), 1e-6)
+    heads = x.view(2, HEADS, HEAD_DIM)
+    recorder.rotate_and_store(heads, heads.clone(), heads, angles, angles, 0, batch)
+    recorder.paged_attention(heads, 0, batch, AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), heads.clone())
+    recorder.silu_and_mul(x)
+    recorder.gelu_and_mul(x)
+    recorder.clamped_silu_and_mul(x, 1.0, 1.0)
+    for linear in linears:
+        # Products with AMX have no operation.
+        with suppress(NotRecordable):
+            recorder.multiply(linear, x)
+    segments = build_segments(np.zeros(2, np.int32), kernels.segment_rows, RANK)
+    recorder.lora_add(x, replace(call, segments=segments), torch.zeros(2, width))
+    recorder.finish().run((batch,), segments)
 
 
 def warm_delta(kernels: CpuKernels, geometry: PageGeometry, batch: AttentionBatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
@@ -140,6 +140,9 @@ class GpuKernels(GpuLora):
         )
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
         paged_attention(q, self._pool, layer, batch, spec, plan, workspace, out, sinks)
+
+    def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return linear(x)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)

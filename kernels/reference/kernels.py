@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from loramux.kernels.delta_spec import DeltaSpec
@@ -33,6 +35,9 @@ class ReferenceKernels(ReferenceLora):
         sinks: torch.Tensor | None = None,
     ) -> None:
         attention.paged_attention(q, self._pool, layer, batch, spec, out, sinks)
+
+    def multiply(self, linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return linear(x)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return fused.rms_norm(x, weight, eps)

@@ -116,8 +116,13 @@ class Recorder:
         compute = Decoder.logits
         self._logits = torch.empty(0)
 
-        def recording(decoder: Decoder, hidden: torch.Tensor, adapters: HeadAdapters | None = None) -> torch.Tensor:
-            logits = compute(decoder, hidden, adapters)
+        def recording(
+            decoder: Decoder,
+            hidden: torch.Tensor,
+            adapters: HeadAdapters | None = None,
+            product: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            logits = compute(decoder, hidden, adapters, product)
             self._logits = logits.to("cpu", torch.float32, copy=True)
             return logits
 

@@ -66,6 +66,24 @@ def requests(subject: Subject, max_tokens: int) -> dict[str, tuple[str | None, A
     return made
 
 
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_decode_steps_run_as_programs(subject: Subject) -> None:
+    assembled = subject.assemble()
+    executor = assembled.engine._executor
+    assert isinstance(executor, DirectExecutor)
+    assert executor._recorded is not None
+    for names in ((None,), ("r4", "r16")):
+        for name, add in requests(subject, FEW_TOKENS).values():
+            if name in names:
+                assembled.engine.add(b"", add)
+        run(assembled.engine)
+    programs = executor._recorded._steps
+    # Steps of the base, and steps with adapters.
+    assert {groups > 0 for _, groups in programs} == {False, True}
+    assert all(programs.values())
+    assembled.adapters.close()
+
+
 @pytest.mark.parametrize(
     "subject",
     [pytest.param(family, marks=() if family in ALONE else pytest.mark.campaign) for family in FAMILIES],

@@ -66,18 +66,18 @@ class Avx512Bf16Panels:
     """`y = x @ weightᵀ + bias` for a bfloat16 weight `[out_features, in_features]`. `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._out_features = weight.shape[0]
-        self._panels, self._num_panels, self._bias = pair_panels(weight, bias, 2)
+        self.out_features = weight.shape[0]
+        self.panels, self.num_panels, self.bias = pair_panels(weight, bias, 2)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, in_features = x.shape
         rounded = torch.empty(num_rows, in_features + in_features % 2 + ROW_PAD, dtype=torch.bfloat16)
-        y = torch.empty(num_rows, self._num_panels * OUTPUTS + (ROW_PAD if num_rows >= MANY_ROWS else 0))
+        y = torch.empty(num_rows, self.num_panels * OUTPUTS + (ROW_PAD if num_rows >= MANY_ROWS else 0))
         multiply_pair_panels(
             *rows_of(x), num_rows, in_features, rounded.data_ptr(), rounded.shape[1],
-            self._panels, self._num_panels, self._bias.data_ptr(), *rows_of(y),
+            self.panels, self.num_panels, self.bias.data_ptr(), *rows_of(y),
         )  # fmt: skip
-        return y[:, : self._out_features]
+        return y[:, : self.out_features]
 
 
 def pair_panels(

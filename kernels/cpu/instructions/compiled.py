@@ -59,6 +59,14 @@ helper: Any = numba.njit(fastmath=_FLAGS, error_model="numpy")
 kernel: Any = numba.njit(parallel=True, cache=True, fastmath=_FLAGS, error_model="numpy", nogil=True)
 """Decorates a function that Python calls, or that has parallel loops. Its compiled code is cached on disk."""
 
+operation: Any = numba.cfunc(
+    numba.types.void(numba.types.int64, numba.types.int64, numba.types.int64),
+    cache=True,
+    fastmath=_FLAGS,
+    error_model="numpy",
+)
+"""Compiles a function of three int64 values, which kernels call by its `address`."""
+
 exact: Any = numba.njit(fastmath={"contract", "nsz"}, error_model="numpy")
 """Decorates a helper whose sums must keep their order."""
 

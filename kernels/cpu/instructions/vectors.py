@@ -287,7 +287,7 @@ def narrow(typing_context: Any, array: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _pointer_at(typing_context: Any, address: Any) -> Any:
+def pointer_at(typing_context: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
@@ -301,19 +301,19 @@ def floats_at(address: int) -> Any:
     Kernels accept activations as an address and a row stride, so views into wider rows need no copy, and one compiled
     version works for all strides.
     """
-    return carray(_pointer_at(address), (1 << 48,), np.float32)
+    return carray(pointer_at(address), (1 << 48,), np.float32)
 
 
 @helper
 def integers_at(address: int) -> Any:
     """The int32 values that start at a memory address, as a contiguous array of unlimited length."""
-    return carray(_pointer_at(address), (1 << 48,), np.int32)
+    return carray(pointer_at(address), (1 << 48,), np.int32)
 
 
 @helper
 def halves_at(address: int) -> Any:
     """The bfloat16 bits that start at a memory address, as a contiguous uint16 array of unlimited length."""
-    return carray(_pointer_at(address), (1 << 48,), np.uint16)
+    return carray(pointer_at(address), (1 << 48,), np.uint16)
 
 
 @exact

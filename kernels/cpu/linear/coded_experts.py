@@ -96,7 +96,7 @@ class CodedExperts:
         y = torch.empty(num_pairs, self._out_features)
         multiply_expert_codes(
             *rows_of(x), routing.pairs_per_row(x), routing.pairs.numpy(), starts, np.flatnonzero(np.diff(starts)),
-            self._limit, rounded.ctypes.data, rounded.shape[1], self._kind, factors.data_ptr(), packed.panels,
+            self._limit, rounded.ctypes.data, rounded.shape[1], rounded, factors.data_ptr(), packed.panels,
             packed.num_panels, packed.num_groups, packed.group, packed.block, packed.scale_bytes, packed.minimum_bytes,
             packed.table, self._bias.data_ptr(), *rows_of(sums), y.data_ptr(), self._out_features,
         )  # fmt: skip

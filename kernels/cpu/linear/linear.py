@@ -48,11 +48,11 @@ class PackedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         make = product_of(weight.dtype)
-        self._product: Product = make(weight.detach(), None if bias is None else bias.detach())
+        self.product: Product = make(weight.detach(), None if bias is None else bias.detach())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1] == self.in_features
-        return self._product(x)
+        return self.product(x)
 
 
 class Product(Protocol):
@@ -82,10 +82,10 @@ class OneDnnProduct:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
-        self._bias = None if bias is None else bias.bfloat16()
+        self.bias = None if bias is None else bias.bfloat16()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), self._weight, self._bias, "none", [], "")
+        y = torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), self._weight, self.bias, "none", [], "")
         return y.float()
 
 
@@ -93,18 +93,18 @@ class FloatPanels:
     """A weight in panels of 16 outputs. Any dtype except bfloat16 is converted to float32. Sums are float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._out_features, self._in_features = weight.shape
+        self.out_features, self._in_features = weight.shape
         panels = float_panels(weight)
-        self._panels = array(panels, panels.dtype)
-        self._bias = None if bias is None else functional.pad(bias.float(), (0, -self._out_features % PANEL))
+        self.panels = array(panels, panels.dtype)
+        self.bias = None if bias is None else functional.pad(bias.float(), (0, -self.out_features % PANEL))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows, width = x.shape[0], self._out_features + -self._out_features % PANEL
+        num_rows, width = x.shape[0], self.out_features + -self.out_features % PANEL
         y = torch.empty(num_rows, width)
-        bias = 0 if self._bias is None else self._bias.data_ptr()
-        multiply_panels(*rows_of(x), num_rows, self._in_features, self._panels, bias, y.data_ptr(), width)
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        multiply_panels(*rows_of(x), num_rows, self._in_features, self.panels, bias, y.data_ptr(), width)
         # The last panel may extend past the last output.
-        return y if width == self._out_features else y[:, : self._out_features]
+        return y if width == self.out_features else y[:, : self.out_features]
 
 
 def float_panels(weight: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,11 @@ from loramux.kernels.quantized import INT4, INT8, QuantizedWeight
 BLOCKS = (128, 64, 32, 16)
 """Possible numbers of inputs in a block. The products of a block are summed as integers."""
 
+PADDED_TO = 64
+"""A single group is padded to a multiple of this many inputs. With a multiple of 128, there would be half as many
+blocks, but reading up to 64 more inputs takes longer.
+"""
+
 LEAST_LIMIT = 8191
 """Smallest acceptable `limit`. A block's largest input is then rounded at least 32 times as precisely as in
 bfloat16.
@@ -81,7 +86,7 @@ def pack_codes(weight: QuantizedWeight) -> CodePanels | None:
     integers, num_groups = groups.integers, weight.scales.shape[1]
     largest = int(np.abs(integers).max())
     # A single group is padded with inputs of 0.
-    group = weight.group if num_groups > 1 else weight.in_features + -weight.in_features % BLOCKS[0]
+    group = weight.group if num_groups > 1 else weight.in_features + -weight.in_features % PADDED_TO
     limits = {block: min(32767, _INT32_MAX // (block * largest)) for block in BLOCKS if group % block == 0}
     block = next((block for block, limit in limits.items() if limit >= LEAST_LIMIT), None)
     if block is None:

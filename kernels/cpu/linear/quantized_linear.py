@@ -74,15 +74,15 @@ class QuantizedLinear:
     """
 
     def __init__(self, packed: CodePanels, out_features: int, bias: torch.Tensor | None, x_bits: int) -> None:
-        self._packed = packed
+        self.packed = packed
         self.x_bits = x_bits
-        self._out_features = out_features
-        self._bias = torch.zeros(packed.num_panels * OUTPUTS)
+        self.out_features = out_features
+        self.bias = torch.zeros(packed.num_panels * OUTPUTS)
         if bias is not None:
-            self._bias[:out_features] = bias.detach()
+            self.bias[:out_features] = bias.detach()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        packed = self._packed
+        packed = self.packed
         num_rows, size = x.shape[0], packed.num_groups * packed.group
         if x.shape[1] < size:
             x = functional.pad(x, (0, size - x.shape[1]))
@@ -94,11 +94,11 @@ class QuantizedLinear:
             kind, limit = np.int16 if uses_tiles else np.int8, LARGEST_BYTE
         rounded = np.empty((num_rows, size + ROW_PAD), kind)
         factors = torch.empty(num_rows, size // packed.block, 2)
-        y = torch.empty(num_rows, len(self._bias) + (ROW_PAD if num_rows >= MANY_ROWS else 0))
+        y = torch.empty(num_rows, len(self.bias) + (ROW_PAD if num_rows >= MANY_ROWS else 0))
         inputs = (*rows_of(x), num_rows, limit, rounded.ctypes.data, rounded.shape[1])
         weight = (
             packed.panels, packed.num_panels, packed.num_groups, packed.group, packed.block, packed.scale_bytes,
-            packed.minimum_bytes, packed.table, self._bias.data_ptr(),
+            packed.minimum_bytes, packed.table, self.bias.data_ptr(),
         )  # fmt: skip
         if uses_tiles:
             num_threads = torch.get_num_threads()
@@ -109,8 +109,8 @@ class QuantizedLinear:
                 *weight, scratch.data_ptr(), *rows_of(y),
             )  # fmt: skip
         else:
-            multiply_codes(*inputs, kind, factors.data_ptr(), *weight, *rows_of(y))
-        return y[:, : self._out_features]
+            multiply_codes(*inputs, rounded, factors.data_ptr(), *weight, *rows_of(y))
+        return y[:, : self.out_features]
 
 
 @helper
@@ -170,9 +170,10 @@ def multiply_codes(
     """`y[t] = x[t] @ weightᵀ + bias`. `x`, `rounded`, `factors`, `bias` and `y` are addresses.
 
     `CodePanels` describes the weight. `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart. Rows of
-    `x` cover whole blocks. `bias` and rows of `y` cover whole panels. `rounded` is scratch for `num_rows` rows of
-    `kind` (np.int16 or np.int8), `rounded_stride` elements apart. `factors` is scratch for `num_rows` rows of two
-    32-bit words per block.
+    `x` cover whole blocks. `bias` and rows of `y` cover whole panels. `rounded` is scratch for `num_rows` rows of the
+    dtype of `kind` (np.int16 or np.int8), `rounded_stride` elements apart. `kind` is an array, because numba finds the
+    type of an array much faster than the type of a dtype. `factors` is scratch for `num_rows` rows of two 32-bit words
+    per block.
     """
     num_blocks = num_groups * group // block
     x_step, factor_step, y_step = bytes_of(kind) * rounded_stride, 8 * num_blocks, 4 * y_stride

@@ -39,7 +39,7 @@ class CpuLora:
         if pool.adapter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the pool holds {pool.adapter.dtype}; the CPU kernels support float32 and bfloat16")
         self._geometry = pool.geometry
-        self._adapter = array(pool.adapter, pool.adapter.dtype)  # [P, L, E]
+        self.adapter_pool = array(pool.adapter, pool.adapter.dtype)  # [P, L, E]
         self._adapter_dtype = pool.adapter.dtype
         self._ids = array(pool.raw.view(torch.int32), torch.int32)
         self._plans: dict[ModuleGroup, npt.NDArray[np.int64]] = {}
@@ -77,7 +77,7 @@ class CpuLora:
             (width,), (module,) = call.group.out_features, call.group.modules
             layout = row_layout(width, self._geometry.adapter_elements)
             apply_affines(
-                *rows_of(y), self._adapter, call.layer, module, width, layout.padded_len, layout.chunk_len,
+                *rows_of(y), self.adapter_pool, call.layer, module, width, layout.padded_len, layout.chunk_len,
                 self._page_table, self._off, self._segment_rows, self._starts, self._slots,
             )  # fmt: skip
 
@@ -86,7 +86,7 @@ class CpuLora:
         if self._slots.shape[0]:
             address, row_stride, _ = planes_of(planes)
             gather(
-                array(tokens, torch.int32), address, row_stride, self._adapter, call.layer, call.group.modules[0],
+                array(tokens, torch.int32), address, row_stride, self.adapter_pool, call.layer, call.group.modules[0],
                 self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
             )  # fmt: skip
 
@@ -95,7 +95,7 @@ class CpuLora:
         if self._slots.shape[0]:
             padded_len = row_layout(y.shape[1], self._geometry.adapter_elements).padded_len
             replace_rows(
-                array(tokens, torch.int32), array(y, self._adapter_dtype), self._adapter, self._ids,
+                array(tokens, torch.int32), array(y, self._adapter_dtype), self.adapter_pool, self._ids,
                 call.group.in_features, padded_len, call.group.modules[0],
                 self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
             )  # fmt: skip
@@ -124,11 +124,11 @@ class CpuLora:
             low_rank(
                 torch.get_num_threads(), x is not None, y is not None,
                 *(NOWHERE if x is None else rows_of(x)), *planes_of(planes), *(NOWHERE if y is None else rows_of(y)),
-                self._adapter, call.layer, self._plan(call.group), self._page_table, self._off, self._rank, self._scale,
-                x_rows, self._segment_rows, self._starts, self._slots, shifts,
+                self.adapter_pool, call.layer, self.plan(call.group), self._page_table, self._off, self._rank,
+                self._scale, x_rows, self._segment_rows, self._starts, self._slots, shifts,
             )  # fmt: skip
 
-    def _plan(self, group: ModuleGroup) -> npt.NDArray[np.int64]:
+    def plan(self, group: ModuleGroup) -> npt.NDArray[np.int64]:
         plan = self._plans.get(group)
         if plan is None:
             plan = self._plans[group] = group_plan(group, self._geometry)

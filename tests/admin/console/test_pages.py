@@ -244,6 +244,17 @@ async def test_optional_files_of_a_version_are_shown(operator: Browser, make_ada
     assert 'title="temperature 0.5, top_k 3">settings</span>' in page
 
 
+async def test_adapter_page_shows_how_clients_call_the_adapter(operator: Browser) -> None:
+    await operator.post("/tenants", slug="clients")
+    await operator.post("/adapters", tenant="clients", name="called")
+    listed = (await operator.get("/adapters?tenant=clients")).text
+    page = (await operator.get(first_match(r"/console(/adapters/ada_[0-9a-f]{32})", listed))).text
+    shown = html.unescape(page)
+    assert 'client.chat.completions.create(\n    model="clients/called"' in shown
+    assert "export ANTHROPIC_MODEL=clients/called" in shown
+    assert 'model = "clients/called"\nmodel_provider = "loramux"' in shown
+
+
 async def test_trained_parts_of_a_version_are_shown(operator: Browser, make_adapter: Callable[..., Path]) -> None:
     await operator.post("/tenants", slug="tokens")
     await operator.post("/adapters", tenant="tokens", name="own")

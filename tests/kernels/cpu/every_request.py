@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +14,10 @@ from loramux.kernels.cpu.linear.coded_experts import make_coded_experts
 from loramux.kernels.cpu.linear.experts import PackedExperts
 from loramux.kernels.cpu.linear.linear import PackedLinear
 from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
+from loramux.kernels.cpu.recorder import start_recording
 from loramux.kernels.delta_spec import DeltaSpec
 from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.recording import NotRecordable
 from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup
@@ -76,13 +80,44 @@ def call_every_kernel(dtype: torch.dtype) -> None:
             PackedLinear(weight, bias)(torch.zeros(num_rows, 64))
     for expert_bias in (None, torch.zeros(5, 70, dtype=dtype)):
         kernels.multiply_experts(x, PackedExperts([weight] * 5, expert_bias), routing)
+    linears: list[Callable[[torch.Tensor], torch.Tensor]] = [PackedLinear(weight)]
     for codebook, shift in CODEBOOKS.values():
         coded = random_weight(codebook, shift, 70, 64, 32)
         for x_bits in (16, 8):
             linear = make_quantized_linear(coded, None, x_bits)
             assert linear is None or len(linear(x)) + len(linear(torch.zeros(40, 64))) == 43
+            linears += [] if linear is None else [linear]
             experts = make_coded_experts(5, [coded] * 5, None, x_bits)
             assert experts is None or len(kernels.multiply_experts(x, experts, routing)) == 9
     spec = DeltaSpec(num_layers=1, num_k_heads=1, num_v_heads=2, k_dim=12, v_dim=8, conv_len=3)
     mixed = kernels.convolve(qkv[:, : spec.channels], torch.zeros(3, spec.channels), 0, batch, spec)  # type: ignore[attr-defined]
     kernels.delta_rule(mixed, qkv[:, :4], torch.zeros(2, 2), 0, batch, spec)
+    record_every_operation(kernels, call, linears)
+
+
+def record_every_operation(
+    kernels: CpuKernels, call: LoraCall, linears: list[Callable[[torch.Tensor], torch.Tensor]]
+) -> None:
+    """Record every kernel of a decode step of two rows, and run the program."""
+    batch = AttentionBatch(
+        cu_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_lens=torch.tensor([1, 2], dtype=torch.int32),
+        pages=torch.tensor([0, 1], dtype=torch.int32),
+        page_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_slots=torch.tensor([0, 17]),
+        max_q=1,
+    )
+    recorder = start_recording(kernels, 2, (batch,))
+    x, angles = torch.zeros(2, 64), torch.zeros(2, 8)
+    q, k, v = (part.unflatten(1, (-1, 16)) for part in torch.zeros(2, 128).split([64, 32, 32], 1))
+    recorder.add_rms_norm(recorder.rms_norm(q, torch.ones(16), 1).flatten(1), x, torch.ones(64), 1)
+    recorder.rotate_and_store(q, k, v, angles, angles, 1, batch)
+    recorder.rotate_and_store(q, None, None, angles, angles, 1, batch)
+    recorder.paged_attention(q, 1, batch, AttentionSpec(4, 2, 16, 0.5, 4, 30), torch.zeros(2, 4, 16), torch.zeros(4))
+    recorder.clamped_silu_and_mul(recorder.gelu_and_mul(recorder.silu_and_mul(x)), 2, 7)
+    for linear in linears:
+        with suppress(NotRecordable):
+            recorder.multiply(linear, x)
+    segments = build_segments(np.array([2, 0], np.int32), kernels.segment_rows)
+    recorder.lora_add(x, replace(call, segments=segments), torch.zeros(2, 128))
+    recorder.finish().run((batch,), segments)

@@ -34,6 +34,21 @@ def record(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+class RecordedOperation:
+    """A replacement of a compiled operation. Each use of its address adds its name, and the values that it was made
+    for, to SIGNATURES.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        made_for = [str(cell.cell_contents) for cell in function.__closure__ or ()]
+        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}({', '.join(made_for)})"
+
+    @property
+    def address(self) -> int:
+        SIGNATURES.add(self._name)
+        return 0
+
+
 def signatures_of(call: Callable[[torch.dtype], None]) -> list[str]:
     """The signatures of the kernels that a function calls with pools of both dtypes."""
     SIGNATURES.clear()
@@ -50,6 +65,7 @@ def found_with(name: str) -> list[list[str]]:
     # Nothing has imported the kernels yet, so they are all decorated with `record`.
     assert "loramux.kernels.cpu.kernels" not in sys.modules
     compiled.kernel = record
+    compiled.operation = RecordedOperation
     amx = importlib.import_module("loramux.kernels.cpu.instructions.amx")
     # Linux would refuse permission to use tiles that this CPU lacks.
     amx.has_amx = lambda: "amx-bf16" in compiled.cpu_features()  # type: ignore[attr-defined]

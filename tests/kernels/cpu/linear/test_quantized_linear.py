@@ -225,6 +225,13 @@ def test_scales_and_minima_take_16_bits_where_those_are_exact(shift: Shift | Non
     assert 8 * halves.panels.nbytes == min(bits_per_weight, 5.5 if shift else 4.5) * 64 * 256
 
 
+@pytest.mark.parametrize(("in_features", "padded", "block"), [(130, 192, 64), (576, 576, 64), (640, 640, 128)])
+def test_a_single_group_is_padded_to_a_multiple_of_64(in_features: int, padded: int, block: int) -> None:
+    packed = pack_codes(random_weight(INT8, None, 32, in_features, in_features))
+    assert packed is not None
+    assert (packed.num_groups, packed.group, packed.block) == (1, padded, block)
+
+
 @pytest.mark.parametrize(("codebook", "group"), [(FP8, 128), (INT4, 24)], ids=["fp8", "odd-group"])
 def test_other_weights_have_no_linear(codebook: np.ndarray, group: int) -> None:
     assert make_quantized_linear(random_weight(codebook, None, 64, 384, group), None) is None

@@ -1,0 +1,1 @@
+"""Recorded programs: the kernels of a whole step, run by one call and by all threads together."""

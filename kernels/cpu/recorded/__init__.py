@@ -1,0 +1,1 @@
+"""The CPU kernels as operations of a recorded program."""
