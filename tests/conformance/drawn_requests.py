@@ -9,7 +9,7 @@ from typing import Any
 from tests.platform.tool_base import TEMPLATE
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
-RESPONSES = "/v1/responses"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
 LAB_ADAPTERS: Mapping[str, str | None] = {
     "plain": None,
@@ -64,7 +64,7 @@ class DrawnRequest:
 
     def as_tokenize(self) -> DrawnRequest:
         """Return a body for `/tokenize` with the same prompt, which must not be token IDs."""
-        assert self.path in (CHAT, RESPONSES)
+        assert self.path in (CHAT, RESPONSES, MESSAGES)
         return DrawnRequest("tokenize", TOKENIZE, self.chat or self.body)
 
     def as_response(self) -> DrawnRequest:
@@ -72,6 +72,17 @@ class DrawnRequest:
         if self.path != CHAT or not self.body.keys() <= _IN_RESPONSES:
             return self
         return DrawnRequest("response", RESPONSES, _response_body(self.body), self.is_refused, self.body)
+
+    def as_message(self) -> DrawnRequest:
+        """Return the same request to `/v1/messages`, or this request if that endpoint lacks one of its fields."""
+        if self.path != CHAT or self.is_refused or not self.body.keys() <= _IN_MESSAGES:
+            return self
+        # Without `thinking`, a Messages request asks for none. Its tools must have a schema.
+        chat = {**self.body, "reasoning_effort": "none"}
+        if "tools" in chat:
+            functions = ({"parameters": {"type": "object"}, **tool["function"]} for tool in chat["tools"])
+            chat["tools"] = [{"type": "function", "function": function} for function in functions]
+        return DrawnRequest("message", MESSAGES, _message_body(chat), chat=chat)
 
 
 def streamed_completion(max_tokens: int, **fields: Any) -> DrawnRequest:
@@ -103,7 +114,8 @@ class RequestDraw:
         drawn = dice.choices([*kinds], [*kinds.values()])[0](max_tokens)
         if drawn.path == CHAT and dice.random() < 0.1:
             return drawn.as_tokenize()
-        return drawn.as_response() if dice.random() < 0.3 else drawn
+        endpoints = (drawn, drawn.as_response(), drawn.as_message())
+        return dice.choices(endpoints, (4, 3, 3))[0]
 
     def _completion(self, max_tokens: int) -> DrawnRequest:
         constraints: list[dict[str, Any]] = [
@@ -264,6 +276,54 @@ def _items(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"role": message["role"], "content": message["content"]}
         for call in message.get("tool_calls", ()):
             yield {"type": "function_call", "call_id": call["id"], **call["function"]}
+
+
+_IN_MESSAGES = _IN_RESPONSES - {"chat_template_kwargs", "reasoning_effort"}
+
+
+def _message_body(chat: dict[str, Any]) -> dict[str, Any]:
+    system = [message["content"] for message in chat["messages"] if message["role"] == "system"]
+    body: dict[str, Any] = {name: chat[name] for name in ("model", "max_tokens", "stream") if name in chat}
+    body |= {"messages": list(_turns(chat["messages"])), "stop_sequences": chat.get("stop")}
+    body |= {"system": "\n".join(system) or None, "metadata": {"user_id": chat.get("user")}}
+    if "tools" in chat:
+        body["tools"] = [_message_tool(tool["function"]) for tool in chat["tools"]]
+    choice = chat.get("tool_choice", "auto")
+    asked = {"type": {"required": "any"}.get(choice, choice)} if isinstance(choice, str) else {"type": "tool"}
+    if isinstance(choice, dict):
+        asked["name"] = choice["function"]["name"]
+    if chat.get("parallel_tool_calls") is False and choice != "none":
+        asked["disable_parallel_tool_use"] = True
+    if "tools" in chat:
+        body["tool_choice"] = asked
+    if "response_format" in chat:
+        schema = chat["response_format"]["json_schema"]["schema"]
+        body["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+    return body
+
+
+def _message_tool(function: dict[str, Any]) -> dict[str, Any]:
+    tool = {name: value for name, value in function.items() if name != "parameters"}
+    return {**tool, "input_schema": function["parameters"]}
+
+
+def _turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        if message["role"] == "tool":
+            result = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}
+            yield {"role": "user", "content": [result]}
+        elif message["role"] != "system":
+            texts = [{"type": "text", "text": message["content"]}] if message["content"] is not None else []
+            calls = [
+                {
+                    "type": "tool_use",
+                    "id": call["id"],
+                    "name": call["function"]["name"],
+                    "input": json.loads(call["function"]["arguments"]),
+                }
+                for call in message.get("tool_calls", ())
+            ]
+            yield {"role": message["role"], "content": [*texts, *calls]}
 
 
 def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:

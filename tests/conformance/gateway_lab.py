@@ -29,7 +29,7 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.quotas.metrics import TOKENS_PER_MONTH
 from loramux.platform.quotas.policies import QuotaPolicies
-from tests.conformance.drawn_requests import LAB_ADAPTERS, STOPPING, DrawnRequest, streamed_completion
+from tests.conformance.drawn_requests import LAB_ADAPTERS, MESSAGES, STOPPING, DrawnRequest, streamed_completion
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
 from tests.platform.tool_base import make_tool_base
 from tests.ports import free_port
@@ -307,7 +307,8 @@ async def send(port: int, key: str, request: DrawnRequest, cut_after: int | None
         writer.write(
             f"POST {request.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n".encode()
             + b"content-type: application/json\r\n"
-            + f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            + f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n".encode()
+            + (b"anthropic-version: 2026-10-21\r\n\r\n" if request.path == MESSAGES else b"\r\n")
             + body
         )
         num_reads = 0
@@ -328,11 +329,14 @@ def usage_of(answer: bytes) -> tuple[str, Truth] | None:
     """Return the identifier and usage in a complete answer, or None for any other answer."""
     head, _, body = answer.partition(b"\r\n\r\n")
     length = re.search(rb"content-length: (\d+)", head)
-    # A stream of `/v1/responses` ends with the event that has the usage.
-    ends = (b"[DONE]", b"}") if b"\nevent: response." in body else (b"[DONE]",)
+    # A stream of `/v1/responses` ends with the event that has the usage, and one of `/v1/messages` with an empty one.
+    ends = (b"[DONE]", b"}") if b"\nevent: response." in body else (b"[DONE]", b'{"type":"message_stop"}')
     is_complete = body.rstrip(b"\r\n0").endswith(ends) if length is None else len(body) == int(length.group(1))
     usage = re.findall(rb'"prompt_tokens":(\d+),"completion_tokens":(\d+)', body)
     usage += re.findall(rb'"input_tokens":(\d+),"input_tokens_details":\{[^}]*\},"output_tokens":(\d+)', body)
+    told = re.findall(rb'"input_tokens":(\d+),"cache_\w+":0,"cache_\w+":(\d+),"output_tokens":(\d+)', body)
+    # A stream of `/v1/messages` tells its usage twice. The last is final.
+    usage += [(int(new) + int(cached), num) for new, cached, num in told[-1:]]
     if not is_complete or not usage:
         return None
     [request_id], [(num_prompt, num_completion)] = re.findall(rb"x-request-id: (\S+)", head), usage
