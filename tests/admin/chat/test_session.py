@@ -81,11 +81,17 @@ def test_a_conversation_has_a_history_and_a_system_message(gateway: Gateway) -> 
     assert told(session) == ["system message: Be brief", "the conversation is empty", "there is no system message"]
 
 
+def test_a_lone_surrogate_does_not_end_the_conversation(gateway: Gateway) -> None:
+    session = converse(gateway.server, "a\udcff", "Again")
+    assert told(session) == []
+    assert len(session.conversation.turns) == 4
+
+
 def test_commands_are_explained(gateway: Gateway, tmp_path: Path) -> None:
-    session = converse(gateway.server, "/help", "/sav", "/xyz", "/save", "/model", "/quit", "never asked")
+    session = converse(gateway.server, "/help", "/models", "/xyz", "/save", "/model", "/quit", "never asked")
     assert "/save FILE" in told(session)[0]
     assert told(session)[1:] == [
-        "loramux: there is no command /sav: did you mean /save?",
+        "loramux: there is no command /models: did you mean /model?",
         "loramux: there is no command /xyz: /help lists them",
         "loramux: name a file: /save FILE",
         f"* {MODEL}",
