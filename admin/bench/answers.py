@@ -27,9 +27,14 @@ class Answer:
     """Tokens of the answer. The number of events if the server reports no usage."""
     is_counted: bool
     """Whether the server reported the numbers of tokens."""
-    text: str
+    texts: tuple[str, ...]
+    """The texts of these events, which can be empty."""
     error: str | None
     """Why the request failed, or None."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
     @property
     def first_token_s(self) -> float:
@@ -75,7 +80,7 @@ def read_answer(received: Received) -> Answer:
         num_prompt=parts.num_prompt if is_counted else 0,
         num_tokens=parts.num_tokens if is_counted else len(parts.times_s),
         is_counted=is_counted,
-        text="".join(parts.texts),
+        texts=tuple(parts.texts),
         error=error,
     )
 
@@ -110,6 +115,7 @@ class _Parts:
         # Tokens can have no text. Then they have arrived with the usage at the latest.
         if not self.times_s and self.num_tokens and usage_s is not None:
             self.times_s.append(usage_s)
+            self.texts.append("")
         return None
 
 

@@ -47,6 +47,7 @@ class Ask:
     more: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def body(self, endpoint: str) -> dict[str, Any]:
+        """Return the fields of a request that is not streamed."""
         body: dict[str, Any] = {"model": self.model, "temperature": 0.0}
         if self.num_tokens is not None:
             body["max_tokens"] = self.num_tokens
@@ -56,7 +57,7 @@ class Ask:
             body["messages"] = [{"role": "user", "content": self.prompt}]
         else:
             body["messages"] = self.prompt
-        return body | {"stream": True, "stream_options": {"include_usage": True}} | dict(self.more)
+        return body | dict(self.more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +21,8 @@ from loramux.admin.bench.http_reader import BrokenResponse, ResponseReader
 from loramux.admin.client.openai_server import OpenAIServer
 
 READ_BYTES = 1 << 16
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+"""Fields of a request whose answer is streamed, unless it sets others."""
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class Connections:
 
     async def send(self, received: Received) -> None:
         """Send a request and receive its answer. A failure is kept in `received`."""
-        body = msgspec.json.encode(received.ask.body(self._endpoint))
+        body = msgspec.json.encode(STREAMED | received.ask.body(self._endpoint))
         request = self._head + b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         received.sent_s = time.perf_counter()
         try:

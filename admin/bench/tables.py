@@ -14,6 +14,9 @@ STATISTICS = ("mean", *(f"p{percentile}" for percentile in PERCENTILES))
 MAX_ERRORS = 5
 """Number of different errors that are shown."""
 
+MAX_NAME = 22
+"""Longest name in a plot, in characters."""
+
 Row = tuple[object, ...]
 
 
@@ -70,7 +73,7 @@ def compared_rows(one: Result, other: Result) -> list[Row]:
 
 def draw_times(results: Sequence[Result], title: str) -> str:
     """Draw the times of one or two results as bars: a panel per measure, and a colour per result."""
-    names = [f"{place}: {result.name}" if len(results) > 1 else result.name for place, result in enumerate(results, 1)]
+    names = [f"{place}: {result.name}"[:MAX_NAME] for place, result in enumerate(results, 1)]
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for measure, shown in MEASURES.items():
         groups: dict[str, dict[str, float]] = {}

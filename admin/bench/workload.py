@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from loramux.admin.bench.answers import Answer, read_answer
 from loramux.admin.bench.arrivals import arrival_times
 from loramux.admin.bench.asks import Ask, Lengths, PromptScale, RandomPrompts, WorkloadError, random_words, zipf_models
@@ -61,6 +63,12 @@ class Workload:
             raise WorkloadError("a trace has its own times: leave --rate out")
         if self.ids is not None and (self.endpoint != "completions" or self.dataset is not None):
             raise WorkloadError("--token-ids needs --endpoint completions, and no --dataset")
+        if any(map(math.isnan, (self.requests_s, self.burstiness, self.zipf))):
+            raise WorkloadError("--rate, --burstiness and --zipf must be numbers")
+        try:
+            msgspec.json.encode([self.models, self.more])
+        except UnicodeEncodeError:
+            raise WorkloadError("--model or --extra-body has characters that JSON cannot carry") from None
         if self.answer.low < 1:
             raise WorkloadError("--answer-tokens must be at least 1")
 

@@ -18,7 +18,8 @@ class Conversation:
 
     def messages(self, question: str) -> list[dict[str, str]]:
         """Return the messages of a request with a new question."""
-        return [*self._opening(), *self.turns, {"role": "user", "content": question}]
+        messages = [*self._opening(), *self.turns, {"role": "user", "content": question}]
+        return [{**message, "content": _encodable(message["content"])} for message in messages]
 
     def keep(self, question: str, answer: str) -> None:
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -37,3 +38,8 @@ class Conversation:
 
     def _opening(self) -> list[dict[str, str]]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which a terminal or a model can produce and UTF-8 cannot encode."""
+    return text.encode("utf-8", "replace").decode()

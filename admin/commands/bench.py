@@ -9,10 +9,32 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from loramux.admin.commands.bench_options import (
+    AnswerTokens,
+    Burstiness,
+    Compared,
+    Concurrency,
+    DatasetFile,
+    Endpoint,
+    ExtraBody,
+    IgnoreEos,
+    Models,
+    NumRequests,
+    Objectives,
+    OutFile,
+    PlotFile,
+    PromptTokens,
+    Rate,
+    Seed,
+    Timeout,
+    TokenIds,
+    TraceFile,
+    Zipf,
+)
 from loramux.admin.commands.openai_options import ApiKey, OpenAIUrl, openai_server
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import error_document, fail, print_json, print_table
@@ -24,138 +46,30 @@ if TYPE_CHECKING:
     from loramux.admin.bench.workload import Run, Workload
     from loramux.admin.client.openai_server import OpenAIServer
 
-LOAD, SIZE, FIGURES = "When requests are sent", "What requests are", "What is reported"
-
 
 def bench(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", help="A model to request. Repeat it for several, the most frequent first.", show_default=False
-        ),
-    ] = None,
+    model: Models = None,
     url: OpenAIUrl = None,
     api_key: ApiKey = None,
-    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="The endpoint to measure.")] = "completions",
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1_000_000,
-            help="Number of requests (default: 100, or all of a file).",
-            show_default=False,
-            rich_help_panel=LOAD,
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-6,
-            max=1e6,
-            help="Requests per second, at random times. Without it, requests are sent as soon as --concurrency allows.",
-            show_default=False,
-            rich_help_panel=LOAD,
-        ),
-    ] = None,
-    burstiness: Annotated[
-        float,
-        typer.Option(
-            min=1e-3,
-            max=math.inf,
-            help="Shape of the gaps between requests: 1 is a Poisson process, less is more bursty, inf is even.",
-            rich_help_panel=LOAD,
-        ),
-    ] = 1.0,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=60_000, help="Largest number of open requests.", show_default=False, rich_help_panel=LOAD
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help="Lines with timestamp (in ms), input_length and output_length.",
-            show_default=False,
-            rich_help_panel=LOAD,
-        ),
-    ] = None,
-    dataset: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help="Lines with prompt or messages, and max_tokens or output_tokens.",
-            show_default=False,
-            rich_help_panel=SIZE,
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        str, typer.Option(metavar="N|LOW-HIGH", help="Tokens of a prompt.", rich_help_panel=SIZE)
-    ] = "128",
-    answer_tokens: Annotated[
-        str, typer.Option(metavar="N|LOW-HIGH", help="Tokens of an answer.", rich_help_panel=SIZE)
-    ] = "128",
-    token_ids: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LOW-HIGH",
-            help="Send prompts of random token ids from this range, which have exactly the wanted "
-            "length, instead of random words.",
-            show_default=False,
-            rich_help_panel=SIZE,
-        ),
-    ] = None,
-    zipf: Annotated[
-        float,
-        typer.Option(min=0, max=10, help="Exponent of the models' popularity: 0 is uniform.", rich_help_panel=SIZE),
-    ] = 0.0,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(help="Ask for answers of the full length, with vLLM's field ignore_eos.", rich_help_panel=SIZE),
-    ] = True,
-    extra_body: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="An object whose fields are added to each request.",
-            show_default=False,
-            rich_help_panel=SIZE,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.", rich_help_panel=SIZE)] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, max=86_400, help="Longest time of a request, in seconds.")] = 600.0,
-    slo: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ttft:MS tpot:MS",
-            help="Objectives in milliseconds: ttft, tpot, e2el. Goodput is the rate of requests that meet them all.",
-            show_default=False,
-            rich_help_panel=FIGURES,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Write the result in the format of 'vllm bench serve'.",
-            show_default=False,
-            rich_help_panel=FIGURES,
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.svg", help="Draw the times.", show_default=False, rich_help_panel=FIGURES),
-    ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="A.json B.json",
-            help="Send nothing. Compare two results of 'loramux bench' or 'vllm bench serve'.",
-            show_default=False,
-            rich_help_panel=FIGURES,
-        ),
-    ] = None,
+    endpoint: Endpoint = "completions",
+    requests: NumRequests = None,
+    rate: Rate = None,
+    burstiness: Burstiness = 1.0,
+    concurrency: Concurrency = None,
+    trace: TraceFile = None,
+    dataset: DatasetFile = None,
+    prompt_tokens: PromptTokens = "128",
+    answer_tokens: AnswerTokens = "128",
+    token_ids: TokenIds = None,
+    zipf: Zipf = 0.0,
+    ignore_eos: IgnoreEos = True,
+    extra_body: ExtraBody = None,
+    seed: Seed = 0,
+    timeout: Timeout = 600.0,
+    slo: Objectives = None,
+    out: OutFile = None,
+    plot: PlotFile = None,
+    compare: Compared = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure an OpenAI API under load: times to first token, times between tokens, and throughput.
@@ -173,6 +87,8 @@ def bench(
             return
         if not model:
             raise WorkloadError("name at least one model with --model")
+        if math.isnan(timeout):
+            raise WorkloadError("--timeout must be a number")
         workload = Workload(
             endpoint=endpoint,
             models=model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -119,6 +120,8 @@ def _completed(text: str, commands: list[str]) -> list[str]:
 
 def _answer_pipe(session: Session, is_whole: bool) -> None:
     """Lines of a pipe are never commands, because their author may not be the user."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     lines = [sys.stdin.read(MAX_STDIN_BYTES)] if is_whole else sys.stdin
     for line in lines:
         if line.strip():

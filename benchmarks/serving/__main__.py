@@ -46,9 +46,11 @@ from benchmarks.peers.child_server import HOST, child_server, free_port, own_env
 from benchmarks.peers.vocabulary import FIRST_WORD
 from benchmarks.running_engine import GREEDY, start_engine
 from benchmarks.s_lora.run import Arrival, Drive, Stream, Window
-from benchmarks.serving.clients import Ask, Observed, arrivals, closed_loop, open_loop
+from benchmarks.serving.clients import Observed, arrivals, closed_loop, greedy, open_loop
 from benchmarks.serving.files import SHAPES, TARGETS, AdapterDirectory, make_adapters, make_base
+from loramux.admin.bench.asks import COMPLETIONS, Ask
 from loramux.admin.client.client import AdminClient
+from loramux.admin.client.openai_server import OpenAIServer
 from loramux.admin.client.push import push_adapter
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.loop.config import EngineConfig
@@ -72,17 +74,16 @@ LEAST_EFFECT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    address: tuple[str, int]
+    api: OpenAIServer
     client: AdminClient
-    api_key: str
     models: dict[str, str] = field(default_factory=dict)
     """The model name to request, by adapter."""
 
     def ask(self, ask: Ask, **more: Any) -> dict[str, Any]:
         """Send a request without streaming. Raises CheckError if it fails."""
-        url = f"http://{HOST}:{self.address[1]}/v1/completions"
-        headers = {"authorization": f"Bearer {self.api_key}"}
-        answer = httpx.post(url, json=ask.body(**more), headers=headers, timeout=120.0, trust_env=False)
+        body = ask.body(COMPLETIONS) | more
+        url = f"{self.api.url}/completions"
+        answer = httpx.post(url, json=body, headers=self.api.headers, timeout=120.0, trust_env=False)
         if answer.status_code != 200:
             raise CheckError(f"{ask.model} answers {answer.status_code}: {answer.text[:500]}")
         return dict(answer.json())
@@ -130,7 +131,7 @@ class Serving:
         while True:
             num_prompt = round(math.exp(dice.uniform(math.log(low), math.log(high))))
             (name,) = dice.choices(ranked, weights)
-            yield Ask(names[name], self.prompt(num_prompt, dice), self.arguments.answer)
+            yield greedy(names[name], self.prompt(num_prompt, dice), self.arguments.answer)
 
     def prompt(self, num_tokens: int, dice: random.Random) -> tuple[int, ...]:
         return tuple(dice.randrange(FIRST_WORD, self.model.vocab_size) for _ in range(num_tokens))
@@ -168,7 +169,7 @@ class Serving:
                 with AdminClient(f"http://{HOST}:{admin_port}", admin_key, timeout_s=120.0) as client:
                     client.post("tenants", {"slug": TENANT})
                     key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
-                    yield Server((HOST, port), client, key)
+                    yield Server(OpenAIServer(url=f"http://{HOST}:{port}/v1", key=key), client)
             finally:
                 sys.stderr.write(log.read_text(errors="replace")[-3000:])
 
@@ -196,7 +197,7 @@ class Serving:
         dice = random.Random(7)
         prompt = self.prompt(self.short_prompt, dice)
         models = [BASE_NAME, *(server.models[name] for name in list(self.names)[:CHECKED])]
-        asks = [Ask(model, prompt, CHECK_TOKENS) for model in models]
+        asks = [greedy(model, prompt, CHECK_TOKENS) for model in models]
         alone = [server.ask(one, logprobs=5) for one in asks]
         with ThreadPoolExecutor(len(asks)) as pool:
             mixed = list(pool.map(lambda one: server.ask(one, logprobs=5), asks))
@@ -220,8 +221,8 @@ class Serving:
             for name in names:
                 for times, repeats in ((first, 1), (later, 3)):
                     for _ in range(repeats):
-                        ask = Ask(server.models[name], self.prompt(self.short_prompt, dice), 2)
-                        observed = open_loop(server.address, server.api_key, [(0.0, ask)], 0.0, 60.0)
+                        ask = greedy(server.models[name], self.prompt(self.short_prompt, dice), 2)
+                        observed = open_loop(server.api, [(0.0, ask)], 0.0, 60.0)
                         self._count(observed)
                         times += observed.first_tokens_s
             cold_s, warm_s = statistics.median(first), statistics.median(later)
@@ -233,9 +234,7 @@ class Serving:
         seconds = self.arguments.seconds
         # The first load compiles what is left to compile, and loads the adapters that most requests use.
         for warm_s in (0.0, WARM_S):
-            observed = closed_loop(
-                server.address, server.api_key, self.asks(server.models, 1), self.arguments.open, warm_s, seconds
-            )
+            observed = closed_loop(server.api, self.asks(server.models, 1), self.arguments.open, warm_s, seconds)
             self._count(observed)
         self.keep("HTTP closed loop", _shown(observed))
         rates = [
@@ -244,7 +243,7 @@ class Serving:
         ]
         for name, rate in rates:
             due = arrivals(self.asks(server.models, 2), rate, seconds + WARM_S, random.Random(name).random)
-            load = open_loop(server.address, server.api_key, due, WARM_S, seconds)
+            load = open_loop(server.api, due, WARM_S, seconds)
             self._count(load)
             self.keep(f"HTTP {name}", _shown(load) | {"requests_s": round(rate, 2)})
         return rates

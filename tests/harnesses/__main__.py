@@ -1,7 +1,7 @@
 """Run evaluation harnesses and load generators against a server: `python -m tests.harnesses`.
 
 lm-eval's results must equal those of its own Hugging Face backend on the same files. The load generators must complete
-all of their requests with their default settings.
+all of their requests with their default settings. `loramux bench` must measure what vLLM's benchmark measures.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.tables import open_console
+from tests.harnesses.beside import bench_beside_vllm
 from tests.harnesses.evaluation import evaluations
 from tests.harnesses.finding import Finding
 from tests.harnesses.load import aiperf, guidellm, vllm_bench
@@ -29,11 +30,16 @@ def _vllm_bench(stand: Served, scratch: Path) -> Iterator[Finding]:
     return vllm_bench(stand, unpacked(VLLM, VLLM_FILES, ENVIRONMENTS), scratch)
 
 
+def _beside(_stand: Served, scratch: Path) -> Iterator[Finding]:
+    return bench_beside_vllm(unpacked(VLLM, VLLM_FILES, ENVIRONMENTS), scratch)
+
+
 TOOLS: dict[str, Callable[[Served, Path], Iterator[Finding]]] = {
     "lm-eval": evaluations,
     "guidellm": guidellm,
     "aiperf": aiperf,
     "vllm bench": _vllm_bench,
+    "loramux bench": _beside,
 }
 
 

@@ -21,7 +21,7 @@ def answer(times_s: tuple[float, ...], num_tokens: int, error: str | None = None
     ask = Ask(model="m", prompt="", num_tokens=wanted)
     return Answer(
         received=Received(ask, 0.0, sent_s=10.0), times_s=times_s, num_prompt=5, num_tokens=num_tokens,
-        is_counted=True, text="t", error=error,
+        is_counted=True, texts=("t",) * len(times_s), error=error,
     )  # fmt: skip
 
 

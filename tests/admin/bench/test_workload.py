@@ -128,6 +128,9 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path, kind: str, conten
         ({"trace": Path("t"), "requests_s": 1.0}, "leave --rate out"),
         ({"ids": FOUR, "endpoint": CHAT}, "--token-ids"),
         ({"answer": Lengths(0, 4)}, "at least 1"),
+        ({"requests_s": math.nan}, "must be numbers"),
+        ({"models": ["\udcff"]}, "JSON cannot carry"),
+        ({"more": {"user": "\ud800"}}, "JSON cannot carry"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, object], said: str) -> None:

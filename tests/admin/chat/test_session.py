@@ -62,7 +62,12 @@ def converse(server: OpenAIServer, *lines: str | type[BaseException], stops_afte
 
 
 def told(session: Session) -> list[str]:
-    return session.screen.told
+    return shown(session).told
+
+
+def shown(session: Session) -> Shown:
+    assert isinstance(session.screen, Shown)
+    return session.screen
 
 
 def test_a_conversation_has_a_history_and_a_system_message(gateway: Gateway) -> None:
@@ -72,15 +77,21 @@ def test_a_conversation_has_a_history_and_a_system_message(gateway: Gateway) -> 
     assert prompts[1][: len(prompts[0]) - 8] == prompts[0][:-8]
     assert [turn["role"] for turn in session.conversation.turns] == ["user", "assistant"]
     assert session.conversation.turns[0]["content"] == "Again"
-    assert "".join(session.screen.answers).rstrip("\n").endswith(session.conversation.turns[1]["content"])
+    assert "".join(shown(session).answers).rstrip("\n").endswith(session.conversation.turns[1]["content"])
     assert told(session) == ["system message: Be brief", "the conversation is empty", "there is no system message"]
 
 
+def test_a_lone_surrogate_does_not_end_the_conversation(gateway: Gateway) -> None:
+    session = converse(gateway.server, "a\udcff", "Again")
+    assert told(session) == []
+    assert len(session.conversation.turns) == 4
+
+
 def test_commands_are_explained(gateway: Gateway, tmp_path: Path) -> None:
-    session = converse(gateway.server, "/help", "/sav", "/xyz", "/save", "/model", "/quit", "never asked")
+    session = converse(gateway.server, "/help", "/models", "/xyz", "/save", "/model", "/quit", "never asked")
     assert "/save FILE" in told(session)[0]
     assert told(session)[1:] == [
-        "loramux: there is no command /sav: did you mean /save?",
+        "loramux: there is no command /models: did you mean /model?",
         "loramux: there is no command /xyz: /help lists them",
         "loramux: name a file: /save FILE",
         f"* {MODEL}",
@@ -116,7 +127,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(gateway: Gateway) -> 
     session = converse(gateway.server, KeyboardInterrupt, "Tell me more", "/system", stops_after=1)
     gateway.engine.script = echo
     assert told(session) == ["\n/quit or Ctrl-D ends the conversation", "\n[stopped]", "there is no system message"]
-    assert [turn["content"] for turn in session.conversation.turns] == ["Tell me more", session.screen.answers[0]]
+    assert [turn["content"] for turn in session.conversation.turns] == ["Tell me more", shown(session).answers[0]]
     while not gateway.engine.aborts:
         time.sleep(0.01)
 
@@ -161,8 +172,8 @@ def test_text_cannot_control_the_terminal() -> None:
     names = b'{"data": [{"id": "\\u001b[31mred"}]}'
     with byte_server([events(thought, evil)]) as server:
         session = converse(server, "Hi")
-    assert session.screen.answers[0] == "(hm\ufffd[31m)"
-    assert session.screen.answers[1] == "a\ufffd]0;x\ufffd\ufffd2J\ufffd\nb\U0001f468\u200d\U0001f469\ufffd"
+    assert shown(session).answers[0] == "(hm\ufffd[31m)"
+    assert shown(session).answers[1] == "a\ufffd]0;x\ufffd\ufffd2J\ufffd\nb\U0001f468\u200d\U0001f469\ufffd"
     with byte_server([b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(names) + names]) as server:
         session = converse(server, "/model", "/model \x1b[31mx", "/system \x1b[31mx")
     assert told(session) == ["  \ufffd[31mred", "now asking \ufffd[31mx", "system message: \ufffd[31mx"]

@@ -43,6 +43,11 @@ def test_a_whole_input_is_one_question(gateway: Gateway) -> None:
     assert len(gateway.engine.adds) == num_requests + 1
 
 
+def test_bytes_that_are_no_text_are_replaced(gateway: Gateway) -> None:
+    done = invoke("chat", MODEL, "--max-tokens", 2, input=b"\xff\xfe\n", env=gateway.variables)
+    assert done.exit_code == 0, done.output
+
+
 def test_failures_have_exit_codes(gateway: Gateway) -> None:
     def failed(*arguments: str, **variables: str | None) -> tuple[int, str]:
         done = invoke("chat", *arguments, input="Hello", env={**gateway.variables, **variables})

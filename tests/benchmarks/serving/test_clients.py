@@ -7,19 +7,20 @@ import random
 import pytest
 
 from benchmarks.peers.system import SystemFailed
-from benchmarks.serving.clients import Ask, Received, arrivals, observe
+from benchmarks.serving.clients import arrivals, greedy, observe
+from loramux.admin.bench.answers import Answer, read_answer
+from loramux.admin.bench.load import Received
 
-ASK = Ask("acme/support", (1, 2, 3), 3)
+ASK = greedy("acme/support", (1, 2, 3), 3)
 
 
-def received(texts: list[str], due_s: float, num_answer: int = 3, status: str = "200 OK") -> Received:
+def received(texts: list[str], due_s: float, num_answer: int = 3, status: int = 200) -> tuple[float, Answer]:
     """An answer whose first read is at `due_s + 1`, with one chunk per second."""
     events = [{"choices": [{"text": text}]} for text in texts]
     events.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": num_answer}})
     reads = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
-    head = f"HTTP/1.1 {status}\r\n\r\n".encode()
     times = [due_s + 1 + number for number in range(len(reads))]
-    return Received(ASK, due_s, [head + reads[0], *reads[1:]], times)
+    return due_s, read_answer(Received(ASK, due_s, status=status, data=reads, times_s=times))
 
 
 def test_only_requests_that_were_due_in_the_window_are_timed() -> None:
@@ -36,13 +37,12 @@ def test_only_requests_that_were_due_in_the_window_are_timed() -> None:
     ("answer", "problem"),
     [
         (received(["a"], 0.0, num_answer=2), "instead of 3 tokens"),
-        (received(["a"], 0.0, status="429 Too Many Requests"), "answers HTTP/1.1 429"),
-        (Received(ASK, 0.0, [b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": {}}\n\n'], [1.0]), "ended a stream"),
-        (Received(ASK, 0.0), "answers"),
+        (received(["a"], 0.0, status=429), "the server returned 429"),
+        (received([], 0.0), "instead of 3 tokens"),
     ],
-    ids=["short", "refused", "error", "nothing"],
+    ids=["short", "refused", "no text"],
 )
-def test_an_answer_that_failed_ends_the_benchmark(answer: Received, problem: str) -> None:
+def test_an_answer_that_failed_ends_the_benchmark(answer: tuple[float, Answer], problem: str) -> None:
     with pytest.raises(SystemFailed, match=problem):
         observe([answer], 0.0, 10.0)
 
