@@ -49,6 +49,7 @@ from loramux.admin.serving.app import create_admin_app
 from loramux.admin.serving.gateway_assembly import (
     NUM_THREADS,
     GatewayStores,
+    open_batches,
     open_gateway,
     refused_starts,
     revealed,
@@ -157,7 +158,8 @@ def assemble(
             held_nowhere_else if sharing is None else sharing.engine.holds_elsewhere,
             draw,
         )
-        gateway_app = create_openai_app(gateway)
+        kept = open_batches(settings, directory, database, stores.blobs)
+        gateway_app = create_openai_app(gateway, kept)
         admin = open_admin(
             settings=settings,
             directory=directory,

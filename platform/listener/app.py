@@ -8,6 +8,8 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from loramux.platform.batches import batches, files
+from loramux.platform.batches.services import BatchServices
 from loramux.platform.listener.cross_origin import CrossOrigin
 from loramux.platform.listener.direct_routes import DirectRoutes
 from loramux.platform.listener.health import HEALTH_PATHS, health_router
@@ -22,6 +24,8 @@ from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoi
 ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/files": "files",
+    "/v1/batches": "batches",
     "/v1/models": "models",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
@@ -55,8 +59,11 @@ async def server_version(caller: Caller) -> Response:
     return json_response({"version": version("loramux")})
 
 
-def create_openai_app(services: GatewayServices) -> FastAPI:
-    """Create the app. `services.run.maintenance.run()` must run alongside it."""
+def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> FastAPI:
+    """Create the app. `services.run.maintenance.run()` must run alongside it.
+
+    Without `kept`, the app has no routes for files and batches, because it has no blob store.
+    """
     # Only the health routes are public. FastAPI's documentation pages are off.
     app = FastAPI(
         title="loramux",
@@ -66,8 +73,11 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         redoc_url=None,
         generate_unique_id_function=lambda route: route.name,
     )
-    app.state.services = services
-    for router in (completions.router, chat.router, models.router, tokenization.router, version_router):
+    app.state.services, app.state.batches = services, kept
+    routers = [completions.router, chat.router, models.router, tokenization.router, version_router]
+    if kept is not None:
+        routers += [files.router, batches.router]
+    for router in routers:
         app.include_router(router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
