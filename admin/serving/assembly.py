@@ -64,6 +64,9 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.key_authentication import open_key_authentication
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.batches.batch_claims import BatchQueue
+from loramux.platform.batches.room import RoomLimits, lines_at_once
+from loramux.platform.batches.runner import BatchRunner
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.evals.runner import EvalRunner
 from loramux.platform.generation.cold_loads import held_nowhere_else
@@ -108,6 +111,7 @@ class Assembled:
     admin_app: FastAPI
     upkeep: Upkeep
     evals: EvalRunner
+    batches: BatchRunner
     sharing: Sharing | None
     base_id: str
     own_server: OwnServer
@@ -173,8 +177,12 @@ def assemble(
             is_loopback=is_loopback,
         )
         admin_app = create_admin_app(admin, settings.admin_root_path)
+        upkeep = Upkeep(admin)
         evals = EvalRunner(gateway, EvalClaims(database), metrics.evals)
-        yield Assembled(gateway, gateway_app, admin_app, Upkeep(admin), evals, sharing, stores.base_id, own_server)
+        room = RoomLimits(max_sequences=lines_at_once(config.max_sequences))
+        batches = BatchRunner(gateway, kept.files, BatchQueue(database), metrics.batches, room)
+        base_id = stores.base_id
+        yield Assembled(gateway, gateway_app, admin_app, upkeep, evals, batches, sharing, base_id, own_server)
 
 
 def open_stores(

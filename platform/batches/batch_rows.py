@@ -13,7 +13,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import batches, tenants
 from loramux.platform.accounts.tenants import DELETED
-from loramux.platform.batches.tenant_files import Listing, Owner, TenantFiles, paged
+from loramux.platform.batches.tenant_files import Listing, Owner, TenantFiles, lock_file, paged
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound, RateLimited, Unauthenticated
 
 BatchState = Literal[
@@ -91,6 +91,8 @@ class Batches:
             locked = select(tenants.c.id).where(tenants.c.id == owner.tenant_id).with_for_update()
             if connection.scalar(locked) is None:
                 raise Unauthenticated(DELETED)
+            if not lock_file(connection, file.id):
+                raise NotFound("there is no such file", code="file_not_found", param="file_id")
             is_open = (batches.c.tenant_id == owner.tenant_id, batches.c.state.in_(UNFINISHED))
             if connection.scalar(select(func.count()).select_from(batches).where(*is_open)) == MAX_OPEN_BATCHES:
                 message = f"{MAX_OPEN_BATCHES} batches of this tenant are already waiting or running"

@@ -115,9 +115,9 @@ async def download_file(file_id: str, owner: OwnerOfKey, services: Services, kep
     return StreamingResponse(_chunks(content), headers=headers, media_type="application/octet-stream")
 
 
-@router.delete("/v1/files/{file_id}", tags=["files"], response_model=DeletedFile)
+@router.delete("/v1/files/{file_id}", tags=["files"], response_model=DeletedFile, responses=errors(409))
 async def delete_file(file_id: str, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
-    """Delete a file. A batch that has read it continues."""
+    """Delete a file that no unfinished batch needs."""
     await services.call(kept.files.delete, owner, file_id)
     return json_response({"id": file_id, "object": "file", "deleted": True})
 

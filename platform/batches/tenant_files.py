@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import structlog
-from sqlalchemy import Row, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, exists, func, insert, or_, select, update
 
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 from loramux.adapter_store.registry.registry import is_identifier
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import files, tenants
+from loramux.migrations.schema import batches, files, tenants
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import DELETED
-from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied, Unauthenticated, Unavailable
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, Unauthenticated, Unavailable
 
 Purpose = Literal["batch", "batch_output"]
 
@@ -183,9 +183,12 @@ class TenantFiles:
             raise _unavailable(error) from error
 
     def delete(self, owner: Owner, file_id: str) -> None:
-        """Delete a file. Raises NotFound, or Unavailable if its content will be deleted later."""
+        """Delete a file. Raises NotFound, or Conflict while an unfinished batch needs the file."""
         file = self.get(owner, file_id)
         with self._database.write() as connection:
+            lock_file(connection, file_id)
+            if connection.scalar(select(_is_needed(file_id))):
+                raise Conflict("a batch that has not finished needs the file: cancel it first", code="file_in_use")
             is_ready = (files.c.id == file_id, files.c.state == "ready")
             if connection.execute(update(files).where(*is_ready).values(state="deleting")).rowcount == 0:
                 raise NotFound("there is no such file", code="file_not_found", param="file_id")
@@ -204,7 +207,8 @@ class TenantFiles:
             now_us = self._database.now_us(connection)
             is_stale = and_(files.c.state == "uploading", files.c.created_us < now_us - UPLOAD_US)
             is_over = or_(files.c.state == "deleting", is_stale, files.c.expires_us <= now_us)
-            over = [_file(row) for row in connection.execute(select(files).where(is_over).limit(1000))]
+            query = select(files).where(is_over, ~_is_needed(files.c.id))
+            over = [_file(row) for row in connection.execute(query.limit(1000))]
         for file in over:
             with self._database.write() as connection:
                 connection.execute(update(files).where(files.c.id == file.id).values(state="deleting"))
@@ -228,8 +232,18 @@ def paged(query: Any, id_column: Any, listing: Listing) -> Any:
     return query.order_by(id_column.asc() if listing.is_ascending else id_column.desc()).limit(listing.limit + 1)
 
 
-def mark_ready(connection: Any, file_id: str) -> None:
+def mark_ready(connection: Connection, file_id: str) -> None:
     connection.execute(update(files).where(files.c.id == file_id, files.c.state == "uploading").values(state="ready"))
+
+
+def lock_file(connection: Connection, file_id: str) -> bool:
+    """Lock a ready file's row, so that the file is not deleted while a batch is created. Return False without one."""
+    query = select(files.c.id).where(files.c.id == file_id, files.c.state == "ready")
+    return connection.scalar(query.with_for_update()) is not None
+
+
+def _is_needed(file_id: Any) -> ColumnElement[bool]:
+    return exists().where(batches.c.input_file_id == file_id, batches.c.finished_us.is_(None))
 
 
 def _unavailable(error: BlobStoreUnavailable) -> Unavailable:
