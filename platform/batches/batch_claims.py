@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, delete, insert, or_, select, update
+from sqlalchemy import Connection, and_, delete, insert, or_, select, update
 
 from loramux.adapter_store.errors import ClaimLost
 from loramux.migrations.claims import LEASE_US, RowClaims
@@ -224,7 +224,7 @@ class BatchClaim:
             with self._database.write() as connection:
                 self._change(connection, batch_id, {})
                 some = query.where(table.batch_id == batch_id, table.line > last)
-                rows: Sequence[Row[Any]] = connection.execute(some.order_by(table.line).limit(READ_AT_ONCE)).all()
+                rows = connection.execute(some.order_by(table.line).limit(READ_AT_ONCE)).all()
             for row in rows:
                 content = None if row.answer is None else bytes(row.answer)
                 yield AnsweredLine(row.line, row.start, row.num_bytes, row.status, content)

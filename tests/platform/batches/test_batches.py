@@ -14,6 +14,7 @@ from openai import BadRequestError, ConflictError, NotFoundError, RateLimitError
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.batches import batch_rows
+from loramux.platform.batches.tenant_files import Owner
 from loramux.platform.bodies.generation_request import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -212,7 +213,7 @@ async def test_lines_fail_without_their_caller(lab: BatchLab, how: str) -> None:
             lab.gateway.services.callers.api_keys.revoke(key.id)
     else:
         Tenants(lab.gateway.database).update(lab.gateway.tenant.id, TenantChanges(state="suspended"), lambda _: None)
-    owner = batch_rows.Owner(lab.gateway.tenant.id, "", is_limited=False)
+    owner = Owner(lab.gateway.tenant.id, "", is_limited=False)
     async with lab.running(), asyncio.timeout(20):
         while not (found := lab.gateway.kept.batches.get(owner, batch.id)).is_finished:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
