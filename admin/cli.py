@@ -11,6 +11,7 @@ from loramux.admin.commands import (
     aliases,
     audit,
     bases,
+    batches,
     check,
     database,
     doctor,
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 app.callback()(root.root)
 HERE, VERBS = "On this machine", "Over the network, with an administrator's key"
+TENANT = "Over the network, with a tenant's key"
 
 app.command("serve", rich_help_panel=HERE)(serve.serve)
 app.command("gateway", rich_help_panel=HERE)(serve.gateway)
@@ -49,6 +51,8 @@ app.command("demo", rich_help_panel=HERE)(serve.demo)
 app.command("pull", rich_help_panel=HERE)(pull.pull)
 app.add_typer(models.app, name="models", rich_help_panel=HERE)
 app.add_typer(database.app, name="db", rich_help_panel=HERE)
+app.command("run", rich_help_panel=TENANT)(batches.run)
+app.add_typer(batches.app, name="batches", rich_help_panel=TENANT)
 app.command("check", rich_help_panel=HERE)(check.check)
 app.command("doctor", rich_help_panel=HERE)(doctor.doctor)
 app.add_typer(tenants.app, name="tenants", rich_help_panel=VERBS)

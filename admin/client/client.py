@@ -51,7 +51,7 @@ class AdminClient:
             headers={"authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(timeout_s, connect=5.0),
             # A proxy from the environment cannot reach this machine's loopback interface.
-            trust_env=not _is_loopback(self._base_url),
+            trust_env=not is_loopback_url(self._base_url),
             # Loading the system's CA certificates takes 30 ms. A plain http URL does not need them.
             verify=not self._base_url.startswith("http://"),
         )
@@ -96,7 +96,7 @@ class AdminClient:
             with self._http.stream("GET", path) as response:
                 if not response.is_success:
                     response.read()
-                    raise _refusal(response)
+                    raise refusal_of(response)
                 yield response.iter_bytes()
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
@@ -127,7 +127,7 @@ class AdminClient:
     def put_presigned(self, request: Mapping[str, Any], chunks: Iterable[bytes]) -> None:
         """Send bytes to the blob store with the server's presigned request. The API key is not sent."""
         timeout = httpx.Timeout(300.0, connect=5.0)
-        trust_env = not _is_loopback(request["url"])
+        trust_env = not is_loopback_url(request["url"])
         try:
             with httpx.Client(timeout=timeout, trust_env=trust_env, follow_redirects=False) as http:
                 response = http.request(request["method"], request["url"], headers=request["headers"], content=chunks)
@@ -181,7 +181,7 @@ class AdminClient:
                 "LORAMUX_ADMIN_URL"
             ) from None
         if not response.is_success:
-            raise _refusal(response)
+            raise refusal_of(response)
         return response
 
     def _document(self, response: httpx.Response) -> Document:
@@ -200,7 +200,7 @@ def _given(params: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def _refusal(response: httpx.Response) -> AdminError:
+def refusal_of(response: httpx.Response) -> AdminError:
     retry_after = response.headers.get("retry-after", "")
     retry_after_s = int(retry_after) if retry_after.isascii() and retry_after.isdecimal() else None
     try:
@@ -211,7 +211,7 @@ def _refusal(response: httpx.Response) -> AdminError:
     return AdminError(response.status_code, message, code, param, retry_after_s)
 
 
-def _is_loopback(url: str) -> bool:
+def is_loopback_url(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
