@@ -12,6 +12,8 @@ from loramux.admin.commands import (
     audit,
     bases,
     batches,
+    bench,
+    chat,
     check,
     database,
     doctor,
@@ -43,7 +45,7 @@ app = typer.Typer(
 )
 app.callback()(root.root)
 HERE, VERBS = "On this machine", "Over the network, with an administrator's key"
-TENANT = "Over the network, with a tenant's key"
+CLIENTS = "Over the network, with a tenant's key"
 
 app.command("serve", rich_help_panel=HERE)(serve.serve)
 app.command("gateway", rich_help_panel=HERE)(serve.gateway)
@@ -51,10 +53,12 @@ app.command("demo", rich_help_panel=HERE)(serve.demo)
 app.command("pull", rich_help_panel=HERE)(pull.pull)
 app.add_typer(models.app, name="models", rich_help_panel=HERE)
 app.add_typer(database.app, name="db", rich_help_panel=HERE)
-app.command("run", rich_help_panel=TENANT)(batches.run)
-app.add_typer(batches.app, name="batches", rich_help_panel=TENANT)
+app.command("run", rich_help_panel=CLIENTS)(batches.run)
+app.add_typer(batches.app, name="batches", rich_help_panel=CLIENTS)
 app.command("check", rich_help_panel=HERE)(check.check)
 app.command("doctor", rich_help_panel=HERE)(doctor.doctor)
+app.command("chat", rich_help_panel=CLIENTS)(chat.chat)
+app.command("bench", rich_help_panel=CLIENTS)(bench.bench)
 app.add_typer(tenants.app, name="tenants", rich_help_panel=VERBS)
 app.add_typer(keys.app, name="keys", rich_help_panel=VERBS)
 app.add_typer(adapters.app, name="adapters", rich_help_panel=VERBS)

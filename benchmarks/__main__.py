@@ -46,7 +46,7 @@ BENCHMARKS = {
     "usage-report": Benchmark("accounts.usage_report", "Usage reports over 10 million requests, on both databases"),
     "console-pages": Benchmark("accounts.console_pages", "Console pages over 10 million requests, on both databases"),
     "gpu": Benchmark("gpu", "Kernels and engine on a GPU", "9 minutes"),
-    "gpu-trace": Benchmark("gpu.trace", "Times of each kernel of whole steps on a GPU", "1 minute"),
+    "gpu-trace": Benchmark("gpu.kernel_times", "Times of each kernel of whole steps on a GPU", "1 minute"),
     "gpu-table": Benchmark("gpu.table", "Launches and bytes of each step on a GPU, counted without one", "1 minute"),
     "gpu-dry": Benchmark("gpu", "Memory and time of each case of gpu, without a GPU", "5 seconds", ("--dry-run",)),
 }

@@ -45,10 +45,28 @@ tenants = Table(
     Column("timezone", String(64), nullable=False, server_default="UTC"),
     # Bytes of host memory that the tenant's adapters keep when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
+    # Number of days for which responses are stored. 0 if they are not stored.
+    Column("response_days", Integer, nullable=False, server_default="0"),
     # Secret from which the tenant's prefix-cache namespace is derived, so that two tenants never share KV pages.
     Column("isolation_secret", LargeBinary(32), nullable=False),
     Column("created_us", BigInteger, nullable=False),
     CheckConstraint("state IN ('active', 'suspended')", name="state"),
+)
+
+# Responses of `/v1/responses` that a tenant keeps.
+responses = Table(
+    "responses",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    # The adapter that answered. NULL for the base.
+    Column("adapter_id", ID, nullable=True),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    # The response and its input, encrypted.
+    Column("content", LargeBinary, nullable=False),
+    Index("ix_responses_tenant_id", "tenant_id"),
+    Index("ix_responses_expires_us", "expires_us"),
 )
 
 api_keys = Table(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from loramux.admin.client.client import AdminClient, Document, ServerUnreachable, is_loopback_url, refusal_of
-from loramux.admin.client.server_address import NoServerNamed, check_key, check_url
+from loramux.admin.client.client import AdminClient, Document, ServerUnreachable, is_loopback, refusal_of
+from loramux.admin.client.openai_server import URL_VARIABLE, OpenAIServer
 
-DEFAULT_URL = "http://127.0.0.1:8000/v1"
-URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 PAGE_SIZE = 100
 
 
@@ -24,29 +21,16 @@ class BatchClient:
     Raises AdminError for a refusal, or ServerUnreachable if no server answers.
     """
 
-    def __init__(self, url: str, key: str) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, server: OpenAIServer) -> None:
+        self._url = server.url
         self._http = httpx.Client(
             base_url=f"{self._url}/",
-            headers={"authorization": f"Bearer {key}"},
+            headers=server.headers,
             # The server answers an upload only after it has stored the whole file.
             timeout=httpx.Timeout(300.0, connect=5.0),
-            trust_env=not is_loopback_url(self._url),
+            trust_env=not is_loopback(self._url),
             verify=not self._url.startswith("http://"),
         )
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Read OPENAI_BASE_URL and OPENAI_API_KEY, as OpenAI's clients do. Raises ServerUnreachable."""
-        url, key = (environment.get(name, "").strip() for name in (URL_VARIABLE, KEY_VARIABLE))
-        if not key:
-            raise ServerUnreachable(f"set {KEY_VARIABLE} to a tenant's key, and {URL_VARIABLE} to the server's /v1")
-        try:
-            check_key(key, KEY_VARIABLE)
-            check_url(url or DEFAULT_URL, URL_VARIABLE)
-        except NoServerNamed as error:
-            raise ServerUnreachable(str(error)) from None
-        return cls(url or DEFAULT_URL, key)
 
     def __enter__(self) -> Self:
         return self

@@ -51,7 +51,7 @@ class AdminClient:
             headers={"authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(timeout_s, connect=5.0),
             # A proxy from the environment cannot reach this machine's loopback interface.
-            trust_env=not is_loopback_url(self._base_url),
+            trust_env=not is_loopback(self._base_url),
             # Loading the system's CA certificates takes 30 ms. A plain http URL does not need them.
             verify=not self._base_url.startswith("http://"),
         )
@@ -127,7 +127,7 @@ class AdminClient:
     def put_presigned(self, request: Mapping[str, Any], chunks: Iterable[bytes]) -> None:
         """Send bytes to the blob store with the server's presigned request. The API key is not sent."""
         timeout = httpx.Timeout(300.0, connect=5.0)
-        trust_env = not is_loopback_url(request["url"])
+        trust_env = not is_loopback(request["url"])
         try:
             with httpx.Client(timeout=timeout, trust_env=trust_env, follow_redirects=False) as http:
                 response = http.request(request["method"], request["url"], headers=request["headers"], content=chunks)
@@ -211,7 +211,7 @@ def refusal_of(response: httpx.Response) -> AdminError:
     return AdminError(response.status_code, message, code, param, retry_after_s)
 
 
-def is_loopback_url(url: str) -> bool:
+def is_loopback(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

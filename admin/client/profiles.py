@@ -17,6 +17,7 @@ from typing import Any
 from loramux.admin.client.suggestions import did_you_mean
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_OPENAI_FIELDS = frozenset({"openai_url", "openai_key"})
 
 
 class ProfileError(Exception):
@@ -28,6 +29,10 @@ class Profile:
     name: str
     url: str
     key: str = field(repr=False)
+    openai_url: str | None = None
+    """The address of the server's OpenAI API, for `loramux chat` and `loramux bench`."""
+    openai_key: str | None = field(repr=False, default=None)
+    """A tenant's key for that address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +152,14 @@ def _parse(document: Mapping[str, Any]) -> KnownProfiles:
         raise _Malformed("'current' must be a name and 'profiles' a table of tables")
     profiles = {}
     for name, table in tables.items():
-        if not isinstance(table, dict) or table.keys() != {"url", "key"}:
-            raise _Malformed("each profile must have a 'url' and a 'key', and nothing else")
-        if not (isinstance(table["url"], str) and isinstance(table["key"], str)):
-            raise _Malformed("a profile's 'url' and 'key' must be strings")
-        profiles[name] = Profile(name=name, url=table["url"], key=table["key"])
+        if not isinstance(table, dict) or table.keys() - _OPENAI_FIELDS != {"url", "key"}:
+            raise _Malformed(
+                "each profile must have a 'url' and a 'key', may have an 'openai_url' and an 'openai_key', and nothing "
+                "else"
+            )
+        if not all(isinstance(value, str) for value in table.values()):
+            raise _Malformed("the fields of a profile must be strings")
+        profiles[name] = Profile(name=name, **table)
     return KnownProfiles(profiles=profiles, current=current)
 
 
@@ -165,4 +173,8 @@ def _written(known: KnownProfiles) -> str:
             f"url = {json.dumps(profile.url)}",
             f"key = {json.dumps(profile.key)}",
         ]
+        if profile.openai_url is not None:
+            lines.append(f"openai_url = {json.dumps(profile.openai_url)}")
+        if profile.openai_key is not None:
+            lines.append(f"openai_key = {json.dumps(profile.openai_key)}")
     return "\n".join([*lines, ""]).lstrip("\n")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loramux.admin.commands.openai_options import ApiKey, OpenAIUrl, openai_server
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import (
     Columns,
@@ -43,18 +44,17 @@ def run(
     file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One request per line.", show_default=False)],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Return once the batch is queued.")] = False,
+    url: OpenAIUrl = None,
+    api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a file of requests as a batch, and write FILE.output.jsonl and FILE.errors.jsonl.
-
-    The tenant's key is OPENAI_API_KEY, and the server is OPENAI_BASE_URL (default: http://127.0.0.1:8000/v1).
-    """
+    """Run a file of requests as a batch, and write FILE.output.jsonl and FILE.errors.jsonl."""
     endpoint = _endpoint(file)
     outputs = {"output_file_id": file.with_suffix(".output.jsonl"), "error_file_id": file.with_suffix(".errors.jsonl")}
     taken = [str(path) for path in outputs.values() if path.exists()]
     if taken and not overwrite and not no_wait:
         fail(f"{taken[0]} exists already: move it, or use --overwrite", WRONG_CALL)
-    with _connected(as_json) as client:
+    with _connected(url, api_key, as_json) as client:
         found = client.create(client.upload(file)["id"], endpoint)
         if no_wait:
             tell(found, f"{found['id']} is queued: loramux batches show {found['id']}", as_json)
@@ -75,9 +75,9 @@ def run(
 
 
 @app.command("list")
-def list_batches(as_json: AsJson = False) -> None:
+def list_batches(url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """List the tenant's batches, newest first."""
-    with _connected(as_json) as client:
+    with _connected(url, api_key, as_json) as client:
         found: Document = {"object": "list", "data": list(client.list())}
     columns: Columns = {
         "id": "id",
@@ -92,29 +92,29 @@ def list_batches(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(batch_id: BatchId, as_json: AsJson = False) -> None:
+def show(batch_id: BatchId, url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """Show a batch's progress, or why it failed."""
-    with _connected(as_json) as client:
+    with _connected(url, api_key, as_json) as client:
         found = client.get(batch_id)
     print_json(found) if as_json else _print(found)
 
 
 @app.command()
-def cancel(batch_id: BatchId, as_json: AsJson = False) -> None:
+def cancel(batch_id: BatchId, url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """Cancel a batch that has not finished. Its answers so far are kept."""
-    with _connected(as_json) as client:
+    with _connected(url, api_key, as_json) as client:
         found = client.cancel(batch_id)
     tell(found, f"{found['id']} is {found['status']}", as_json)
 
 
 @contextmanager
-def _connected(as_json: bool) -> Iterator[BatchClient]:
+def _connected(url: str | None, api_key: str | None, as_json: bool) -> Iterator[BatchClient]:
     """Connect with the tenant's key. If a call fails, print a message and exit with an error code."""
     from loramux.admin.client.batch_client import BatchClient
     from loramux.admin.client.client import AdminError, ServerUnreachable
 
     try:
-        with BatchClient.from_environment() as client:
+        with BatchClient(openai_server(url, api_key, as_json)) as client:
             yield client
     except AdminError as error:
         fail(error.message, REFUSED, error.envelope() if as_json else None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +22,7 @@ from loramux.admin.commands.output import (
     tell,
     time_in,
 )
+from loramux.admin.commands.progress import counted_progress
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
@@ -114,8 +114,9 @@ def shown_score(score: float | None) -> str | None:
 def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
     """Poll an eval until it ends."""
     path = client.path("evals", found["id"])
+    num_answers = found["num_cases"] * (1 if found["compare"] is None else 2)
     try:
-        with _progress(found["num_cases"] * (1 if found["compare"] is None else 2), as_json) as advance:
+        with counted_progress(num_answers, "answers", as_json) as advance:
             while found["state"] in ("queued", "running"):
                 time.sleep(POLL_S)
                 found = client.get(path)
@@ -124,20 +125,6 @@ def _followed(client: AdminClient, found: Document, as_json: bool) -> Document:
         print(f"loramux: the eval goes on: loramux evals show|cancel {found['id']}", file=sys.stderr)
         raise
     return found
-
-
-@contextmanager
-def _progress(total: int, as_json: bool) -> Iterator[Callable[[int], None]]:
-    if as_json or not sys.stderr.isatty():
-        yield lambda _done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("", total=total)
-        yield lambda done: bars.update(task, completed=done)
 
 
 def _print(client: AdminClient, found: Document, as_json: bool) -> None:

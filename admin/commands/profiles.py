@@ -43,21 +43,34 @@ def list_profiles(as_json: AsJson = False) -> None:
 def add(
     name: Name,
     url: Annotated[str, typer.Option(help="The URL of the server's admin listener.")] = "http://127.0.0.1:8001",
+    openai_url: Annotated[
+        str | None,
+        typer.Option(
+            help="The URL of its OpenAI API, for 'loramux chat' and 'loramux bench', such as http://127.0.0.1:8000/v1. "
+            "A tenant's key for it is read after the administrator's key.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Save a server's address and key. The key is read from a prompt or standard input, never from an argument."""
+    """Save a server's address and key. Keys are read from a prompt or from lines of standard input, never from an
+    argument.
+    """
     from loramux.admin.client.profiles import Profile, ProfileFile
-    from loramux.admin.client.server_address import NoServerNamed, check_key, check_url
+    from loramux.admin.client.server_address import NoServerNamed, check_url
 
     try:
         check_url(url, "--url")
-        key = typer.prompt("Key", hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline()
-        check_key(key.strip(), "the input")
+        key = _read_key("Key")
+        openai_key = None
+        if openai_url is not None:
+            check_url(openai_url, "--openai-url")
+            openai_key = _read_key("Tenant's key")
     except NoServerNamed as error:
         fail(str(error), WRONG_CALL)
     file = ProfileFile.of_user()
     with _explained(as_json):
-        file.add(Profile(name=name, url=url, key=key.strip()))
+        file.add(Profile(name=name, url=url, key=key, openai_url=openai_url, openai_key=openai_key))
         is_current = file.read().current == name
     tell(_named(name), f"saved profile {name} in {file.path}" + (", the current one" if is_current else ""), as_json)
 
@@ -80,6 +93,15 @@ def remove(name: Name, as_json: AsJson = False) -> None:
     with _explained(as_json):
         ProfileFile.of_user().remove(name)
     tell(_named(name), f"removed profile {name}", as_json)
+
+
+def _read_key(prompt: str) -> str:
+    """Read a key from the terminal, or from the next line of standard input. Raises NoServerNamed."""
+    from loramux.admin.client.server_address import check_key
+
+    key = typer.prompt(prompt, hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline()
+    check_key(key.strip(), "the input")
+    return str(key.strip())
 
 
 def _named(name: str) -> dict[str, str]:

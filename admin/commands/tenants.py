@@ -70,7 +70,7 @@ def show(tenant: Slug, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
     else:
-        names = ("slug", "id", "display_name", "state", "weight", "timezone")
+        names = ("slug", "id", "display_name", "state", "weight", "timezone", "response_days")
         print_table(
             ("fact", "value"), [*((name, found[name]) for name in names), ("created", shown_time(found["created_at"]))]
         )
@@ -85,14 +85,22 @@ def set_tenant(
         typer.Option(min=1, help="Relative share of the engine when tenants compete for it.", show_default=False),
     ] = None,
     timezone: Timezone = None,
+    response_days: Annotated[
+        int | None,
+        typer.Option(min=0, help="Number of days for which responses are stored. 0: not at all.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a tenant's name, weight or time zone. A new time zone starts new daily and monthly windows immediately."""
-    changes = _given(display_name=display_name, weight=weight, timezone=timezone)
+    """Change a tenant's name, weight, time zone or storage of responses.
+
+    A new time zone starts new daily and monthly windows immediately.
+    """
+    changes = _given(display_name=display_name, weight=weight, timezone=timezone, response_days=response_days)
     if not changes:
-        fail("specify what to change: --display-name, --weight or --timezone", WRONG_CALL)
+        fail("specify what to change: --display-name, --weight, --timezone or --response-days", WRONG_CALL)
     changed = _change(tenant, changes, as_json)
     shown = f"{changed['display_name']}, weight {changed['weight']}, {changed['timezone']}"
+    shown += f", responses stored for {changed['response_days']} days" if changed["response_days"] else ""
     tell(changed, f"{changed['slug']}: {shown}", as_json)
 
 

@@ -12,9 +12,9 @@ from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, KEPT
 from loramux.adapter_store.registry.evals import PPM, safe_name
 from loramux.adapter_store.registry.records import CanaryRule, RequiredEval
 from loramux.adapter_store.registry.registry import MAX_VERSION
-from loramux.platform.accounts.tenants import MAX_FLOOR_BYTES, MAX_WEIGHT
-from loramux.platform.bodies.generation_request import MAX_MODEL_NAME
+from loramux.platform.accounts.tenants import MAX_FLOOR_BYTES, MAX_RESPONSE_DAYS, MAX_WEIGHT
 from loramux.platform.bodies.request_body import parse_body, read_body
+from loramux.platform.bodies.sampling_fields import MAX_MODEL_NAME
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.evals.cases import MAX_FILE_BYTES
 
@@ -48,6 +48,7 @@ class TenantPatch(_Body):
     state: Literal["active", "suspended"] | None = None
     timezone: str | None = None
     host_floor_bytes: int | None = Field(default=None, ge=0, le=MAX_FLOOR_BYTES)
+    response_days: int | None = Field(default=None, ge=0, le=MAX_RESPONSE_DAYS)
 
 
 class NewKey(_Body):

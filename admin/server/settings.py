@@ -52,7 +52,7 @@ CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PR
 """Variables of the `loramux` command that are not settings of the server."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-SECRETS = frozenset({"admin_key", "hf_token", "metrics_token", "oidc_client_secret"})
+SECRETS = frozenset({"admin_key", "hf_token", "metrics_token", "oidc_client_secret", "response_key"})
 FLAGS = frozenset(
     {
         "model",
@@ -204,6 +204,12 @@ class Settings(ModelSettings):
     """
     host: str = "127.0.0.1"
     port: Port = 8000
+    force_include_usage: bool = False
+    """Report the usage so far in each chunk of a stream, and all of it at the end, even if a request does not ask."""
+    return_tokens_as_token_ids: bool = False
+    """Name tokens by their ids in log-probabilities (`token_id:5`), unless a request says otherwise."""
+    root_path: str = ""
+    """A path prefix, such as `/llm`, with which the OpenAI listener also answers, for proxies that do not strip it."""
     admin_host: str = "127.0.0.1"
     admin_port: Port = 8001
     admin_root_path: str = ""
@@ -231,6 +237,10 @@ class Settings(ModelSettings):
     loramux.
     """
     metrics_token: SecretStr | None = None
+    response_key: SecretStr | None = None
+    """Secret of at least 32 characters that encrypts stored responses. All servers on a database need the same. Without
+    it, no responses are stored.
+    """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     quantization: Literal["int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"] | None = None
     """Quantise the float weights of the model's linear layers at startup. With `+head`, also quantise the head, to
@@ -339,7 +349,7 @@ class Settings(ModelSettings):
             raise ValueError(problem)
         return name
 
-    @field_validator("admin_root_path")
+    @field_validator("root_path", "admin_root_path")
     @classmethod
     def _is_a_path(cls, root_path: str) -> str:
         root_path = root_path.rstrip("/")
@@ -347,17 +357,17 @@ class Settings(ModelSettings):
             raise ValueError(f"{root_path!r} is not a valid path: use one such as /loramux")
         return root_path
 
-    @field_validator("admin_key", "metrics_token")
+    @field_validator("admin_key", "metrics_token", "response_key")
     @classmethod
     def _is_plain(cls, secret: SecretStr | None) -> SecretStr | None:
         return _plain(secret)
 
-    @field_validator("admin_key")
+    @field_validator("admin_key", "response_key")
     @classmethod
-    def _is_long_enough(cls, admin_key: SecretStr | None) -> SecretStr | None:
-        if admin_key is not None and len(admin_key.get_secret_value()) < 32:
+    def _is_long_enough(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and len(key.get_secret_value()) < 32:
             raise ValueError("a key must have at least 32 characters")
-        return admin_key
+        return key
 
     @field_validator("metrics_token")
     @classmethod

@@ -185,6 +185,10 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
         applies_adapter_defaults=settings.adapter_generation_config == "auto",
         base_parsers=AnswerParsers(settings.tool_call_parser, settings.reasoning_parser),
         cors_origins=settings.cors_origins,
+        forces_usage=settings.force_include_usage,
+        names_tokens_by_id=settings.return_tokens_as_token_ids,
+        response_key=None if settings.response_key is None else settings.response_key.get_secret_value().encode(),
+        root_path=settings.root_path,
     )
 
 

@@ -14,8 +14,8 @@ from benchmarks.peers.figures import FLOAT_GOALS, Cell, Goals, Ratio, ratios, to
 from benchmarks.peers.measurement import Measurement
 from benchmarks.peers.system import LORAMUX, Peer
 from benchmarks.peers.workload import KINDS, Load
-from benchmarks.pictures import draw_bars
 from benchmarks.tables import table
+from loramux.admin.bench.pictures import draw_bars
 
 
 def print_report(

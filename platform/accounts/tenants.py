@@ -24,6 +24,7 @@ SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_DISPLAY_NAME = 200
 MAX_WEIGHT = 10_000
 MAX_FLOOR_BYTES = 1 << 50
+MAX_RESPONSE_DAYS = 365
 DELETED = "Incorrect API key provided: its tenant has been deleted"
 """The message to a caller whose key is still cached."""
 MAX_SHARES = 10_000
@@ -54,7 +55,10 @@ class InvalidSlug(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One account. `weight` is its entitlement in fair scheduling, and `timezone` defines its days and months."""
+    """One account. `weight` is its entitlement in fair scheduling, and `timezone` defines its days and months.
+
+    Responses are stored for `response_days` days. If it is 0, they are not stored.
+    """
 
     id: str
     slug: str
@@ -63,6 +67,7 @@ class Tenant:
     weight: int
     timezone: str
     host_floor_bytes: int
+    response_days: int
     created_us: int
 
 
@@ -73,6 +78,7 @@ class TenantChanges:
     state: Literal["active", "suspended"] | None = None
     timezone: str | None = None
     host_floor_bytes: int | None = None
+    response_days: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +104,8 @@ class TenantShare:
     isolation_key: bytes
     host_floor_bytes: int = 0
     """Bytes of the tenant's adapters in the host tier that other tenants' adapters cannot evict."""
+    response_days: int = 0
+    """Number of days for which the tenant's responses are stored."""
 
 
 class Tenants:
@@ -126,6 +134,7 @@ class Tenants:
                     "weight": 1,
                     "timezone": timezone,
                     "host_floor_bytes": 0,
+                    "response_days": 0,
                     "created_us": self._database.now_us(connection),
                 }
                 connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
@@ -151,6 +160,8 @@ class Tenants:
             _check_timezone(changes.timezone)
         if changes.host_floor_bytes is not None and not 0 <= changes.host_floor_bytes <= MAX_FLOOR_BYTES:
             raise InvalidRequest(f"host_floor_bytes must be from 0 to {MAX_FLOOR_BYTES}", param="host_floor_bytes")
+        if changes.response_days is not None and not 0 <= changes.response_days <= MAX_RESPONSE_DAYS:
+            raise InvalidRequest(f"response_days must be from 0 to {MAX_RESPONSE_DAYS}", param="response_days")
         with self._database.write() as connection:
             query = select(table).where(table.c.id == tenant_id)
             row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
@@ -170,8 +181,8 @@ class Tenants:
     def delete(self, tenant_id: str) -> bool:
         """Delete a tenant that has no adapters, unrevoked keys, prices or usage.
 
-        Its revoked keys, quotas and grants are deleted, too. Returns False if there is no such tenant. Raises
-        TenantInUse.
+        Its revoked keys, quotas, grants and stored responses are deleted, too. Returns False if there is no such
+        tenant. Raises TenantInUse.
         """
         in_use = TenantInUse("the tenant has adapters, unrevoked keys, prices or usage: suspend it instead")
         keys = schema.api_keys
@@ -252,15 +263,14 @@ class Tenants:
         Raises Unauthenticated if the tenant has been deleted.
         """
         table = schema.tenants
-        query = select(table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes).where(
-            table.c.id == tenant_id
-        )
+        columns = (table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes, table.c.response_days)
+        query = select(*columns).where(table.c.id == tenant_id)
         with self._database.read() as connection:
             row = connection.execute(query).one_or_none()
         if row is None:
             raise Unauthenticated(DELETED)
         isolation_key = hmac.digest(row.isolation_secret, b"loramux prefix cache", "sha256")
-        share = TenantShare(tenant_id, row.weight, isolation_key, row.host_floor_bytes)
+        share = TenantShare(tenant_id, row.weight, isolation_key, row.host_floor_bytes, row.response_days)
         if len(self._shares) >= MAX_SHARES:
             self._shares.clear()
         self._shares[tenant_id] = (self._database.now_us(), share)
@@ -296,6 +306,7 @@ def _shown(tenant: Tenant) -> dict[str, object]:
         "weight": tenant.weight,
         "timezone": tenant.timezone,
         "host_floor_bytes": tenant.host_floor_bytes,
+        "response_days": tenant.response_days,
     }
 
 
@@ -308,6 +319,7 @@ def _tenant(row: Row[Any]) -> Tenant:
         weight=row.weight,
         timezone=row.timezone,
         host_floor_bytes=row.host_floor_bytes,
+        response_days=row.response_days,
         created_us=row.created_us,
     )
 
@@ -322,8 +334,9 @@ def _delete_rows(connection: Connection, tenant_id: str) -> None:
     connection.execute(
         delete(lines).where(lines.c.batch_id.in_(select(batches.c.id).where(batches.c.tenant_id == tenant_id)))
     )
+    owned = (batches, schema.files, policies, schema.api_keys, schema.adapter_grants, schema.responses)
     # The sweep deletes the blobs of files without rows.
-    for table in (batches, schema.files, policies, schema.api_keys, schema.adapter_grants):
+    for table in owned:
         connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
     connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))
 

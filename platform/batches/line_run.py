@@ -16,7 +16,7 @@ from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.batches.batch_claims import StoredAnswer, WaitingLine
 from loramux.platform.batches.output_lines import answered
 from loramux.platform.batches.room import Room
-from loramux.platform.bodies.generation_request import MAX_PRIORITY
+from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.settler import NEVER_RAN
@@ -28,11 +28,16 @@ from loramux.platform.requests.endpoint import Endpoint, Received
 from loramux.platform.requests.error_responses import TRANSLATIONS
 from loramux.platform.requests.request_life import planned, reserve, settle
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.responses_api.responses import RESPONSES
 
 ENDPOINT = "batches"
 """The endpoint of a batch's requests in the ledger and in metrics."""
 
-ENDPOINTS: Mapping[str, Endpoint[Any]] = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
+ENDPOINTS: Mapping[str, Endpoint[Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+}
 
 LATER = (429, 503)
 """Statuses of requests that wait instead of failing."""
@@ -79,10 +84,11 @@ class LineRuns:
         has_entered = False
         try:
             try:
-                plan, shape = await planned(self._services, caller, self._endpoint, self._received(line))
-                plan = replace(plan, endpoint=ENDPOINT)
-                # The headers are for clients.
-                await reserve(self._services, plan, self._received(line).body)
+                received = self._received(line)
+                plan, shape = await planned(self._services, caller, self._endpoint, received)
+                # Behind every other request of the tenant.
+                plan = replace(plan, endpoint=ENDPOINT, priority=MAX_PRIORITY)
+                await reserve(self._services, plan, received.body)
             except Exception as error:
                 refusal = _told(error)
                 if refusal.status in LATER:
@@ -128,7 +134,7 @@ class LineRuns:
         generation.end(settlement)
         refusal, charged = None, settlement
         try:
-            status, body = await _collected(generation, shape)
+            status, body = await _collected(generation, self._endpoint, shape)
             answer = self._answer(line, status, body, settlement)
             await self._store(line.waiting, answer)
         except ApiError as error:
@@ -145,14 +151,14 @@ class LineRuns:
         return StoredAnswer(status, content, usage)
 
     def _received(self, line: ReadLine) -> Received[Any]:
-        # Behind every other request of the tenant.
-        document = {**line.body, "priority": MAX_PRIORITY}
-        body = self._endpoint.parse(document)
+        body = self._endpoint.parse(line.body)
         body.check()
+        settings = self._services.settings
+        body = body.shown_as(with_usage=settings.forces_usage, by_token_id=settings.names_tokens_by_id)
         return Received(line.waiting.request_id, body, line.waiting.num_bytes)
 
 
-async def _collected(generation: Generation, shape: Answer) -> tuple[int, dict[str, Any]]:
+async def _collected(generation: Generation, endpoint: Endpoint[Any], shape: Answer) -> tuple[int, dict[str, Any]]:
     """Return the status and the body of an ended request. Raises ApiError if the line can run again."""
     try:
         deltas = [delta async for delta in generation.deltas()]
@@ -162,6 +168,8 @@ async def _collected(generation: Generation, shape: Answer) -> tuple[int, dict[s
         return error.status, error.envelope()
     if generation.is_abandoned:
         raise ApiError("the server stops")
+    if endpoint.keep is not None:
+        await endpoint.keep(shape, deltas, generation.usage)
     return 200, shape.whole(deltas, generation.usage)
 
 

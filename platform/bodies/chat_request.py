@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field
 
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.conversation import ChatMessage
-from loramux.platform.bodies.generation_request import INT64, GenerationRequest
+from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.bodies.sampling_fields import INT64
 from loramux.platform.bodies.tools import AUTO, ToolChoice, ToolChoiceField, Tools
 from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.errors import InvalidRequest
@@ -24,6 +25,10 @@ def _few_entries(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_METADATA:
         raise ValueError(f"at most {MAX_METADATA} entries are allowed")
     return value
+
+
+Metadata = Annotated[dict[str, str], BeforeValidator(_few_entries)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatRequest(GenerationRequest):
@@ -54,14 +59,15 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
 
     # Options of the chat template and the reasoning. All except `reasoning_effort` are vLLM extensions.
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
 
-    metadata: Annotated[dict[str, str], BeforeValidator(_few_entries)] | None = None
+    metadata: Metadata | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -82,6 +88,11 @@ class ChatRequest(GenerationRequest):
     def max_thinking_tokens(self) -> int | None:
         # In vLLM, -1 means no limit.
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
+    def requires_reasoning(self) -> bool:
+        """True if a model that cannot be told how much to reason refuses the request. False if it answers."""
+        return True
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -116,6 +127,12 @@ class ChatRequest(GenerationRequest):
     def offered_tools(self) -> Tools:
         """The tools that the model may call. There are none if `tool_choice` is none."""
         return [] if self.choice_of_tools.mode == "none" else self.tools or []
+
+    @property
+    def echoed(self) -> str:
+        """The text that the answer repeats: the last message if `echo` is true and the message is the assistant's."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == "assistant" else ""
 
     @property
     def token_limit(self) -> int | None:

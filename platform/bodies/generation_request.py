@@ -9,24 +9,16 @@ reported.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import Field
 
 from loramux.adapter_store.formats.version_files.generation_config import NO_DEFAULTS, SamplingDefaults
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import (
-    MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIAS,
-    MAX_BIASED_TOKENS,
     MAX_LOGPROB_TOKEN_IDS,
-    MAX_PENALTY,
     MAX_PROMPT_LOGPROBS,
-    REPETITION_PENALTIES,
 )
 from loramux.platform.bodies.response_formats import (
     Choices,
@@ -34,72 +26,14 @@ from loramux.platform.bodies.response_formats import (
     StructuredOutputs,
     constraints,
 )
+from loramux.platform.bodies.sampling_fields import INT64, SamplingFields, named_values
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.structural_tags import Schema
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.grammars.constraint import Constraint
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_BAD_WORD_CHARACTERS = 128
-MAX_MODEL_NAME = 256
-MAX_PRIORITY = 2**31 - 1
-INT64 = 2**63
-
 T = TypeVar("T")
-
-
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _usable_stops(stops: list[str] | None) -> list[str] | None:
-    if stops is not None and len(stops) > MAX_STOP_STRINGS:
-        raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
-    if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops or ()):
-        raise ValueError(f"a stop string must have 1 to {MAX_STOP_CHARACTERS} characters")
-    return stops
-
-
-def _usable_words(words: list[str] | None) -> list[str] | None:
-    for word in words or ():
-        if len(word) > MAX_BAD_WORD_CHARACTERS:
-            raise ValueError(f"a bad word must have at most {MAX_BAD_WORD_CHARACTERS} characters")
-        if not word.strip():
-            raise ValueError("a bad word must not be blank; use logit_bias to forbid white space")
-    return words
-
-
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
-
-MAX_NAMED = 8
-"""Maximum number of invalid keys or token IDs that an error names."""
-
-
-def _usable_bias(value: Any) -> Any:
-    """Check that keys are token IDs in canonical form, so that no token appears under two keys."""
-    if not isinstance(value, dict):
-        return value
-    if len(value) > MAX_BIASED_TOKENS:
-        raise ValueError(f"at most {MAX_BIASED_TOKENS} entries are allowed")
-    unusable = [key for key in value if not _TOKEN_ID.fullmatch(key)]
-    if unusable:
-        raise ValueError(f"keys must be token ids, written as whole numbers, not {_named(unusable)}")
-    unusable = [key for key, bias in value.items() if not _is_bias(bias)]
-    if unusable:
-        raise ValueError(f"the values of {_named(unusable)} must be numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
-    return value
-
-
-def _is_bias(value: Any) -> bool:
-    return type(value) in (int, float) and -MAX_BIAS <= value <= MAX_BIAS
-
-
-def _named(values: Sequence[str | int]) -> str:
-    """List the first values for an error message, and shorten long ones."""
-    named = ", ".join(json.dumps(one if isinstance(one, int) else one[:40]) for one in values[:MAX_NAMED])
-    return named if len(values) <= MAX_NAMED else f"{named} and {len(values) - MAX_NAMED} more"
 
 
 class StreamOptions(StrictModel):
@@ -108,7 +42,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(StrictModel):
+class GenerationRequest(SamplingFields):
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {"guided_decoding_backend", "stream_options.include_obfuscation"}
     )
@@ -120,43 +54,18 @@ class GenerationRequest(StrictModel):
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
     """The default token limit of a choice. None means the rest of the context."""
 
-    model: str = Field(max_length=MAX_MODEL_NAME)
     n: int | None = Field(None, ge=1, le=128)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    stop: Annotated[
-        Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_many), AfterValidator(_usable_stops)
-    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=INT64)
-    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_usable_bias)] | None = None
 
     # vLLM's extensions.
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
-    min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
-    allowed_token_ids: (
-        Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None
-    ) = None
-    bad_words: Annotated[
-        Annotated[list[str], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None, AfterValidator(_usable_words)
-    ] = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=INT64)
     truncation_side: Literal["left", "right"] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_PROMPT_LOGPROBS)
     logprob_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     # Constraints on the answer: OpenAI's field, vLLM's field, vLLM's older fields, and SGLang's fields.
     response_format: ResponseFormat | None = None
@@ -189,6 +98,11 @@ class GenerationRequest(StrictModel):
     def token_limit(self) -> int | None:
         """The body's token limit for each choice, or None if the body sets no limit."""
         return self.max_tokens
+
+    @property
+    def fits_context(self) -> bool:
+        """True if a token limit beyond the rest of the context means that rest. Otherwise, the request is refused."""
+        return False
 
     @property
     def has_logprobs(self) -> bool:
@@ -226,6 +140,17 @@ class GenerationRequest(StrictModel):
         options = self.stream_options
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
+    def shown_as(self, *, with_usage: bool, by_token_id: bool) -> Self:
+        """Return the body with what the server shows by default: the usage in each chunk of a stream, and
+        log-probabilities that name tokens by their ids.
+        """
+        changes: dict[str, Any] = {}
+        if with_usage and self.stream:
+            changes["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        if by_token_id and self.return_tokens_as_token_ids is None:
+            changes["return_tokens_as_token_ids"] = True
+        return self.model_copy(update=changes) if changes else self
+
     def check(self) -> None:
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
@@ -247,8 +172,9 @@ class GenerationRequest(StrictModel):
         for param, ids in fields.items():
             unknown = [token for token in ids if not 0 <= token < vocab_size]
             if unknown:
+                named = named_values(unknown)
                 raise InvalidRequest(
-                    f"{param}: the model has {vocab_size} tokens, 0 to {vocab_size - 1}, and not {_named(unknown)}",
+                    f"{param}: the model has {vocab_size} tokens, 0 to {vocab_size - 1}, and not {named}",
                     param=param,
                 )
         for param, most in self.MAX_ALTERNATIVES.items():

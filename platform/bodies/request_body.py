@@ -19,6 +19,7 @@ from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.errors import InvalidRequest, PayloadTooLarge, UnsupportedEncoding
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 BODY_TIMEOUT_S = 60.0
 """Timeout for receiving a whole body, in seconds."""
@@ -114,11 +115,11 @@ async def _decompressed(body: bytes, max_bytes: int, too_large: PayloadTooLarge)
 
 
 async def parse_body_on(
-    compute: Callable[[Callable[[], M]], Awaitable[M]], body: bytes, parse: Callable[[dict[str, Any]], M]
-) -> M:
+    compute: Callable[[Callable[[], T]], Awaitable[T]], body: bytes, parse: Callable[[dict[str, Any]], T]
+) -> T:
     """Parse a JSON object and call `parse` on it. If the body is long, `compute` runs both on a thread."""
 
-    def parsed() -> M:
+    def parsed() -> T:
         return parse(parse_object(body))
 
     return parsed() if len(body) <= MAX_PARSED_AT_ONCE else await compute(parsed)

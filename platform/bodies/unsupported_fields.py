@@ -73,7 +73,6 @@ CHAT: Neutral = {
     "add_special_tokens": (False,),
     "chat_template": (),
     "documents": ([],),
-    "echo": (False,),
     "media_io_kwargs": ({},),
     "return_prompt_text": (False,),
     # SGLang
@@ -95,6 +94,27 @@ COMPLETIONS: Neutral = {
     "custom_labels": ({},),
 }
 
+RESPONSES: Neutral = {
+    # OpenAI
+    "access_programs": (),
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "image": ({},),
+    "moderation": (),
+    "prompt": (),
+    # vLLM
+    "cache_salt": (),
+    "chat_template": (),
+    "enable_response_messages": (False,),
+    "kv_transfer_params": ({},),
+    "mm_processor_kwargs": ({},),
+    "previous_input_messages": ([],),
+    "previous_response": (),
+    "request_id": (),
+    "vllm_xargs": ({},),
+}
+
 FUNCTION: Neutral = {"defer_loading": (False,)}
 """Fields of a function and of a tool."""
 
@@ -107,7 +127,39 @@ STRUCTURED_OUTPUTS: Neutral = {
     "whitespace_pattern": (),
 }
 
-NESTED = frozenset({*FUNCTION, *RESPONSE_FORMAT, *STRUCTURED_OUTPUTS})
+RESPONSES_TOOL: Neutral = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+    "output_schema": (),
+}
+"""Fields of a tool of the Responses API."""
+
+RESPONSES_ITEM: Neutral = {
+    "async": (False,),
+    # The name that openai-python's `model_dump` gives the field.
+    "async_": (False,),
+    "caller": ({"type": "direct"},),
+    "created_by": (),
+    "namespace": (),
+}
+"""Fields of an input item of the Responses API."""
+
+RESPONSES_TEXT: Neutral = {"verbosity": ("medium",)}
+
+RESPONSES_REASONING: Neutral = {"context": ("auto",), "mode": ("standard",)}
+
+NESTED = frozenset(
+    {
+        *FUNCTION,
+        *RESPONSE_FORMAT,
+        *STRUCTURED_OUTPUTS,
+        *RESPONSES_TOOL,
+        *RESPONSES_ITEM,
+        *RESPONSES_TEXT,
+        *RESPONSES_REASONING,
+    }
+)
 
 
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

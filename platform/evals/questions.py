@@ -12,7 +12,7 @@ import msgspec
 
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.principals import Principal
-from loramux.platform.bodies.generation_request import MAX_PRIORITY
+from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.evals.cases import Case
 from loramux.platform.generation.generation import Generation
 from loramux.platform.openai_api.chat import CHAT

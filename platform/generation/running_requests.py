@@ -78,6 +78,10 @@ class RunningRequests:
     def num_running(self) -> int:
         return len(self._tasks)
 
+    def num_running_of(self, tenant_id: str) -> int:
+        """Number of the tenant's requests that run on this server."""
+        return sum(one.plan.target.tenant_id == tenant_id for one in self._tasks.values())
+
     async def reserve(self, plan: Plan) -> Reservation:
         """Reserve the maximum cost.
 

@@ -10,15 +10,20 @@ from typing_extensions import TypedDict
 
 from loramux.platform.batches import batches, files
 from loramux.platform.batches.services import BatchServices
+from loramux.platform.listener import models
 from loramux.platform.listener.cross_origin import CrossOrigin
 from loramux.platform.listener.direct_routes import DirectRoutes
+from loramux.platform.listener.error_forms import error_form
 from loramux.platform.listener.health import HEALTH_PATHS, health_router
 from loramux.platform.listener.openapi_route import ListenerDocument
+from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
-from loramux.platform.openai_api import chat, completions, models, tokenization
+from loramux.platform.messages_api import messages
+from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, tokenization
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.responses_api import responses, stored_responses
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {
@@ -26,6 +31,11 @@ ENDPOINTS = {
     "/v1/chat/completions": "chat",
     "/v1/files": "files",
     "/v1/batches": "batches",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
+    "/v1/chat/completions/batch": "chat",
+    "/invocations": "invocations",
     "/v1/models": "models",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
@@ -38,7 +48,9 @@ Send `Authorization: Bearer KEY`. The `model` field names the base or an adapter
 OpenAI fields that this server does not support are refused by name; none is ignored if it would change the answer.
 With `stream: true`, the response is a stream of server-sent events that ends with `data: [DONE]`; a stream that fails
 ends with an error instead. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and
-every response has an `x-request-id`.""",
+every response has an `x-request-id`.
+
+`/v1/messages` speaks Anthropic's Messages API, with Anthropic's headers, streams and errors.""",
     public=HEALTH_PATHS,
     readers="Any API key gives access to this document.",
 )
@@ -74,17 +86,21 @@ def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> 
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services, app.state.batches = services, kept
-    routers = [completions.router, chat.router, models.router, tokenization.router, version_router]
+    surfaces = (completions, chat, batch_chat, invocations, responses, stored_responses, messages)
+    for surface in (*surfaces, models, tokenization, load):
+        app.include_router(surface.router)
     if kept is not None:
-        routers += [files.router, batches.router]
-    for router in routers:
-        app.include_router(router)
+        app.include_router(files.router)
+        app.include_router(batches.router)
+    app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
-    errors = ErrorResponses()
+    errors = ErrorResponses(form_of=error_form)
     handlers = {
         "/v1/completions": completions.create_completion,
         "/v1/chat/completions": chat.create_chat_completion,
+        "/v1/responses": responses.create_response,
+        "/v1/messages": messages.create_message,
     }
     # Middleware that is added later wraps middleware that was added earlier.
     app.add_middleware(DirectRoutes, handlers=handlers, errors=errors)
@@ -95,4 +111,6 @@ def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> 
     install_error_handling(app, errors)
     if services.settings.cors_origins:
         app.add_middleware(CrossOrigin, origins=services.settings.cors_origins)
+    if services.settings.root_path:
+        app.add_middleware(RootPath, root=services.settings.root_path)
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -39,9 +40,22 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
 async def _shape(
     services: GatewayServices, target: Target, received: Received[ChatRequest], prepared: Prepared
 ) -> ChunkedAnswer:
+    body = received.body
+    echoes = [body.echoed] * body.num_choices if body.echoed else []
+    return chunked(chat_answer(services, target, received, prepared, echoes), body, prepared.prompts)
+
+
+def chat_answer(
+    services: GatewayServices,
+    target: Target,
+    received: Received[ChatRequest],
+    prepared: Prepared,
+    echoes: Sequence[str],
+) -> ChatAnswer:
+    """Build the documents of an answer whose choices repeat `echoes`. There are none if `echoes` is empty."""
     body, tool_format = received.body, prepared.tool_format
     hides_reasoning = body.include_reasoning is False and prepared.reasoning is not None
-    documents = ChatAnswer(
+    return ChatAnswer(
         id=f"chatcmpl-{received.request_id.removeprefix('req_')}",
         model=body.model,
         created_s=int(time.time()),
@@ -55,8 +69,8 @@ async def _shape(
         num_prompt_logprobs=body.num_alternatives("prompt_logprobs"),
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         hides_reasoning=hides_reasoning,
+        echoes=echoes,
     )
-    return chunked(documents, body, prepared.prompts)
 
 
 CHAT = Endpoint(

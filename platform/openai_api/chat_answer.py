@@ -37,6 +37,8 @@ class ChatAnswer:
     """Creates a parser that finds tool calls in the text of a choice. None if the text is not parsed."""
     note_call: Callable[[], None] | None = None
     """Called for each tool call."""
+    echoes: Sequence[str] = ()
+    """The text to repeat before the content of each choice. Empty if the request does not ask for it."""
     prompt_token_ids: Sequence[int] | None = None
     hides_reasoning: bool = False
     names_tokens_by_id: bool = False
@@ -56,7 +58,7 @@ class ChatAnswer:
         if builder is None:
             builder = self._builders[delta.index] = self._builder()
             before = None if so_far is None else so_far.body()
-            first = self._chunk(delta.index, {"role": "assistant", "content": ""}, before)
+            first = self._chunk(delta.index, {"role": "assistant", "content": self._echo(delta.index)}, before)
             chunks.append({**first, **self._prompt_token_ids()})
         usage = None
         if so_far is not None:
@@ -103,13 +105,16 @@ class ChatAnswer:
         builder = self._builder()
         return {
             "index": delta.index,
-            "message": whole_message(builder.feed(delta)),
+            "message": whole_message(builder.feed(delta), self._echo(delta.index)),
             "logprobs": self._logprobs(delta.logprobs),
             "finish_reason": self._finish_reason(delta.finish_reason, builder),
             "stop_reason": delta.stop_reason,
             "token_ids": None,
             **self._token_ids(delta.token_ids),
         }
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index] if self.echoes else ""
 
     def _builder(self) -> MessageBuilder:
         parser = None if self.new_parser is None else self.new_parser()

@@ -46,9 +46,9 @@ class MessageBuilder:
                     yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def whole_message(deltas: Iterable[Document]) -> Document:
-    """Merge message deltas into the message of a non-streamed response."""
-    content, reasoning = "", ""
+def whole_message(deltas: Iterable[Document], echo: str = "") -> Document:
+    """Merge message deltas into the message of a non-streamed response. Its content begins with `echo`."""
+    content, reasoning = echo, ""
     calls: list[Document] = []
     for delta in deltas:
         content += delta.get("content", "")

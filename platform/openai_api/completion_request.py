@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 
 from loramux.platform.bodies import unsupported_fields
-from loramux.platform.bodies.generation_request import INT64, GenerationRequest
+from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.bodies.response_formats import schema_constraint
+from loramux.platform.bodies.sampling_fields import INT64
 from loramux.platform.bodies.structural_tags import Schema
 from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.errors import InvalidRequest

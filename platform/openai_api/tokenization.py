@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from loramux.platform.accounts.model_names import require_inference
 from loramux.platform.bodies.chat_request import ChatRequest
-from loramux.platform.bodies.generation_request import MAX_MODEL_NAME
 from loramux.platform.bodies.request_body import parse_body, parse_object, read_body, validated
+from loramux.platform.bodies.sampling_fields import MAX_MODEL_NAME
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Target

@@ -25,17 +25,24 @@ async def authenticated(request: Request, services: Services) -> Principal:
 
 
 async def _authenticate(request: Request, services: Services) -> Principal:
-    kind, _, presented = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer" or not presented.strip():
+    presented = _presented(request)
+    if not presented:
         raise Unauthenticated("send an API key: Authorization: Bearer sk-lmx-...", code="missing_api_key")
     # Most keys are cached and need no database lookup on another thread.
-    principal = services.callers.api_keys.recent(presented.strip())
+    principal = services.callers.api_keys.recent(presented)
     if principal is None:
-        principal = await services.call(services.callers.api_keys.authenticate_bearer, presented.strip())
+        principal = await services.call(services.callers.api_keys.authenticate_bearer, presented)
     if principal is None:
         # The message starts like OpenAI's, because litellm recognises a refused key only by these words.
         raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
     return principal
+
+
+def _presented(request: Request) -> str:
+    """Return the key that the request presents, as a bearer token or in the header of Anthropic's clients."""
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if kind.lower() == "bearer" else ""
+    return bearer or request.headers.get("x-api-key", "").strip()
 
 
 Caller = Annotated[Principal, Depends(authenticated)]

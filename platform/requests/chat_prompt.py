@@ -70,7 +70,7 @@ def _features(template: ChatTemplate | None) -> TemplateFeatures | None:
 
 def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
     markers, reasoning = chosen_markers(parsers, source), None
-    if markers is None and body.max_thinking_tokens is not None:
+    if markers is None and body.max_thinking_tokens is not None and body.requires_reasoning:
         raise InvalidRequest(
             "this model's answers have no separate reasoning",
             param="thinking_token_budget",
@@ -124,7 +124,7 @@ def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str
         known[features.thinking_switch] = effort != "none"
     if features is not None and features.reasoning_effort:
         known["reasoning_effort"] = effort
-    if not known and effort != "none":
+    if not known and effort != "none" and body.requires_reasoning:
         raise InvalidRequest(
             "this model's chat template does not use reasoning_effort",
             param="reasoning_effort",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.generation import Usage
 from loramux.platform.generation.plan import Reasoning, Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.requests.answers import Answer
@@ -69,3 +71,7 @@ class Endpoint(Generic[B]):
     """The constraint on the answer. Raises InvalidRequest."""
     shape: Callable[[GatewayServices, Target, Received[B], Prepared], Awaitable[Answer]]
     """Creates the object that builds the response bodies. Called before generation starts."""
+    keep: Callable[[Answer, Sequence[ChoiceDelta], Usage], Awaitable[None]] | None = None
+    """Stores a complete answer. Called with the deltas that `Answer.events` has not received, before `Answer.end` or
+    `Answer.whole`. It raises nothing, because the answer is already charged.
+    """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -59,13 +60,34 @@ TRANSLATIONS: Mapping[type[Exception], Translation] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorForm:
+    """How a surface writes errors, and the header in which its clients look for the ID of a request."""
+
+    body: Callable[[ApiError, str], Any]
+    """Returns the body for an error and the ID of the request."""
+    status: Callable[[ApiError], int] = lambda error: error.status
+    id_header: str = "x-request-id"
+
+
+OPENAI_ERRORS = ErrorForm(body=lambda error, _: error.envelope())
+
+FormOf = Callable[[Scope], ErrorForm]
+"""Returns the form of the errors of a request."""
+
+
 class ErrorResponses:
     """Turns exceptions into responses. `translations` maps further exception types to functions that turn them and
     their subclasses into ApiErrors.
     """
 
-    def __init__(self, translations: Mapping[type[Exception], Translation] | None = None) -> None:
+    def __init__(
+        self,
+        translations: Mapping[type[Exception], Translation] | None = None,
+        form_of: FormOf = lambda _: OPENAI_ERRORS,
+    ) -> None:
         self._known = {**TRANSLATIONS, **(translations or {})}
+        self.form_of = form_of
 
     @property
     def kinds(self) -> tuple[type[Exception], ...]:
@@ -75,7 +97,7 @@ class ErrorResponses:
     async def answer(self, request: Request, error: Exception) -> Response:
         told = error if isinstance(error, ApiError) else _translated(error, self._known)
         request.state.error_code = told.code
-        return error_response(told)
+        return error_response(told, self.form_of(request.scope), request_id_of(request))
 
 
 def install_error_handling(app: FastAPI, errors: ErrorResponses | None = None) -> None:
@@ -83,11 +105,11 @@ def install_error_handling(app: FastAPI, errors: ErrorResponses | None = None) -
     errors = errors or ErrorResponses()
     for kind in errors.kinds:
         app.add_exception_handler(kind, errors.answer)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, form_of=errors.form_of)
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.envelope(), error.status, error.response_headers())
+def error_response(error: ApiError, form: ErrorForm = OPENAI_ERRORS, request_id: str = "") -> Response:
+    return json_response(form.body(error, request_id), form.status(error), error.response_headers())
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -106,8 +128,9 @@ class RequestIds:
     and a redirect from https to http would send their keys unencrypted.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, form_of: FormOf = lambda _: OPENAI_ERRORS) -> None:
         self._app = app
+        self._form_of = form_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,6 +139,7 @@ class RequestIds:
         # Never use an ID that the client chose, because it could collide with another one in the ledger.
         request_id = new_id("req")
         scope.setdefault("state", {})["request_id"] = request_id
+        form = self._form_of(scope)
         has_started = False
 
         async def send_named(message: Message) -> None:
@@ -123,7 +147,7 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 has_started = True
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                headers["x-request-id"] = headers[form.id_header] = request_id
                 if message["status"] == 307:
                     headers["location"] = _relative(headers["location"], Request(scope))
             await send(message)
@@ -136,7 +160,7 @@ class RequestIds:
                 log.exception("request failed", path=scope["path"])
                 if has_started:
                     raise
-                failure = error_response(ApiError("internal error; see the server's log"))
+                failure = error_response(ApiError("internal error; see the server's log"), form, request_id)
                 await failure(scope, receive, send_named)
 
 

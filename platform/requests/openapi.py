@@ -11,6 +11,7 @@ Handlers read bodies themselves, after authenticating the caller, so `takes` has
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import UnionType
 from typing import Any, TypeAlias, Union
 
 from fastapi import FastAPI
@@ -74,9 +75,10 @@ def answers_bytes() -> Responses:
     return {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
-def answers(document: type) -> Responses:
-    """For `responses`: generated output, as a JSON document or as a stream of events."""
-    stream: Json = {"schema": {"type": "string"}, "example": 'data: {"object": "chat.completion.chunk"}\n\n'}
+def answers(document: type | UnionType, event: str = "") -> Responses:
+    """For `responses`: generated output, as a JSON document or as a stream of events, the first of the type `event`."""
+    example = f'event: {event}\ndata: {{"type": "{event}"}}' if event else 'data: {"object": "chat.completion.chunk"}'
+    stream: Json = {"schema": {"type": "string"}, "example": f"{example}\n\n"}
     return {200: {"model": document, "content": {"text/event-stream": stream}}}
 
 
@@ -158,7 +160,8 @@ def _common_errors(operation: Json, is_public: bool, repeats: bool, has_precondi
     parameters = operation.get("parameters", [])
     has_body = "requestBody" in operation
     if not is_public:
-        found |= {401, 403, 429, 503}
+        # Anthropic's surface answers 529 in place of 503.
+        found |= {401, 403, 429} if 529 in found else {401, 403, 429, 503}
     if parameters or has_body or repeats:
         found.add(400)
     if any(one["in"] == "path" or one["name"] == "tenant" for one in parameters):
@@ -176,11 +179,11 @@ def _describe_answers(operation: Json, statuses: set[int], schemas: Json) -> Non
     answers = operation["responses"]
     answers.pop("422", None)
     for status in sorted(statuses):
-        meaning, error = ERROR_EXAMPLES[status]
         kept = answers.get(str(status), {})
         if "content" in kept and kept.get("content", {}).get("application/json", {}).get("schema"):
             # Some responses with an error status, for example from the health checks, have their own body.
             continue
+        meaning, error = ERROR_EXAMPLES[status]
         content = {"schema": {"$ref": _COMPONENTS + "Error"}, "example": {"error": error}}
         answers[str(status)] = {"description": meaning, "content": {"application/json": content}}
     for status, answer in answers.items():

@@ -105,6 +105,7 @@ _BY_NAME: Mapping[str, Any] = {
     "version_digest": _DIGEST,
     "chat_template": _DIGEST,
     "generation_config": {"temperature": 0.6, "top_k": 20},
+    "server_load": 2,
     "invocation_tokens": [128002, 78191],
     "added_tokens": {"<|check|>": 128256},
     "num_tokens": 128256,

@@ -145,7 +145,7 @@ def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, m
         raise InvalidRequest("the prompt is empty", param=body.PROMPT)
     asked, longest = body.token_limit, max(len(prompt) for prompt in prompts)
     remaining = max_model_len - longest
-    if remaining < 1 or (asked is not None and asked > remaining):
+    if remaining < 1 or (asked is not None and asked > remaining and not body.fits_context):
         wanted = "" if asked is None else f" and asks for {asked} more"
         raise InvalidRequest(
             f"This model's maximum context length is {max_model_len} tokens; the prompt has {longest}{wanted}.",
@@ -153,7 +153,7 @@ def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, m
             code="context_length_exceeded",
         )
     if asked is not None:
-        return asked
+        return min(asked, remaining)
     default = body.DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens
     return remaining if default is None else min(default, remaining)
 

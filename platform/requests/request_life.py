@@ -40,13 +40,23 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
     If the request fails before the response starts, raises ApiError or an exception that ErrorResponses translates.
     """
     received = await read(request, services, endpoint)
+    return await serve_received(request, services, caller, endpoint, received)
+
+
+async def serve_received(
+    request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B], received: Received[B]
+) -> Response:
+    """Handle a request whose body has been read and checked. See `serve`."""
+    settings = services.settings
+    body = received.body.shown_as(with_usage=settings.forces_usage, by_token_id=settings.names_tokens_by_id)
+    received = replace(received, body=body)
     plan, shape = await planned(services, caller, endpoint, received)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
     generation = services.run.requests.start(plan, partial(run_and_settle, services))
     generation.abandon_when(_disconnected(request.receive))
     try:
-        return await answer(services, generation, received.body, shape, headers, started_s)
+        return await answer(services, generation, received.body, endpoint, shape, headers, started_s)
     except ApiError as error:
         error.headers = {**headers, **error.headers}
         raise
@@ -159,7 +169,8 @@ async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest
 async def answer(
     services: GatewayServices,
     generation: Generation,
-    body: GenerationRequest,
+    body: B,
+    endpoint: Endpoint[B],
     shape: Answer,
     headers: dict[str, str],
     started_s: float,
@@ -173,10 +184,12 @@ async def answer(
     if first is not None:
         services.metrics.api.first_token_seconds.labels(generation.plan.endpoint).observe(time.monotonic() - started_s)
     if body.stream and first is not None:
-        return sse.EventStream(_events(first, deltas, generation, shape), headers)
+        return sse.EventStream(_events(first, deltas, generation, endpoint, shape), headers)
     collected = [] if first is None else [first, *[delta async for delta in deltas]]
     if generation.is_abandoned:
         return Response(status_code=CLIENT_CLOSED)
+    if endpoint.keep is not None:
+        await endpoint.keep(shape, collected, generation.usage)
     if body.num_prompt_logprobs is None:
         return json_response(shape.whole(collected, generation.usage), headers=headers)
     # Formatting the log-probabilities of a long prompt is slow.
@@ -194,6 +207,7 @@ async def _events(
     first: ChoiceDelta,
     deltas: AsyncIterator[ChoiceDelta],
     generation: Generation,
+    endpoint: Endpoint[B],
     shape: Answer,
 ) -> AsyncIterator[bytes]:
     yield shape.events(first)
@@ -203,8 +217,11 @@ async def _events(
     except ApiError as error:
         yield shape.failure(error)
         return
-    if not generation.is_abandoned:
-        yield shape.end(generation.usage)
+    if generation.is_abandoned:
+        return
+    if endpoint.keep is not None:
+        await endpoint.keep(shape, (), generation.usage)
+    yield shape.end(generation.usage)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -34,6 +34,7 @@ from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.generation.settler import Settler
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.requests.chat_prompt import ChatPrompts
+from loramux.platform.stored_responses.response_store import ResponseStore
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.threads import call_on
@@ -78,8 +79,16 @@ class GatewaySettings:
     """Whether to apply the sampling defaults uploaded with adapters."""
     base_parsers: AnswerParsers = NO_CHOICE
     """The answer parsers for prompts rendered with the base's template."""
+    response_key: bytes | None = field(default=None, repr=False)
+    """The secret that encrypts stored responses. None if no responses are stored."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages can call the API. `*` means every origin."""
+    forces_usage: bool = False
+    """Whether each chunk of a stream reports the usage so far, even if the request does not ask for it."""
+    names_tokens_by_id: bool = False
+    """Whether log-probabilities name tokens by their ids, unless the request says otherwise."""
+    root_path: str = ""
+    """A prefix with which all paths are served, too. It begins with a slash and does not end with one."""
     max_request_tokens: int = 1024 * 1024
     """Maximum total tokens of a request's sequences: the sum over all prompts of n (or best_of) times (prompt tokens +
     max_tokens).
@@ -166,6 +175,7 @@ class GatewayServices:
     callers: CallerServices
     prompts: PromptServices
     run: RunServices
+    responses: ResponseStore
     engine: EngineClient
     model: ModelInfo
     metrics: GatewayMetrics
@@ -229,6 +239,7 @@ class GatewayServices:
                 grammars=grammars,
             ),
             run=run,
+            responses=ResponseStore(database, settings.response_key),
             engine=engine,
             model=model,
             metrics=metrics,

@@ -62,6 +62,11 @@ FIELDS = (
     *("logprobs", "logit_bias", "stream", "user", "slug", "name", "adapter_id", "metric", "limit", "burst", "mode"),
     *("scope", "scopes", "adapters", "files", "size", "sha256", "version", "weight", "percent", "tenant", "upload_id"),
 )
+MESSAGE_FIELDS = (
+    *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "thinking", "output_config", "metadata"),
+    *("temperature", "top_p", "top_k", "stream", "cache_control", "context_management", "service_tier", "x"),
+)
+"""Fields of the Messages API, without stop strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,10 @@ class RawCalls:
                 # engine committed.
                 changed = dice.choice([name for name in FIELDS if name != "stop"])
                 document = {"model": ADAPTER, "prompt": "Hello", "max_tokens": 2, changed: dice.choice(VALUES)}
+            elif "/v1/messages" in path:
+                changed = dice.choice(MESSAGE_FIELDS)
+                messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+                document = {"model": ADAPTER, "messages": messages, "max_tokens": 2, changed: dice.choice(VALUES)}
             body = json.dumps(document).encode()
         return self._call(port, method, f"{path}?{query}" if query else path, body, f"{method} {path}")
 
@@ -150,7 +159,8 @@ class RawCalls:
         )
         head = (
             f"{method.upper()} {filled} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
-            f"authorization: Bearer {self._dice.choice(self._keys)}\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"authorization: Bearer {self._dice.choice(self._keys)}\r\ncontent-length: {len(body)}\r\n"
+            f"{'anthropic-version: 2026-10-21' if path.startswith('/v1/messages') else 'x: y'}\r\n\r\n"
         )
         return Call(port, head.encode("latin-1") + body, what)
 
@@ -196,9 +206,10 @@ async def send(port: int, data: bytes) -> bytes:
 
 
 def is_documented(answer: bytes) -> bool:
-    """Return whether a response is a 503 with an error code and a Retry-After header."""
+    """Return whether a response is a 503 with an error code or a 529 of the Messages API, with a Retry-After header."""
     head, _, body = answer.partition(b"\r\n\r\n")
-    return answer[9:12] == b"503" and b"retry-after:" in head.lower() and b'"code"' in body
+    mark = {b"503": b'"code"', b"529": b'"overloaded_error"'}.get(answer[9:12])
+    return mark is not None and mark in body and b"retry-after:" in head.lower()
 
 
 def _operations(url: str, key: str) -> list[tuple[int, str, str, list[str]]]:

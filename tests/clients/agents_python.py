@@ -6,7 +6,15 @@ import os
 from importlib.metadata import version
 from typing import Any, Literal
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from openai import AsyncOpenAI
 from openai.types.shared import Reasoning
 
@@ -38,16 +46,19 @@ async def streamed(agent: Agent[Any]) -> dict[str, Any]:
 async def main() -> None:
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=os.environ["CLIENT_URL"], api_key=os.environ["CLIENT_KEY"], max_retries=0)
-    agent: Agent[Any] = Agent(
-        name="Weather",
-        instructions="Answer briefly.",
-        model=OpenAIChatCompletionsModel(model=os.environ["CLIENT_TOOL_MODEL"], openai_client=client),
-        model_settings=ModelSettings(
-            temperature=0, max_tokens=64, reasoning=Reasoning(effort="none"), include_usage=True
-        ),
-        tools=[get_weather],
-    )
-    found = {"version": version("openai-agents"), "whole": await whole(agent), "streamed": await streamed(agent)}
+    found: dict[str, Any] = {"version": version("openai-agents")}
+    # The framework uses the Responses API unless the program chooses otherwise.
+    for name, kind in (("responses", OpenAIResponsesModel), ("chat", OpenAIChatCompletionsModel)):
+        agent: Agent[Any] = Agent(
+            name="Weather",
+            instructions="Answer briefly.",
+            model=kind(model=os.environ["CLIENT_TOOL_MODEL"], openai_client=client),
+            model_settings=ModelSettings(
+                temperature=0, max_tokens=64, reasoning=Reasoning(effort="none"), include_usage=True
+            ),
+            tools=[get_weather],
+        )
+        found[name] = {"whole": await whole(agent), "streamed": await streamed(agent)}
     print(json.dumps({**found, "given": given}))
 
 

@@ -2,7 +2,7 @@
 const { createRequire } = require("node:module");
 const load = createRequire(process.env.CLIENT_MODULES + "/");
 const OpenAI = load("openai");
-const { zodResponseFormat } = load("openai/helpers/zod");
+const { zodResponseFormat, zodTextFormat } = load("openai/helpers/zod");
 const { z } = load("zod");
 
 const { CLIENT_URL, CLIENT_KEY, CLIENT_LIMITED_KEY, CLIENT_MODEL } = process.env;
@@ -72,6 +72,34 @@ async function leave() {
   return stream.controller.signal.aborted;
 }
 
+// The same question through the Responses API, whole, streamed and with a schema.
+async function responded(Fact) {
+  const asked = { model: CLIENT_MODEL, input: chat.messages, temperature: 0, max_output_tokens: 48 };
+  const whole = await client().responses.create(asked);
+  const stream = client().responses.stream(asked);
+  const [kinds, deltas] = [[], []];
+  for await (const event of stream) {
+    kinds.push(event.type);
+    if (event.type === "response.output_text.delta") deltas.push(event.delta);
+  }
+  const last = await stream.finalResponse();
+  const text = { format: zodTextFormat(Fact, "fact") };
+  return {
+    text: whole.output_text,
+    usage: whole.usage.total_tokens,
+    stored: whole.store,
+    deltas: deltas.join(""),
+    "is streamed": deltas.length > 1,
+    kinds: [kinds[0], kinds[1], kinds.at(-1)],
+    "streamed usage": last.usage.total_tokens,
+    structured: (await client().responses.parse({ ...asked, text })).output_parsed,
+    previous: await refusal(
+      () => client().responses.create({ ...asked, previous_response_id: "resp_1" }),
+      OpenAI.NotFoundError,
+    ),
+  };
+}
+
 async function main() {
   const answer = await client().chat.completions.create(chat);
   const probable = await client().chat.completions.create({ ...chat, logprobs: true, top_logprobs: 2 });
@@ -107,6 +135,7 @@ async function main() {
     models: models.sort(),
     model: (await client().models.retrieve(CLIENT_MODEL)).id,
     structured: structured.choices[0].message.parsed,
+    response: await responded(Fact),
     together: together.map((one) => one.choices[0].message.content),
     left: await leave(),
     "unknown model": await refusal(

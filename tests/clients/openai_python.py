@@ -85,6 +85,30 @@ async def together() -> list[str | None]:
     return [answer.choices[0].message.content for answer in answers]
 
 
+def responded(client: OpenAI) -> dict[str, Any]:
+    """Ask the same question through the Responses API, whole, streamed and with a schema."""
+    asked: Any = {"model": MODEL, "input": MESSAGES, "temperature": 0, "max_output_tokens": 48}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        last = stream.get_final_response()
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    fact = client.responses.parse(**asked, text_format=Fact).output_parsed
+    return {
+        "text": whole.output_text,
+        "usage": whole.usage and whole.usage.total_tokens,
+        "stored": whole.to_dict()["store"],
+        "deltas": "".join(deltas),
+        "is streamed": len(deltas) > 1,
+        "kinds": [events[0].type, events[1].type, events[-1].type],
+        "streamed usage": last.usage and last.usage.total_tokens,
+        "structured": fact and fact.model_dump(),
+        "previous": refusal(
+            lambda: client.responses.create(**asked, previous_response_id="resp_1"), openai.NotFoundError
+        ),
+    }
+
+
 def structured(answer: Any) -> Any:
     fact = answer.choices[0].message.parsed
     return fact and fact.model_dump()
@@ -122,6 +146,7 @@ def main() -> None:
         "models": sorted(model.id for model in client.models.list()),
         "model": client.models.retrieve(MODEL).id,
         "structured": structured(client.chat.completions.parse(**CHAT, response_format=Fact)),
+        "response": responded(client),
         "together": asyncio.run(together()),
         "unknown model": refusal(
             lambda: client.chat.completions.create(**{**CHAT, "model": "nobody/nothing"}), openai.NotFoundError

@@ -156,6 +156,17 @@ def test_logprobs_choices_stops_and_completions_agree_with_the_plain_answer(
     assert seen.get("model", MODEL) == MODEL
 
 
+def test_a_response_is_the_same_answer(seen: dict[str, Any], plain: dict[str, Any]) -> None:
+    if "response" not in seen:
+        pytest.skip("this client's script does not call the Responses API")
+    response, text, usage = seen["response"], plain["choices"][0]["message"]["content"], plain["usage"]["total_tokens"]
+    assert (response["text"], response["deltas"], response["is streamed"]) == (text, text, True)
+    assert (response["usage"], response["streamed usage"], response["stored"]) == (usage, usage, False)
+    assert response["kinds"] == ["response.created", "response.in_progress", "response.completed"]
+    assert response["structured"]["city"] in ("Paris", "Rome")
+    assert response["previous"][:3] == ["NotFoundError", 404, "previous_response_not_found"]
+
+
 def test_a_structured_answer_is_parsed(seen: dict[str, Any]) -> None:
     fact = seen["structured"]
     assert (sorted(fact), fact["city"] in ("Paris", "Rome"), type(fact["is_capital"])) == (
@@ -230,12 +241,13 @@ def test_a_call_is_answered_with_its_result(client: str, model: str, tool_stand:
 @pytest.mark.parametrize("model", TOOL_MODELS)
 def test_an_agent_calls_its_tool_and_ends(model: str, tool_stand: Stand) -> None:
     seen = output_of(tool_stand, str(ENVIRONMENT / "bin" / "python"), "agents_python.py", model)
-    assert seen["given"] == ["Rome", "Rome"]
-    for way in ("whole", "streamed"):
-        assert seen[way]["turns"] == 2
-        assert seen[way]["answer"] == seen["whole"]["answer"]
-    assert "It is sunny in Rome" in seen["whole"]["answer"]
-    assert seen["streamed"]["is streamed"]
+    assert seen["given"] == ["Rome"] * 4
+    for surface in ("responses", "chat"):
+        for way in ("whole", "streamed"):
+            assert seen[surface][way]["turns"] == 2
+            assert seen[surface][way]["answer"] == seen["chat"]["whole"]["answer"]
+        assert seen[surface]["streamed"]["is streamed"]
+    assert "It is sunny in Rome" in seen["chat"]["whole"]["answer"]
 
 
 @pytest.mark.parametrize("model", TOOL_MODELS)

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tests.platform.tool_base import TEMPLATE
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+RESPONSES = "/v1/responses"
 
 LAB_ADAPTERS: Mapping[str, str | None] = {
     "plain": None,
@@ -48,6 +49,8 @@ class DrawnRequest:
     path: str
     body: dict[str, Any]
     is_refused: bool = False
+    chat: dict[str, Any] | None = None
+    """The chat request with the same prompt, for a request to another endpoint that has a conversation."""
 
     @property
     def is_charged(self) -> bool:
@@ -61,8 +64,14 @@ class DrawnRequest:
 
     def as_tokenize(self) -> DrawnRequest:
         """Return a body for `/tokenize` with the same prompt, which must not be token IDs."""
-        assert self.path == CHAT
-        return DrawnRequest("tokenize", TOKENIZE, self.body)
+        assert self.path in (CHAT, RESPONSES)
+        return DrawnRequest("tokenize", TOKENIZE, self.chat or self.body)
+
+    def as_response(self) -> DrawnRequest:
+        """Return the same request to `/v1/responses`, or this request if that endpoint lacks one of its fields."""
+        if self.path != CHAT or not self.body.keys() <= _IN_RESPONSES:
+            return self
+        return DrawnRequest("response", RESPONSES, _response_body(self.body), self.is_refused, self.body)
 
 
 def streamed_completion(max_tokens: int, **fields: Any) -> DrawnRequest:
@@ -92,7 +101,9 @@ class RequestDraw:
             self._constrained: 2,
         }
         drawn = dice.choices([*kinds], [*kinds.values()])[0](max_tokens)
-        return drawn.as_tokenize() if drawn.path == CHAT and dice.random() < 0.1 else drawn
+        if drawn.path == CHAT and dice.random() < 0.1:
+            return drawn.as_tokenize()
+        return drawn.as_response() if dice.random() < 0.3 else drawn
 
     def _completion(self, max_tokens: int) -> DrawnRequest:
         constraints: list[dict[str, Any]] = [
@@ -209,6 +220,50 @@ class RequestDraw:
 
 _WHOLE = {"stream": None, "stream_options": None}
 """The fields of a request without streaming."""
+
+
+_SAME = frozenset({"model", "ignore_eos", "stream", "stop", "user", "chat_template_kwargs", "parallel_tool_calls"})
+"""The fields that `/v1/responses` and chat requests have in common."""
+
+_IN_RESPONSES = _SAME | {
+    "max_tokens",
+    "messages",
+    "reasoning_effort",
+    "response_format",
+    "stream_options",
+    "tool_choice",
+    "tools",
+}
+
+
+def _response_body(chat: dict[str, Any]) -> dict[str, Any]:
+    body = {name: value for name, value in chat.items() if name in _SAME}
+    body |= {"input": list(_items(chat["messages"])), "max_output_tokens": chat["max_tokens"]}
+    if "tools" in chat:
+        body["tools"] = [{"type": "function", **tool["function"]} for tool in chat["tools"]]
+    if "tool_choice" in chat:
+        choice = chat["tool_choice"]
+        body["tool_choice"] = choice if isinstance(choice, str) else {"type": "function", **choice["function"]}
+    if "reasoning_effort" in chat:
+        body["reasoning"] = {"effort": chat["reasoning_effort"]}
+    if "response_format" in chat:
+        body["text"] = {"format": {"type": "json_schema", **chat["response_format"]["json_schema"]}}
+    return body
+
+
+def _items(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        if message["role"] == "tool":
+            yield {
+                "type": "function_call_output",
+                "call_id": message["tool_call_id"],
+                "output": message["content"],
+            }
+            continue
+        if message["content"] is not None:
+            yield {"role": message["role"], "content": message["content"]}
+        for call in message.get("tool_calls", ()):
+            yield {"type": "function_call", "call_id": call["id"], **call["function"]}
 
 
 def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:

@@ -328,8 +328,11 @@ def usage_of(answer: bytes) -> tuple[str, Truth] | None:
     """Return the identifier and usage in a complete answer, or None for any other answer."""
     head, _, body = answer.partition(b"\r\n\r\n")
     length = re.search(rb"content-length: (\d+)", head)
-    is_complete = body.rstrip(b"\r\n0").endswith(b"[DONE]") if length is None else len(body) == int(length.group(1))
+    # A stream of `/v1/responses` ends with the event that has the usage.
+    ends = (b"[DONE]", b"}") if b"\nevent: response." in body else (b"[DONE]",)
+    is_complete = body.rstrip(b"\r\n0").endswith(ends) if length is None else len(body) == int(length.group(1))
     usage = re.findall(rb'"prompt_tokens":(\d+),"completion_tokens":(\d+)', body)
+    usage += re.findall(rb'"input_tokens":(\d+),"input_tokens_details":\{[^}]*\},"output_tokens":(\d+)', body)
     if not is_complete or not usage:
         return None
     [request_id], [(num_prompt, num_completion)] = re.findall(rb"x-request-id: (\S+)", head), usage

@@ -15,6 +15,7 @@ from loramux.engine.protocol.messages import Add, Finished, SamplingParams
 from tests.conformance.parity import Subject, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, SMALL_WINDOW, AdapterPlan
 from tests.engine.device.fake_card import GIB, FakeCard, cuda_error, fake_backend, out_of_memory
+from tests.engine.device.gpu_backend import capture_early
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 LOST = cuda_error("the device fell off the bus")
@@ -24,6 +25,11 @@ LOST = cuda_error("the device fell off the bus")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     plans = [AdapterPlan("r3", 3, ALL_LINEARS, alpha=6.0)]
     return make_subject("llama", tmp_path_factory.mktemp("llama"), plans, SMALL_SHAPE, SMALL_WINDOW)
+
+
+@pytest.fixture(autouse=True)
+def early_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_early(monkeypatch)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from sqlalchemy import update
 from loramux.migrations import schema
 from loramux.platform.generation.maintenance import CHECKPOINT_INTERVAL_S
 from loramux.platform.quotas.policies import QuotaPolicies
-from tests.conformance.drawn_requests import CHAT, DrawnRequest, RequestDraw
+from tests.conformance.drawn_requests import COMPLETIONS, DrawnRequest, RequestDraw
 from tests.conformance.fleet_lab import FleetLab
 from tests.conformance.gateway_lab import GatewayLab, LabGateway, gateway_lab, make_lab_base, send, usage_of
 from tests.conformance.paced_engine import STEP_S
@@ -99,7 +99,7 @@ async def costs_of(lab: GatewayLab, key: str, requests: list[DrawnRequest]) -> l
     async def cost(number: int, request: DrawnRequest) -> int:
         if not request.is_charged:
             return 0
-        if request.path != CHAT:
+        if request.path == COMPLETIONS:
             return 1 + MAX_TOKENS * request.num_choices
         async with places:
             status, answer = await send(lab.gateways[number % len(lab.gateways)].port, key, request.as_tokenize())

@@ -21,10 +21,14 @@ command takes the server's address and key together from the first of these that
 2. `LORAMUX_ADMIN_KEY`, with `LORAMUX_ADMIN_URL` (by default `http://127.0.0.1:8001`);
 3. the current profile (`loramux profiles list` marks it), unless only `LORAMUX_ADMIN_URL` is set, which is an error.
 
+`chat` and `bench` call an OpenAI API instead. They use `--url` and `--api-key` if one of them is given, then a profile
+that `--profile` or `LORAMUX_PROFILE` names, then `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and then the current profile.
+A profile needs an `openai_url` for this: `loramux profiles add NAME --openai-url URL`.
+
 | exit code | meaning |
 |---:|---|
 | 0 | done |
-| 1 | the server refused the call, a `doctor` check failed, or `check` found a problem |
+| 1 | the server refused the call, a `doctor` check failed, `check` found a problem, or all requests of `bench` failed |
 | 2 | the command or the settings are wrong; nothing was sent |
 | 3 | the server does not answer, or no server is configured |
 | 130 | Ctrl-C |

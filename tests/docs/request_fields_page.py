@@ -5,18 +5,20 @@ from collections.abc import Iterator
 
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.chat_request import ChatRequest
 from loramux.platform.bodies.generation_request import GenerationRequest, StreamOptions
 from loramux.platform.bodies.unsupported_fields import Neutral
 from loramux.platform.openai_api.completion_request import CompletionRequest
+from loramux.platform.responses_api.response_request import ResponseRequest
 
 HEAD = """# Request fields
 
 `make docs` generates this page from the request bodies that the server accepts, and a test checks that it is
-current. The page lists every field of this server, of the chat and completions endpoints of OpenAI, and of the vLLM
-and SGLang extensions to them.
+current. The page lists every field of this server, of the chat, completions and responses endpoints of OpenAI, and of
+the vLLM and SGLang extensions to them.
 
 - **done**: the field works.
 - **no effect**: the field is accepted, and the answer is the same without it.
@@ -25,15 +27,17 @@ and SGLang extensions to them.
   mean the same. The last column lists them and says why other values are refused.
 - **–**: the field does not belong to this endpoint. A request with it gets 400 `unknown_parameter`.
 
-| field | chat | completions | meaning, or reason for the refusal |
-|---|---|---|---|
+| field | chat | completions | responses | meaning, or reason for the refusal |
+|---|---|---|---|---|
 """
 
 MEANINGS = {
+    "access_programs": "there are no access programs",
     "add_generation_prompt": "whether the rendered conversation ends with the start of an answer",
     "add_special_tokens": "completion prompts always get special tokens, and chat templates write their own",
     "allowed_token_ids": "the only tokens that the answer can contain, up to 1,024, including the end of sequence",
     "audio": "the server generates text only",
+    "background": "a response ends with its connection",
     "bad_words": "up to 64 words that the answer must not contain, with and without a space before them",
     "best_of": "generates this many choices and returns the `n` with the highest mean log-probability; all are billed",
     "bootstrap_host": "prefill and decoding run in one engine",
@@ -42,17 +46,22 @@ MEANINGS = {
     "cache_salt": "prefix caches are separate for each tenant already",
     "chat_template": "templates belong to models; a request cannot supply one",
     "chat_template_kwargs": "additional variables of the chat template, such as `enable_thinking`",
+    "client_metadata": "any object; Codex sends it",
+    "context_management": "the server does not compact conversations",
     "continue_final_message": "whether the answer continues the last message",
+    "conversation": "the server has no conversations; use `previous_response_id` or send all items",
     "custom_labels": "metrics have no labels that a client chooses",
     "custom_logit_processor": "requests cannot run code in the engine",
     "custom_params": "requests cannot run code in the engine",
     "data_parallel_rank": "the server chooses the replica",
     "disagg_prefill_dp_rank": "prefill and decoding run in one engine",
     "documents": "the server passes no documents to the chat template",
-    "ebnf": "SGLang's name of `structured_outputs.grammar`",
     "early_stopping": "there is no beam search",
+    "ebnf": "SGLang's name of `structured_outputs.grammar`",
     "ec_transfer_params": "the server accepts text only",
-    "echo": "repeats the prompt before each choice, also in the log-probabilities; cannot be streamed with `logprobs`",
+    "echo": "completions: repeats the prompt before each choice, also in the log-probabilities, and cannot be streamed "
+    "with `logprobs`; chat: repeats the assistant's last message, which the answer continues",
+    "enable_response_messages": "the response has no messages besides its output",
     "extra_key": "prefix caches are separate for each tenant already",
     "frequency_penalty": "lowers the logits of tokens in proportion to how often they have occurred in the answer",
     "function_call": "the old form of `tool_choice`",
@@ -64,8 +73,12 @@ MEANINGS = {
     "guided_regex": "the older name of `structured_outputs.regex`",
     "guided_whitespace_pattern": "the whitespace in JSON cannot be chosen",
     "ignore_eos": "continues after the end-of-sequence token",
+    "image": "the server accepts text only",
+    "include": "`message.output_text.logprobs` and `reasoning.encrypted_content`; other values have no effect",
     "include_reasoning": "`false` hides the reasoning, and with it the answer's token ids and log-probabilities",
     "include_stop_str_in_output": "whether the text includes the stop string or stop token that ended it",
+    "input": "a string, or the items of the conversation",
+    "instructions": "a system message before the input",
     "json_schema": "SGLang's name of `structured_outputs.json`",
     "kv_transfer_params": "prefill and decoding run in one engine",
     "length_penalty": "there is no beam search",
@@ -76,7 +89,9 @@ MEANINGS = {
     "lora_path": "`model` names the adapter",
     "max_completion_tokens": "maximum number of tokens in each choice",
     "max_dynamic_patch": "the server accepts text only",
+    "max_output_tokens": "maximum number of tokens in the answer",
     "max_tokens": "maximum number of tokens in each choice",
+    "max_tool_calls": "limits calls of built-in tools, which the server does not run",
     "media_io_kwargs": "the server accepts text only",
     "messages": "the conversation",
     "metadata": "up to 64 strings",
@@ -93,15 +108,19 @@ MEANINGS = {
     "parallel_tool_calls": "whether one answer can contain several tool calls",
     "prediction": "an expected answer",
     "presence_penalty": "lowers the logits of tokens that have occurred in the answer",
+    "previous_input_messages": "send the items of earlier turns in `input`",
+    "previous_response": "send the items of earlier turns in `input`",
+    "previous_response_id": "continues after a stored response",
     "priority": "orders the tenant's own waiting requests: lower values first, never ahead of other tenants' requests",
-    "prompt": "one or more prompts, as text or token ids",
+    "prompt": "completions: one or more prompts, as text or token ids; responses: the server has no prompt templates",
     "prompt_cache_key": "prefixes are cached without it",
     "prompt_cache_options": "prefixes are cached without it",
     "prompt_cache_retention": "cached prefixes stay until their pages are needed",
     "prompt_embeds": "prompts are text or token ids",
     "prompt_logprobs": "log-probabilities of the prompt's tokens, with up to 5 alternatives; cannot be streamed",
-    "regex": "SGLang's name of `structured_outputs.regex`",
+    "reasoning": "`effort`, as in `reasoning_effort`; there are no summaries",
     "reasoning_effort": "how much the model thinks, if its chat template reads it; `none` turns thinking off",
+    "regex": "SGLang's name of `structured_outputs.regex`",
     "repetition_detection": "an answer does not end because it repeats itself; use `repetition_penalty`",
     "repetition_penalty": "lowers the probability of tokens that occur in the prompt or the answer",
     "request_id": "the server chooses the identifier, which `x-request-id` reports",
@@ -129,7 +148,7 @@ MEANINGS = {
     "stop": "texts that end the answer",
     "stop_regex": "stop strings are plain text",
     "stop_token_ids": "tokens that end the answer",
-    "store": "answers are not stored",
+    "store": "responses: false prevents storing; chat: answers are not stored",
     "stream": "sends the answer as it is generated",
     "stream_interval": "tokens are sent as soon as possible",
     "stream_options": "options of a stream",
@@ -143,13 +162,15 @@ MEANINGS = {
     "structured_outputs.whitespace_pattern": "the whitespace in JSON cannot be chosen",
     "suffix": "the base is not trained to fill in the middle",
     "temperature": "scales the logits before sampling; 0 always takes the most likely token",
+    "text": "`format`, as in `response_format`; a `verbosity` other than `medium` is refused",
     "thinking_token_budget": "ends the reasoning after this many tokens, if the template has markers for it",
     "tool_choice": "whether the answer must, may or must not call tools, or the tool that it must call",
-    "tools": "functions that the answer can call, if the model's chat template supports tools",
+    "tools": "functions, or in responses custom tools, that the answer can call, if the chat template supports tools",
     "top_k": "samples from this many of the most likely tokens",
     "top_logprobs": "the number of alternatives reported for each token",
     "top_p": "samples from the most likely tokens that together have this probability",
     "truncate_prompt_tokens": "keeps this many tokens at the end of each prompt; -1 keeps as many as fit the context",
+    "truncation": "`auto`: the oldest messages of a conversation that is too long are dropped",
     "truncation_side": "`right`: `truncate_prompt_tokens` keeps the beginning of each prompt instead of its end",
     "use_beam_search": "there is no beam search; sample several choices with `n` or `best_of`",
     "user": "the end user in usage reports; keeps the user on one version of an alias",
@@ -166,8 +187,8 @@ def request_fields_page() -> str:
 
 def _rows() -> Iterator[str]:
     for name in sorted(known_fields()):
-        chat, completions = _state(ChatRequest, name), _state(CompletionRequest, name)
-        yield f"| `{name}` | {chat} | {completions} | {MEANINGS[name]}{_accepted(name)} |"
+        states = " | ".join(_state(body, name) for body in (ChatRequest, CompletionRequest, ResponseRequest))
+        yield f"| `{name}` | {states} | {MEANINGS[name]}{_accepted(name)} |"
 
 
 def known_fields() -> set[str]:
@@ -179,14 +200,19 @@ def known_fields() -> set[str]:
         *completion_create_params.CompletionCreateParamsBase.__annotations__,
         *unsupported_fields.CHAT,
         *unsupported_fields.COMPLETIONS,
+        *ResponseRequest.model_fields,
+        *response_create_params.ResponseCreateParamsBase.__annotations__,
+        *unsupported_fields.RESPONSES,
         *(f"structured_outputs.{name}" for name in unsupported_fields.STRUCTURED_OUTPUTS),
     }
 
 
-def _state(body: type[GenerationRequest], name: str) -> str:
+def _state(body: type[GenerationRequest | ResponseRequest], name: str) -> str:
     if name in body.WITHOUT_EFFECT:
         return "no effect"
     parent, _, field = name.partition(".")
+    if body is ResponseRequest and parent == "stream_options" and field:
+        return "–"
     if parent in body.model_fields:
         is_refused = parent == "structured_outputs" and field in unsupported_fields.STRUCTURED_OUTPUTS
         return "refused" if is_refused else "done"
@@ -196,12 +222,15 @@ def _state(body: type[GenerationRequest], name: str) -> str:
 def _accepted(name: str) -> str:
     """List the accepted values of a field that is refused otherwise."""
     parent, _, field = name.partition(".")
-    bodies: dict[str, Neutral] = {" in chat": ChatRequest.NEUTRAL, " in completions": CompletionRequest.NEUTRAL}
+    bodies: dict[str, Neutral] = {
+        " in chat": ChatRequest.NEUTRAL,
+        " in completions": CompletionRequest.NEUTRAL,
+        " in responses": ResponseRequest.NEUTRAL,
+    }
     if parent == "structured_outputs":
         bodies = {"": unsupported_fields.STRUCTURED_OUTPUTS}
-    is_done = name in ChatRequest.model_fields and name in CompletionRequest.model_fields
     values = {where: neutral[field or parent] for where, neutral in bodies.items() if (field or parent) in neutral}
-    if is_done or not values:
+    if not values:
         return ""
     if len({json.dumps(neutral) for neutral in values.values()}) == 1:
         values = {"": next(iter(values.values()))}

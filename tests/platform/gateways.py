@@ -113,7 +113,11 @@ async def open_gateway(
         templates=TenantTemplates(read_special_tokens(DEMO_BASE), tokenizer.chat_template),
         grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
         model=ModelInfo(
-            served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000, eos_token_ids=(1,)
+            served_name="base",
+            max_model_len=max(1024, max_model_len),
+            vocab_size=1024,
+            created_s=1_700_000_000,
+            eos_token_ids=(1,),
         ),
         executor=executor,
         settings=settings,

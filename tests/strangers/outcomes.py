@@ -12,7 +12,7 @@ KINDS = {
     "no such call": "a call that loramux does not have",
     "no such field": "a field of the peer's own that loramux refuses or does not answer with",
     "no such option": "an option of the peer's server, not a request",
-    "OpenAI differs": "the test expects something other than OpenAI's own API",
+    "OpenAI differs": "the test expects something other than OpenAI's or Anthropic's own API",
     "tiny model": "the demo's model cannot do what the test asks",
 }
 

@@ -12,10 +12,15 @@ from typing import Any
 from tests.conformance.served import deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
+CHAT = (DEMO / "base", DEMO / "adapters" / "pirate")
 BASES = {
-    "chat": (DEMO / "base", DEMO / "adapters" / "pirate"),
+    "chat": CHAT,
+    "telling": CHAT,
     "tools": (DEMO / "tools" / "base", DEMO / "tools" / "adapters" / "concierge"),
 }
+# One of vLLM's tests calls its server below this path, and others start it with options.
+SETTINGS = {"LORAMUX_ROOT_PATH": "/llm"}
+TELLING = {**SETTINGS, "LORAMUX_FORCE_INCLUDE_USAGE": "true", "LORAMUX_RETURN_TOKENS_AS_TOKEN_IDS": "true"}
 TENANT = "harbour"
 
 
@@ -60,7 +65,8 @@ def _greedy(source: Path, base: Path) -> Path:
 def _one(name: str, scratch: Path) -> Iterator[Served]:
     source, adapter = BASES[name]
     base = _greedy(source, scratch / "base")
-    made = deployment(base, scratch / "data", ("--dtype", "float32"), {})
+    settings = TELLING if name == "telling" else SETTINGS
+    made = deployment(base, scratch / "data", ("--dtype", "float32"), settings)
     config: dict[str, Any] = json.loads((base / "config.json").read_text())
     with made.running(scratch / "server.log"):
         made.json("tenants", "create", TENANT)

@@ -59,11 +59,13 @@ async def show(visit: Visit) -> Response:
 
 
 async def change(visit: Visit) -> Response:
-    """Suspend or resume a tenant, or change its name, weight or time zone, unless someone else has changed it."""
+    """Suspend or resume a tenant, or change its settings, unless someone else has changed it."""
     form = visit.form
     body: dict[str, Any] = {name: form.text(name) for name in ("state", "display_name", "timezone") if form.text(name)}
     if (weight := form.optional_integer("weight", "the weight")) is not None:
         body["weight"] = weight
+    if (days := form.optional_integer("response_days", "the number of days")) is not None:
+        body["response_days"] = days
     slug = visit.param("tenant")
     try:
         await visit.rest.call("PATCH", f"/tenants/{slug}", body, etag=form.text("etag"))

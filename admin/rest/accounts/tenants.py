@@ -26,6 +26,8 @@ class TenantDocument(TypedDict):
 
     In an engine's host memory, other tenants cannot evict this tenant's adapters below `host_floor_bytes`. If the
     floors of all tenants do not fit, the floors that were set first take precedence.
+
+    Responses of `/v1/responses` are stored for `response_days` days. If it is 0, they are not stored.
     """
 
     id: str
@@ -36,6 +38,7 @@ class TenantDocument(TypedDict):
     weight: int
     timezone: str
     host_floor_bytes: int
+    response_days: int
     created_at: int
 
 
@@ -73,7 +76,7 @@ async def get_tenant(id_or_slug: str, response: Response, services: Services, ca
 async def change_tenant(
     id_or_slug: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
 ) -> TenantDocument:
-    """Change a tenant's display name, weight, state, host memory floor or time zone.
+    """Change a tenant's display name, weight, state, host memory floor, time zone or storage of responses.
 
     In the state `suspended`, the tenant's keys are refused, immediately by this server and within five seconds by other
     gateways. Running requests finish, and no data is deleted. A new time zone starts new budget windows immediately. A
@@ -128,5 +131,6 @@ def describe_tenant(tenant: Tenant) -> TenantDocument:
         "weight": tenant.weight,
         "timezone": tenant.timezone,
         "host_floor_bytes": tenant.host_floor_bytes,
+        "response_days": tenant.response_days,
         "created_at": seconds(tenant.created_us),
     }

@@ -120,10 +120,12 @@ def test_file_without_requests_is_refused_before_it_is_sent(file: Path, content:
     assert "the first line is not a request" in done.stderr
 
 
-def test_missing_key_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+def test_missing_key_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "LORAMUX_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
     done = invoke("run", file)
-    assert (done.exit_code, "set OPENAI_API_KEY" in done.stderr) == (3, True)
+    assert (done.exit_code, "and OPENAI_API_KEY to the address" in done.stderr) == (3, True)
 
 
 def test_unreachable_server_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,6 +385,9 @@ def test_tenant_is_changed_suspended_and_deleted(loramux: Run) -> None:
     assert printed_json(loramux("tenants", "show", "acme", "--json"))["timezone"] == "Europe/Berlin"
     changed = loramux("tenants", "set", "acme", "--weight", 3, "--display-name", "Acme Ltd")
     assert changed.stdout == "acme: Acme Ltd, weight 3, Europe/Berlin\n"
+    stored = loramux("tenants", "set", "acme", "--response-days", 30)
+    assert stored.stdout == "acme: Acme Ltd, weight 3, Europe/Berlin, responses stored for 30 days\n"
+    assert re.search(r"response_days +30", loramux("tenants", "show", "acme").stdout)
     assert "acme is suspended" in loramux("tenants", "suspend", "acme").stdout
     assert re.search(r"state +suspended", loramux("tenants", "show", "acme").stdout)
     assert loramux("tenants", "resume", "acme").stdout == "acme is active\n"

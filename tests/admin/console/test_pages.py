@@ -171,6 +171,15 @@ async def test_a_key_is_shown_once(operator: Browser) -> None:
     assert "is revoked" in await operator.confirm(f"/keys/{key_id}/revoke")
 
 
+async def test_tenant_page_changes_how_long_responses_are_stored(operator: Browser) -> None:
+    await operator.post("/tenants", slug="storing")
+    page = (await operator.get("/tenants/storing")).text
+    assert "not stored" in page
+    [etag] = re.findall(r'name="etag" value="([^"]+)"', page)
+    await operator.post("/tenants/storing", etag=html.unescape(etag), response_days="30", referer="/tenants/storing")
+    assert "30 days" in (await operator.get("/tenants/storing")).text
+
+
 async def test_second_editor_of_a_quota_is_warned(operator: Browser) -> None:
     await operator.post("/tenants", slug="edited")
     await operator.post("/quotas", tenant="edited", metric="tokens_per_minute", limit="1,000", referer="/quotas")
@@ -255,6 +264,7 @@ async def test_adapter_is_uploaded_promoted_and_rolled_back(
     listed = (await operator.get("/adapters?tenant=maker")).text
     adapter_id = first_match(r"/console/adapters/(ada_[0-9a-f]{32})", listed)
     here = f"/adapters/{adapter_id}"
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 " in (await operator.get(here)).text
     for number in (1, 2):
         await _upload(operator, here, make_adapter(rank=number))
         assert "passed" in await _until_ready(operator, f"{here}/versions/{number}")

@@ -26,8 +26,8 @@ from benchmarks.peers.workload import (
     adapters_of,
     draw_work,
 )
-from benchmarks.pictures import draw_bars
 from benchmarks.random_model import SHAPES
+from loramux.admin.bench.pictures import draw_bars
 from loramux.engine.text.text_tokenizer import TokenBytes
 
 SHORT, LONG = Load(64, 32), Load(32, 128)

@@ -46,7 +46,7 @@ def found_with(name: str) -> list[list[str]]:
     """The signatures of the warm-up and of requests. Each instruction set needs a process of its own, because modules
     look at the CPU when they are imported.
     """
-    numba.config.CPU_FEATURES = features_of(name)
+    compiled._config.CPU_FEATURES = features_of(name)
     # Nothing has imported the kernels yet, so they are all decorated with `record`.
     assert "loramux.kernels.cpu.kernels" not in sys.modules
     compiled.kernel = record

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from openai.types import Batch
@@ -22,13 +22,8 @@ LIMITS = RoomLimits(max_sequences=4, look_s=0.01, queue_s=0.2)
 
 
 def line(custom_id: str, model: str = "base", url: str = CHAT, **body: Any) -> dict[str, Any]:
-    asked = {"messages": [{"role": "user", "content": custom_id}]} if url == CHAT else {"prompt": custom_id}
-    return {
-        "custom_id": custom_id,
-        "method": "POST",
-        "url": url,
-        "body": {"model": model, "max_tokens": 4, **asked, **body},
-    }
+    sent = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": custom_id}], **body}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": sent}
 
 
 def content_of(lines: Sequence[dict[str, Any]]) -> bytes:
@@ -41,7 +36,6 @@ class BatchLab:
     limits: RoomLimits = LIMITS
     pace: BatchPace = PACE
     lease_us: int = 30_000_000
-    headers: dict[str, str] = field(default_factory=dict)
 
     def runner(self) -> BatchRunner:
         services = self.gateway.services

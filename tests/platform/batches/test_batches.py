@@ -15,7 +15,7 @@ from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.batches import batch_rows
 from loramux.platform.batches.tenant_files import Owner
-from loramux.platform.bodies.generation_request import MAX_PRIORITY
+from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
@@ -68,12 +68,18 @@ async def test_batch_is_answered_and_charged(lab: BatchLab) -> None:
     assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
 
 
-async def test_completions_can_be_batched(lab: BatchLab) -> None:
-    url = "/v1/completions"
-    batch = await lab.create([line("a", url=url)], endpoint=url)
+@pytest.mark.parametrize(
+    ("url", "kind"), [("/v1/completions", "text_completion"), ("/v1/responses", "response")], ids=["text", "responses"]
+)
+async def test_other_endpoints_can_be_batched(lab: BatchLab, url: str, kind: str) -> None:
+    asked = {"prompt": "a"} if kind == "text_completion" else {"input": "a"}
+    one = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "base", **asked}}
+    batch = await lab.create([one], endpoint=url)
     async with lab.running():
-        answers, _ = await lab.outputs(await lab.finished(batch))
-    assert answers[0]["response"]["body"]["object"] == "text_completion"
+        answers, errors = await lab.outputs(await lab.finished(batch))
+    assert errors == []
+    assert answers[0]["response"]["body"]["object"] == kind
+    assert [add.priority for add in lab.gateway.engine.adds] == [MAX_PRIORITY]
 
 
 async def test_lines_of_an_adapter_run_together(lab: BatchLab) -> None:

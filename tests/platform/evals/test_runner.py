@@ -13,7 +13,7 @@ from loramux.adapter_store.registry.eval_claims import EvalClaims
 from loramux.adapter_store.registry.evals import Eval, EvalAnswer
 from loramux.engine.protocol.messages import Add
 from loramux.migrations.database import Database
-from loramux.platform.bodies.generation_request import MAX_PRIORITY
+from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.evals.eval_lab import PATIENCE, EvalLab

@@ -305,3 +305,25 @@ async def test_the_text_of_an_answer_is_unchanged_by_these_fields(gateway: Gatew
     )
     assert text_of(plain["choices"][0]) == text_of(asked["choices"][0])
     assert plain["usage"] == asked["usage"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("role", ["assistant", "user"])
+async def test_beginning_of_the_answer_is_echoed_if_asked(
+    gateway: Gateway, tokenizer: Any, role: str, stream: bool
+) -> None:
+    gateway.engine.script = lambda add: Script(token_ids=tokenizer.encode(" end")[1:])
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Go on"}, {"role": role, "content": "To the"}]}
+    if role == "assistant":
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    for echo, expected in ((None, " end"), (False, " end"), (True, "To the end" if role == "assistant" else " end")):
+        asked = {**fields, "echo": echo, "n": 2, "max_tokens": 9}
+        if stream:
+            choices = [choice for chunk in await chunks_of(gateway, CHAT, **asked) for choice in chunk["choices"]]
+            texts = [
+                "".join(choice["delta"].get("content", "") for choice in choices if choice["index"] == index)
+                for index in range(2)
+            ]
+        else:
+            texts = [text_of(choice) for choice in (await answer_of(gateway, CHAT, **asked))["choices"]]
+        assert texts == [expected] * 2

@@ -13,6 +13,7 @@ from served_base import ServedBase, served_base
 DUMMY_KEY = "token-abc123"
 REASONING, TOKENIZER_INFO = "--reasoning-parser", "--enable-tokenizer-info-endpoint"
 TOOLS = frozenset({"--enable-auto-tool-choice", "--tool-call-parser", REASONING})
+TELLING = frozenset({"--enable-force-include-usage", "--return-tokens-as-token-ids"})
 TIMEOUT_S = 120.0
 
 last_base = "chat"
@@ -33,6 +34,8 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _base(options: Mapping[str, list[str]]) -> str:
+    if TELLING & options.keys():
+        return "telling"
     needs_context = int(options.get("--max-model-len", ["0"])[0]) > served_base("chat").context
     return "tools" if needs_context or TOOLS & options.keys() else "chat"
 

@@ -25,5 +25,7 @@ class ServedBase:
 
 
 def served_base(name: str) -> ServedBase:
-    """Return the base `chat`, which only answers, or `tools`, which thinks and calls functions."""
+    """Return the base `chat`, which only answers, the same with more in its answers (`telling`), or `tools`, which
+    thinks and calls functions.
+    """
     return ServedBase(**json.loads(os.environ[STAND])[name])

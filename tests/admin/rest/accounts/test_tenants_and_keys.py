@@ -47,3 +47,16 @@ async def test_bad_keys_are_refused(http: httpx.AsyncClient, body: dict[str, Any
     await new_tenant(http, "acme")
     response = await http.post("/admin/v1/api_keys", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_operator_decides_how_long_responses_are_stored(http: httpx.AsyncClient) -> None:
+    tenant_id = await new_tenant(http, "acme")
+    path = f"/admin/v1/tenants/{tenant_id}"
+    got = await http.get(path)
+    assert got.json()["response_days"] == 0
+    headers = {"if-match": got.headers["etag"]}
+    for days in (-1, 366, 1.5):
+        refused = await http.patch(path, json={"response_days": days}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_days")
+    changed = await http.patch(path, json={"response_days": 30}, headers=headers)
+    assert changed.json()["response_days"] == 30

@@ -1,9 +1,9 @@
 """Lists the kernels of whole steps with their times, from torch's profiler, to show where a step's time goes.
 
-`PYTHONPATH=.src python -m benchmarks.gpu.trace --out FILE.json` traces decode steps of Llama-3.1-8B with and without
-adapters, and a prefill. A profiled step is slower than an unprofiled one, so only shares and single kernels count; the
-`step` and `prefill` parts of the benchmark measure whole steps. Kernels of one step that overlap are counted in full,
-and `busy_us` is the time in which at least one of them runs.
+`PYTHONPATH=.src python -m benchmarks.gpu.kernel_times --out FILE.json` traces decode steps of Llama-3.1-8B with and
+without adapters, and a prefill. A profiled step is slower than an unprofiled one, so only shares and single kernels
+count; the `step` and `prefill` parts of the benchmark measure whole steps. Kernels of one step that overlap are counted
+in full, and `busy_us` is the time in which at least one of them runs.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def _prefill(model: Model, engine: ObservedEngine, digests: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu.kernel_times",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     arguments = parser.parse_args()

@@ -1,4 +1,7 @@
-"""`GET /v1/models`, and `GET` and `DELETE /v1/models/{id}`: the models that the caller may name in a request."""
+"""`GET /v1/models`, and `GET` and `DELETE /v1/models/{id}`: the models that the caller may name in a request.
+
+Clients of Anthropic's API send the header `anthropic-version`, and receive Anthropic's form.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from loramux.adapter_store.registry.records import AdapterRef
 from loramux.migrations.audit import Actor, act_as
 from loramux.platform.accounts.model_names import ResolvedModel
+from loramux.platform.messages_api.api_version import HEADER, check_version
+from loramux.platform.messages_api.message_documents import MessageModel, MessageModelPage
+from loramux.platform.messages_api.model_list import model_document, model_page
 from loramux.platform.openai_api.openapi_schemas import DeletedModel, ModelDocument, ModelList
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.error_responses import json_response, request_id_of
@@ -21,19 +26,30 @@ router = APIRouter()
 
 # Without this route, the path with a slash at its end would name a model.
 @router.get("/v1/models/", include_in_schema=False)
-@router.get("/v1/models", tags=["models"], response_model=ModelList)
-async def list_models(caller: Caller, services: Services) -> Response:
-    """List the models that the caller may name in a request: the base, and adapters as `tenant/adapter`."""
+@router.get("/v1/models", tags=["models"], response_model=ModelList | MessageModelPage)
+async def list_models(request: Request, caller: Caller, services: Services) -> Response:
+    """List the models that the caller may name in a request: the base, and adapters as `tenant/adapter`. With the
+    header `anthropic-version`, the list has Anthropic's form and its pages (`limit`, `after_id`, `before_id`).
+    """
     models = await services.call(services.callers.resolver.list_models, caller)
+    if HEADER in request.headers:
+        check_version(request.headers)
+        listed = [_message_model(services, model, _listed_name(model)) for model in models]
+        return json_response(model_page(listed, request.query_params))
     data = [_body(services, model, _listed_name(model)) for model in models]
     return json_response({"object": "list", "data": data})
 
 
 # A model's name can contain a slash.
-@router.get("/v1/models/{name:path}", tags=["models"], response_model=ModelDocument)
-async def retrieve_model(name: str, caller: Caller, services: Services) -> Response:
-    """Retrieve one model by any name that a request can use. `root` is the version that the name resolves to."""
+@router.get("/v1/models/{name:path}", tags=["models"], response_model=ModelDocument | MessageModel)
+async def retrieve_model(name: str, request: Request, caller: Caller, services: Services) -> Response:
+    """Retrieve one model by any name that a request can use. `root` is the version that the name resolves to. With the
+    header `anthropic-version`, the model has Anthropic's form.
+    """
     model = await services.call(services.callers.resolver.resolve, caller, name)
+    if HEADER in request.headers:
+        check_version(request.headers)
+        return json_response(_message_model(services, model, name))
     return json_response(_body(services, model, name))
 
 
@@ -58,7 +74,7 @@ def _body(services: GatewayServices, model: ResolvedModel, name: str) -> dict[st
     return {
         "id": name,
         "object": "model",
-        "created": services.model.created_s if adapter is None else _created_s(adapter),
+        "created": _created_s(services, model),
         "owned_by": "loramux" if adapter is None else adapter.tenant_slug,
         "root": model.name,
         "parent": None if adapter is None else services.model.served_name,
@@ -67,6 +83,13 @@ def _body(services: GatewayServices, model: ResolvedModel, name: str) -> dict[st
     }
 
 
-def _created_s(adapter: AdapterRef) -> int:
-    """Return a version's creation time. Its identifier is a UUIDv7, which begins with the time in milliseconds."""
+def _message_model(services: GatewayServices, model: ResolvedModel, name: str) -> dict[str, Any]:
+    return model_document(name, _created_s(services, model), services.max_model_len)
+
+
+def _created_s(services: GatewayServices, model: ResolvedModel) -> int:
+    """Return the creation time. A version's identifier is a UUIDv7, which begins with the time in milliseconds."""
+    adapter = model.adapter
+    if adapter is None:
+        return services.model.created_s
     return int(adapter.version_id.partition("_")[2][:12], 16) // 1000

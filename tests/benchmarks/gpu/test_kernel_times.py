@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from benchmarks.gpu.trace import Span, summary
+from benchmarks.gpu.kernel_times import Span, summary
 
 
 def test_overlapping_kernels_are_busy_once() -> None:

@@ -1,0 +1,1 @@
+"""Measures an OpenAI API under load."""

@@ -1,0 +1,1 @@
+"""A conversation with a model of an OpenAI API."""

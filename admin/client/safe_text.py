@@ -1,0 +1,24 @@
+"""Text of a model or a server, made safe for a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+
+REPLACED = frozenset({"Cc", "Cf", "Cs"})
+"""Unicode's categories of control, format and surrogate characters."""
+
+KEPT = frozenset("\n\t\u200c\u200d")
+"""Line breaks, tabs, and the joiners of scripts and emoji."""
+
+
+def safe_text(text: str) -> str:
+    """Replace characters with which text could control a terminal or hide its order.
+
+    These are control, format and surrogate characters, such as ESC, the 8-bit CSI and the bidirectional overrides. Each
+    becomes U+FFFD, except for the carriage return, which is dropped.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        one if one in KEPT or unicodedata.category(one) not in REPLACED else "\ufffd" for one in text if one != "\r"
+    )

@@ -1,0 +1,302 @@
+"""`loramux bench`: measure an OpenAI API under load."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from loramux.admin.commands.openai_options import ApiKey, OpenAIUrl, openai_server
+from loramux.admin.commands.options import AsJson
+from loramux.admin.commands.output import error_document, fail, print_json, print_table
+from loramux.admin.commands.progress import counted_progress
+from loramux.admin.exit_codes import REFUSED, UNREACHABLE, WRONG_CALL
+
+if TYPE_CHECKING:
+    from loramux.admin.bench.results import Result
+    from loramux.admin.bench.workload import Run, Workload
+    from loramux.admin.client.openai_server import OpenAIServer
+
+LOAD, SIZE, FIGURES = "When requests are sent", "What requests are", "What is reported"
+
+
+def bench(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", help="A model to request. Repeat it for several, the most frequent first.", show_default=False
+        ),
+    ] = None,
+    url: OpenAIUrl = None,
+    api_key: ApiKey = None,
+    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="The endpoint to measure.")] = "completions",
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Number of requests (default: 100, or all of a file).",
+            show_default=False,
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6,
+            max=1e6,
+            help="Requests per second, at random times. Without it, requests are sent as soon as --concurrency allows.",
+            show_default=False,
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            min=1e-3,
+            max=math.inf,
+            help="Shape of the gaps between requests: 1 is a Poisson process, less is more bursty, inf is even.",
+            rich_help_panel=LOAD,
+        ),
+    ] = 1.0,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=60_000, help="Largest number of open requests.", show_default=False, rich_help_panel=LOAD
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Lines with timestamp (in ms), input_length and output_length.",
+            show_default=False,
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Lines with prompt or messages, and max_tokens or output_tokens.",
+            show_default=False,
+            rich_help_panel=SIZE,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(metavar="N|LOW-HIGH", help="Tokens of a prompt.", rich_help_panel=SIZE)
+    ] = "128",
+    answer_tokens: Annotated[
+        str, typer.Option(metavar="N|LOW-HIGH", help="Tokens of an answer.", rich_help_panel=SIZE)
+    ] = "128",
+    token_ids: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOW-HIGH",
+            help="Send prompts of random token ids from this range, which have exactly the wanted "
+            "length, instead of random words.",
+            show_default=False,
+            rich_help_panel=SIZE,
+        ),
+    ] = None,
+    zipf: Annotated[
+        float,
+        typer.Option(min=0, max=10, help="Exponent of the models' popularity: 0 is uniform.", rich_help_panel=SIZE),
+    ] = 0.0,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(help="Ask for answers of the full length, with vLLM's field ignore_eos.", rich_help_panel=SIZE),
+    ] = True,
+    extra_body: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="An object whose fields are added to each request.",
+            show_default=False,
+            rich_help_panel=SIZE,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.", rich_help_panel=SIZE)] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=86_400, help="Longest time of a request, in seconds.")] = 600.0,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ttft:MS tpot:MS",
+            help="Objectives in milliseconds: ttft, tpot, e2el. Goodput is the rate of requests that meet them all.",
+            show_default=False,
+            rich_help_panel=FIGURES,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Write the result in the format of 'vllm bench serve'.",
+            show_default=False,
+            rich_help_panel=FIGURES,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Draw the times.", show_default=False, rich_help_panel=FIGURES),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="A.json B.json",
+            help="Send nothing. Compare two results of 'loramux bench' or 'vllm bench serve'.",
+            show_default=False,
+            rich_help_panel=FIGURES,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure an OpenAI API under load: times to first token, times between tokens, and throughput.
+
+    Works with any server of the OpenAI API. The definitions of the figures are those of 'vllm bench serve'. The exit
+    code is 1 if no request succeeds.
+    """
+    from loramux.admin.bench.asks import Lengths, WorkloadError
+    from loramux.admin.bench.figures import parse_objectives
+    from loramux.admin.bench.workload import Workload
+
+    try:
+        if compare is not None:
+            _compare(compare, plot, as_json)
+            return
+        if not model:
+            raise WorkloadError("name at least one model with --model")
+        workload = Workload(
+            endpoint=endpoint,
+            models=model,
+            num_requests=requests,
+            requests_s=math.inf if rate is None else rate,
+            burstiness=burstiness,
+            max_open=concurrency,
+            prompt=Lengths.parse(prompt_tokens, "--prompt-tokens"),
+            answer=Lengths.parse(answer_tokens, "--answer-tokens"),
+            ids=None if token_ids is None else Lengths.parse(token_ids, "--token-ids"),
+            dataset=dataset,
+            trace=trace,
+            zipf=zipf,
+            seed=seed,
+            more={**({"ignore_eos": True} if ignore_eos else {}), **_extra(extra_body)},
+        )
+        objectives = parse_objectives(slo or ())
+        server = openai_server(url, api_key, as_json)
+        run = _run(server, workload, timeout, as_json)
+        _report(run, workload, objectives, (out, plot), as_json)
+    except WorkloadError as error:
+        fail(str(error), WRONG_CALL, error_document(str(error), "wrong_workload") if as_json else None)
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    from loramux.admin.bench.asks import WorkloadError
+
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise WorkloadError("--extra-body is not a JSON object")
+    return found
+
+
+def _run(server: OpenAIServer, workload: Workload, timeout_s: float, as_json: bool) -> Run:
+    from loramux.admin.bench.workload import TrialFailed, run_workload
+
+    with ExitStack() as stack:
+
+        def progress(total: int) -> Callable[[int], None]:
+            return stack.enter_context(counted_progress(total, "requests", as_json))
+
+        try:
+            return run_workload(server, workload, timeout_s, progress)
+        except TrialFailed as failed:
+            message = f"{server.url}: {failed}"
+            if "ignore_eos" in str(failed):
+                message += ": try --no-ignore-eos"
+            code = "server_unreachable" if failed.is_unreachable else "request_failed"
+            exit_code = UNREACHABLE if failed.is_unreachable else REFUSED
+            fail(message, exit_code, error_document(message, code) if as_json else None)
+
+
+def _report(
+    run: Run,
+    workload: Workload,
+    objectives: dict[str, float],
+    files: tuple[Path | None, Path | None],
+    as_json: bool,
+) -> None:
+    from loramux.admin.bench.figures import measure
+    from loramux.admin.bench.results import Conditions, Result, result_document, summary_document
+    from loramux.admin.bench.tables import STATISTICS, error_rows, time_rows, total_rows, warnings_of
+
+    figures = measure(run.answers, run.seconds, objectives)
+    conditions = Conditions(
+        endpoint=workload.endpoint,
+        models=workload.models,
+        requests_s=workload.requests_s,
+        burstiness=workload.burstiness,
+        max_open=workload.max_open,
+    )
+    now = datetime.now()
+    summary = summary_document(figures, conditions, len(run.answers), now)
+    out, plot = files
+    if out is not None:
+        _write(out, json.dumps(result_document(figures, run.answers, conditions, now)))
+    if plot is not None:
+        name = out.stem if out is not None else workload.models[0]
+        _draw(plot, [Result(name, workload.models[0], summary["date"], summary)])
+    # What makes the figures doubtful comes before the figures.
+    for warning in warnings_of(figures):
+        print(f"warning: {warning}", file=sys.stderr)
+    if as_json:
+        print_json(summary)
+    else:
+        print_table(("", ""), total_rows(summary))
+        print()
+        print_table(("", *STATISTICS), time_rows(figures))
+        if figures.failed:
+            print()
+            print_table(("requests", "error"), error_rows(run.answers))
+    if figures.completed == 0:
+        raise typer.Exit(REFUSED)
+
+
+def _compare(paths: tuple[Path, Path], plot: Path | None, as_json: bool) -> None:
+    from loramux.admin.bench.results import read_result
+    from loramux.admin.bench.tables import compared_rows
+
+    one, other = (read_result(path) for path in paths)
+    if plot is not None:
+        _draw(plot, [one, other])
+    rows = compared_rows(one, other)
+    if as_json:
+        data = [dict(zip(("figure", "first", "second", "ratio"), row, strict=True)) for row in rows]
+        print_json({"object": "list", "data": data})
+        return
+    print_table(
+        ("", f"1: {one.name}", f"2: {other.name}", "2 / 1"),
+        [("model", one.model, other.model, ""), ("date", one.date, other.date, ""), *rows],
+    )
+
+
+def _draw(path: Path, results: Sequence[Result]) -> None:
+    from loramux.admin.bench.tables import draw_times
+
+    _write(path, draw_times(results, "Times of requests"))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        fail(f"{path} cannot be written: {error.strerror}", REFUSED)

@@ -1,0 +1,204 @@
+"""The input items of a response request, and the parts of their content."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag
+from pydantic_core import PydanticKnownError
+from typing_extensions import TypedDict
+
+from loramux.platform.bodies.conversation import MAX_ID_CHARACTERS, PART_HINTS
+from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.bodies.unsupported_fields import RESPONSES_ITEM, Neutral
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH, is_function_name
+
+MAX_ITEMS = 4096
+
+ITEM_TYPES = frozenset(
+    {
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "item_reference",
+    }
+)
+
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""The types of supported content parts, each with the field that holds its text."""
+
+Content: TypeAlias = str | tuple[str, ...]
+"""A string, or the texts of the content parts that the client sent."""
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+ItemId: TypeAlias = Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
+CallId: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
+
+
+class TextPart(TypedDict):
+    type: Literal["input_text", "output_text", "refusal"]
+    text: str
+
+
+def _content(value: Any) -> Content:
+    if isinstance(value, str):
+        return _encodable(value)
+    if not isinstance(value, list):
+        raise PydanticKnownError("string_type")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in _TEXTS:
+            shown = f", not {kind[:64]!r}" if isinstance(kind, str) else ""
+            raise ValueError(f"content can have only parts of the types input_text, output_text and refusal{shown}")
+        text = part.get(_TEXTS[kind])
+        if not isinstance(text, str):
+            raise ValueError(f"a part of the type {kind} needs the string {_TEXTS[kind]}")
+        if not part.keys() <= {"type", _TEXTS[kind], "annotations", "logprobs", *PART_HINTS}:
+            raise ValueError(f"a part of the type {kind} has an unknown field")
+        texts.append(_encodable(text))
+    return tuple(texts) or ""
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticKnownError("string_unicode") from None
+    return text
+
+
+def _called_name(name: str) -> str:
+    if not is_function_name(name):
+        raise ValueError(f"a tool's name must have 1 to {MAX_NAME_LENGTH} printable characters")
+    return name
+
+
+ContentField = Annotated[Content, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
+CalledName = Annotated[str, AfterValidator(_called_name)]
+
+
+class Item(StrictModel):
+    """`id` and `status` are part of items that a server returned. They have no effect."""
+
+    NEUTRAL: ClassVar[Neutral] = RESPONSES_ITEM
+
+    id: ItemId | None = None
+    status: Status | None = None
+
+
+class MessageItem(Item):
+    """`phase` says which part of a turn a message is. It has no effect."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ContentField
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class ReasoningText(StrictModel):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class SummaryText(StrictModel):
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningItem(Item):
+    """The reasoning before a message or a call. Templates read the text, and a summary has no effect.
+
+    A client can leave out `content` and send only the `encrypted_content` of a reasoning item that this server made.
+    That of another server has no effect, because only that server can read it.
+    """
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryText], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionCallItem(Item):
+    type: Literal["function_call"]
+    call_id: CallId
+    name: CalledName
+    namespace: CalledName | None = None
+    arguments: str
+
+
+class FunctionOutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: ContentField
+    name: str | None = None
+    namespace: str | None = None
+
+
+class CustomCallItem(Item):
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: CalledName
+    namespace: CalledName | None = None
+    input: str
+
+
+class CustomOutputItem(Item):
+    type: Literal["custom_tool_call_output"]
+    call_id: CallId
+    output: ContentField
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ItemReference(StrictModel):
+    """A reference to an item of a stored response."""
+
+    type: Literal["item_reference"] | None = None
+    id: ItemId
+
+
+def _type_of(item: Any) -> str:
+    """Return an item's type. A message does not need one, and neither does a reference."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    if isinstance(kind, str):
+        return kind
+    return "item_reference" if isinstance(item, dict) and item.keys() <= {"id", "type"} else "message"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CustomOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(_type_of),
+]
+
+
+def _form_of(value: Any) -> str:
+    return "items" if isinstance(value, list) else "text"
+
+
+Input = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS), Tag("items")],
+    Discriminator(_form_of),
+]
+
+
+def refuse_other_items(items: Any) -> None:
+    """Raise InvalidRequest for the first item of a type that this server does not support, and name the type."""
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        kind = _type_of(item)
+        if kind not in ITEM_TYPES:
+            raise InvalidRequest(
+                f"items of the type {kind[:64]!r} are not supported",
+                param=f"input[{index}].type",
+                code="unsupported_item",
+            )

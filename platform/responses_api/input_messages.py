@@ -1,0 +1,129 @@
+"""Turns the input items of a response request into the messages of a chat request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.requests.answers import Document
+from loramux.platform.responses_api.input_items import (
+    Content,
+    CustomCallItem,
+    CustomOutputItem,
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputItem,
+    MessageItem,
+    ReasoningItem,
+)
+from loramux.platform.responses_api.reasoning_text import opened
+from loramux.platform.responses_api.response_tools import INPUT, joined_name
+
+
+@dataclass(slots=True)
+class Messages:
+    """Chat messages, and the request field that each of them comes from, such as `input[3]`."""
+
+    documents: list[Document] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    def add(self, message: Document, place: str) -> Document:
+        self.documents.append(message)
+        self.places.append(place)
+        return message
+
+
+def messages_of(
+    instructions: str | None, given: str | Sequence[InputItem], earlier: Sequence[InputItem] = ()
+) -> Messages:
+    """Return the conversation of a request that continues after the `earlier` items.
+
+    Instructions and the system messages directly after them become one message, because many chat templates allow only
+    one. Consecutive reasoning, text and calls of the model become one message too. Raises InvalidRequest for the output
+    of a call that does not exist.
+    """
+    found = Messages()
+    if instructions is not None:
+        found.add({"role": "system", "content": instructions}, "instructions")
+    places = ["previous_response_id"] * len(earlier)
+    if isinstance(given, str):
+        given, places = [MessageItem(role="user", content=given)], [*places, "input"]
+    else:
+        places += [f"input[{index}]" for index in range(len(given))]
+    called: set[str] = set()
+    turn: Document | None = None
+    """The model's message that further items can extend."""
+    for item, place in zip((*earlier, *given), places, strict=True):
+        match item:
+            case MessageItem(role="assistant", content=content):
+                if turn is None or "content" in turn or "tool_calls" in turn:
+                    turn = found.add({"role": "assistant"}, place)
+                turn["content"] = _shown(content)
+            case MessageItem(role=role, content=content):
+                turn = None
+                _add_message(found, role, content, place)
+            case ReasoningItem():
+                turn = _add_reasoning(found, turn, _reasoning(item), place)
+            case FunctionCallItem(call_id=call_id, arguments=arguments):
+                turn = _add_call(found, turn, item, arguments, place)
+                called.add(call_id)
+            case CustomCallItem(call_id=call_id, input=text):
+                turn = _add_call(found, turn, item, json.dumps({INPUT: text}, ensure_ascii=False), place)
+                called.add(call_id)
+            case FunctionOutputItem(call_id=call_id) | CustomOutputItem(call_id=call_id):
+                if call_id not in called:
+                    raise InvalidRequest("no earlier item is a call with this call_id", param=f"{place}.call_id")
+                turn = None
+                found.add({"role": "tool", "tool_call_id": call_id, "content": _shown(item.output)}, place)
+    for message in found.documents:
+        if "tool_calls" not in message:
+            message.setdefault("content", "")
+    return found
+
+
+def _add_message(found: Messages, role: str, content: Content, place: str) -> None:
+    is_system, documents = role in ("system", "developer"), found.documents
+    if is_system and documents and all(message["role"] == "system" for message in documents):
+        [first] = documents
+        first["content"] = [*_parts(first["content"]), *_parts(_shown(content))]
+        return
+    found.add({"role": "system" if is_system else role, "content": _shown(content)}, place)
+
+
+def _add_reasoning(found: Messages, turn: Document | None, text: str, place: str) -> Document | None:
+    if not text:
+        return turn
+    if turn is None or "content" in turn or "tool_calls" in turn:
+        turn = found.add({"role": "assistant"}, place)
+    turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+    return turn
+
+
+def _add_call(
+    found: Messages, turn: Document | None, item: FunctionCallItem | CustomCallItem, arguments: str, place: str
+) -> Document:
+    if turn is None:
+        turn = found.add({"role": "assistant"}, place)
+    function = {"name": joined_name(item.namespace, item.name), "arguments": arguments}
+    call = {"id": item.call_id, "type": "function", "function": function}
+    turn.setdefault("tool_calls", []).append(call)
+    return turn
+
+
+def _reasoning(item: ReasoningItem) -> str:
+    if item.content:
+        return "".join(part.text for part in item.content)
+    return opened(item.encrypted_content or "")
+
+
+def _shown(content: Content) -> str | list[Document]:
+    """Return content in the form of a chat message's."""
+    if isinstance(content, str):
+        return content
+    return content[0] if len(content) == 1 else [{"type": "text", "text": text} for text in content]
+
+
+def _parts(content: str | list[Document]) -> list[Document]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -1,0 +1,206 @@
+"""Builds the response object and the events of `/v1/responses`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from loramux.engine.protocol.messages import TokenLogprobs
+from loramux.platform.errors import ApiError
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.generation import Usage
+from loramux.platform.requests import sse
+from loramux.platform.requests.answers import Document, shown_logprob
+from loramux.platform.requests.message_reader import MessageReader, ReasoningEvent
+from loramux.platform.responses_api.input_items import Status
+from loramux.platform.responses_api.output_items import (
+    Called,
+    CustomItem,
+    Event,
+    FunctionItem,
+    OutputItem,
+    ReasoningTextItem,
+    TextItem,
+)
+from loramux.platform.responses_api.response_tools import OfferedTool
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, CallEnded, TextEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRules:
+    """How an answer is shown.
+
+    `head` are the fields of the response object that stay the same. `now_s` is a clock in seconds since 1970.
+    """
+
+    head: Document
+    tokenizer: ModelTokenizer
+    has_logprobs: bool
+    seals_reasoning: bool
+    tools: Mapping[str, OfferedTool]
+    """The tools of the request, by the names by which the model calls them."""
+    note_call: Callable[[], None] | None
+    """Called for each tool call."""
+    now_s: Callable[[], int]
+    store: Callable[[Document], Awaitable[bool]] | None
+    """Stores the response object, and returns whether it is stored. None if it is not to be stored."""
+
+
+class ResponseAnswer:
+    """An `Answer` whose stream is a sequence of numbered events.
+
+    A message begins when its first text arrives, so that an answer that only calls tools has no message. An answer
+    without any output has one empty message.
+    """
+
+    def __init__(self, rules: ResponseRules, reader: MessageReader) -> None:
+        self._rules = rules
+        self._reader = reader
+        self._items: list[OutputItem] = []
+        self._is_open = False
+        """True while the last item can still grow."""
+        self._num_events = 0
+        self._finish_reason: str | None = None
+        self._kept: Document | None = None
+        """The complete response object, once `keep` has been called."""
+
+    def events(self, delta: ChoiceDelta) -> bytes:
+        begin: list[Event] = []
+        if not self._num_events:
+            document = self._document("in_progress")
+            begin = [{"type": f"response.{kind}", "response": document} for kind in ("created", "in_progress")]
+        return self._encoded([*begin, *self._feed(delta)])
+
+    async def keep(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> None:
+        """Complete the response object with the deltas that `events` has not received, and store it."""
+        for delta in deltas:
+            for _ in self._feed(delta):
+                pass
+        document = self._finished(usage)
+        if self._rules.store is not None:
+            document["store"] = await self._rules.store(document)
+        self._kept = document
+
+    def end(self, usage: Usage) -> bytes:
+        document = self._kept or self._finished(usage)
+        return self._encoded([{"type": f"response.{document['status']}", "response": document}])
+
+    def failure(self, error: ApiError) -> bytes:
+        for _ in self._close("incomplete"):
+            pass
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        # The response object allows only some codes.
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        document = {**self._document("failed"), "error": {"code": code, "message": error.message}}
+        return self._encoded([{"type": "error", **told}, {"type": "response.failed", "response": document}])
+
+    def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
+        if self._kept is not None:
+            return self._kept
+        for delta in deltas:
+            for _ in self._feed(delta):
+                pass
+        return self._finished(usage)
+
+    def _feed(self, delta: ChoiceDelta) -> Iterator[Event]:
+        # Log-probabilities are sent once, with the first text of their delta.
+        logprobs = self._logprobs(delta.logprobs) if self._rules.has_logprobs else []
+        for part in self._reader.feed(delta):
+            match part:
+                case ReasoningEvent(text):
+                    yield from self._write(ReasoningTextItem, text)
+                case TextEvent(text):
+                    yield from self._write(TextItem, text, logprobs)
+                    logprobs = []
+                case CallBegun(_, name):
+                    yield from self._begin(self._call(name))
+                case ArgumentsEvent(_, text):
+                    yield from self._items[-1].add(text)
+                case CallEnded():
+                    yield from self._close()
+        if delta.finish_reason is not None:
+            self._finish_reason = delta.finish_reason
+            yield from self._last()
+
+    def _last(self) -> Iterator[Event]:
+        if not self._items:
+            yield from self._write(TextItem, "")
+        is_cut_off = self._finish_reason != "stop" or (self._reader.has_calls and not self._reader.ends_with_calls)
+        yield from self._close("incomplete" if is_cut_off else "completed")
+
+    def _write(
+        self, kind: type[TextItem | ReasoningTextItem], text: str, logprobs: Sequence[Document] = ()
+    ) -> Iterator[Event]:
+        if not self._is_open or not isinstance(self._items[-1], kind):
+            index = len(self._items)
+            is_reasoning = kind is ReasoningTextItem
+            item = ReasoningTextItem(index, is_sealed=self._rules.seals_reasoning) if is_reasoning else TextItem(index)
+            yield from self._begin(item)
+        if text:
+            yield from self._items[-1].add(text, logprobs)
+
+    def _call(self, name: str) -> OutputItem:
+        if self._rules.note_call is not None:
+            self._rules.note_call()
+        tool = self._rules.tools.get(name)
+        kind = CustomItem if tool is not None and tool.is_custom else FunctionItem
+        # A model can also call functions that were not offered. They have no namespace.
+        namespace = None if tool is None or tool.namespace is None else tool.namespace.name
+        called = name if tool is None else tool.tool.name
+        # Mistral templates accept only IDs of nine letters and digits.
+        return kind(len(self._items), Called(called, namespace, secrets.token_hex(5)[:9]))
+
+    def _begin(self, item: OutputItem) -> Iterator[Event]:
+        yield from self._close()
+        self._items.append(item)
+        self._is_open = True
+        yield from item.begin()
+
+    def _close(self, status: Status = "completed") -> Iterator[Event]:
+        if self._is_open:
+            self._is_open = False
+            yield from self._items[-1].finish(status)
+
+    def _finished(self, usage: Usage) -> Document:
+        is_complete = self._finish_reason == "stop"
+        document = self._document("completed" if is_complete else "incomplete")
+        if is_complete:
+            document["completed_at"] = self._rules.now_s()
+        else:
+            document["incomplete_details"] = {"reason": "max_output_tokens"}
+        document["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        return document
+
+    def _document(self, status: str) -> Document:
+        output = [item.document() for item in self._items]
+        return {**self._rules.head, "status": status, "output": output}
+
+    def _encoded(self, events: Sequence[Event]) -> bytes:
+        encoded = []
+        for event in events:
+            kind = event["type"]
+            encoded.append(sse.event({"type": kind, "sequence_number": self._num_events, **event}, kind))
+            self._num_events += 1
+        return b"".join(encoded)
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[Document]:
+        return [
+            {
+                **self._token(entry.token_id, entry.logprob),
+                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
+            }
+            for entry in entries
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> Document:
+        spelled = self._rules.tokenizer.token_bytes(token_id)
+        token = spelled.decode("utf-8", "replace")
+        return {"token": token, "logprob": shown_logprob(logprob), "bytes": list(spelled)}

@@ -1,0 +1,199 @@
+"""The tools of a response request and its `tool_choice`, and how they appear in a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.bodies.tools import MAX_TOOLS, Name, Parameters
+from loramux.platform.bodies.unsupported_fields import RESPONSES_TOOL, Neutral
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.grammars.constraint import MAX_TEXT_BYTES
+from loramux.platform.grammars.lark_pattern import UnusableLark, pattern_of_lark
+from loramux.platform.requests.answers import Document
+
+JOINT = "__"
+"""Joins the names of a namespace and of a tool in it."""
+INPUT = "input"
+"""The name of a custom tool's only argument. Models call custom tools like functions."""
+
+
+class FunctionTool(StrictModel):
+    NEUTRAL: ClassVar[Neutral] = RESPONSES_TOOL
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: Parameters | None = None
+    strict: bool | None = None
+
+    def as_function(self, place: str) -> Document:
+        return self.model_dump(exclude={"type"}, exclude_none=True)
+
+
+class TextInput(StrictModel):
+    type: Literal["text"]
+
+
+class GrammarInput(StrictModel):
+    """The grammar of a custom tool's input: a regular expression, or a Lark grammar without recursion."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1, max_length=MAX_TEXT_BYTES)
+
+
+class CustomTool(StrictModel):
+    """A tool that takes any text, or text in the form of a grammar."""
+
+    NEUTRAL: ClassVar[Neutral] = RESPONSES_TOOL
+
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
+
+    def as_function(self, place: str) -> Document:
+        """Return a strict function with one argument. Raises InvalidRequest for an unusable grammar."""
+        wanted: Document = {"type": "string"}
+        if isinstance(self.format, GrammarInput):
+            wanted["pattern"] = f"^(?:{_pattern(self.format, place)})$"
+            shown = "a regular expression" if self.format.syntax == "regex" else "a Lark grammar"
+            wanted["description"] = f"Text in the form of {shown}:\n{self.format.definition}"
+        parameters = {
+            "type": "object",
+            "properties": {INPUT: wanted},
+            "required": [INPUT],
+            "additionalProperties": False,
+        }
+        function = {"name": self.name, "parameters": parameters, "strict": True}
+        if self.description is not None:
+            function["description"] = self.description
+        return function
+
+
+def _pattern(wanted: GrammarInput, place: str) -> str:
+    if wanted.syntax == "regex":
+        return wanted.definition
+    try:
+        return pattern_of_lark(wanted.definition)
+    except UnusableLark as error:
+        raise InvalidRequest(
+            f"the grammar cannot be used: {error}", param=f"{place}.format.definition", code="grammar_refused"
+        ) from None
+
+
+class NamespaceTool(StrictModel):
+    """Tools under a common name, such as `browser`. The model sees each tool under both names, joined by JOINT."""
+
+    NEUTRAL: ClassVar[Neutral] = RESPONSES_TOOL
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Annotated[
+        list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]],
+        Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS),
+    ]
+
+
+Tool = Annotated[FunctionTool | CustomTool | NamespaceTool, Field(discriminator="type")]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool that the model can call. `place` is the field of the request that defines it, such as `tools[2]`."""
+
+    tool: FunctionTool | CustomTool
+    namespace: NamespaceTool | None
+    place: str
+
+    @property
+    def is_custom(self) -> bool:
+        return isinstance(self.tool, CustomTool)
+
+    @property
+    def called_name(self) -> str:
+        """The name by which the model calls the tool."""
+        return joined_name(None if self.namespace is None else self.namespace.name, self.tool.name)
+
+    def as_chat_tool(self) -> Document:
+        """Return the tool in the form of a chat request. Raises InvalidRequest for an unusable grammar."""
+        function = {**self.tool.as_function(self.place), "name": self.called_name}
+        about = None if self.namespace is None else self.namespace.description
+        if about is not None:
+            function["description"] = "\n\n".join([about, *filter(None, [self.tool.description])])
+        return {"type": "function", "function": function}
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}{JOINT}{name}"
+
+
+def offered_tools(tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) -> list[OfferedTool]:
+    """Return all tools, including those in namespaces."""
+    found = []
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}]"
+        if isinstance(tool, NamespaceTool):
+            found += [OfferedTool(one, tool, f"{place}.tools[{number}]") for number, one in enumerate(tool.tools)]
+        else:
+            found.append(OfferedTool(tool, None, place))
+    return found
+
+
+def refuse_built_in_tools(tools: Any) -> None:
+    """Raise InvalidRequest for the first tool that a server would have to run, and name it."""
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind not in ("function", "custom", "namespace"):
+            raise InvalidRequest(
+                f"this server does not run the built-in tool {kind[:64]!r}: offer functions or custom tools",
+                param=f"tools[{index}].type",
+                code="unsupported_tool",
+            )
+
+
+def chat_tool_choice(value: Any) -> Any:
+    """Return a `tool_choice` in the form of a chat request. Raises ValueError."""
+    match value:
+        case None | "none" | "auto" | "required":
+            return value
+        case {"type": "function" | "custom", "name": str(), **more} if not more:
+            return _named(value)
+        case {
+            "type": "allowed_tools",
+            "mode": "auto" | "required" as mode,
+            "tools": [_, *_] as tools,
+            **more,
+        } if not more and len(tools) <= MAX_TOOLS and all(map(_is_named, tools)):
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(_named, tools))}}
+        case _:
+            raise ValueError(
+                'must be "none", "auto", "required", {"type": "function" or "custom", "name": ...} or '
+                '{"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}'
+            )
+
+
+def _is_named(tool: Any) -> bool:
+    match tool:
+        case {"type": "function" | "custom", "name": str(), **more}:
+            return not more
+    return False
+
+
+def _named(tool: Document) -> Document:
+    return {"type": "function", "function": {"name": tool["name"]}}
+
+
+def _checked(value: Any) -> Any:
+    chat_tool_choice(value)
+    return value
+
+
+ToolChoiceField = Annotated[Any, AfterValidator(_checked)]

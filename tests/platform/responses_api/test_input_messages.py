@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loramux.platform.errors import ApiError
+from loramux.platform.responses_api.reasoning_text import opened, sealed
+from loramux.platform.responses_api.response_chat import chat_of, read_response_request
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def conversation(given: Any, **fields: Any) -> list[dict[str, Any]]:
+    body = chat_of(read_response_request({"model": "base", "input": given, **fields}))
+    body.check()
+    return [message.model_dump(exclude_none=True) for message in body.messages]
+
+
+def assistant(content: str | None = "", **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", **({} if content is None else {"content": content}), **fields}
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        pytest.param("Hi", [USER], id="string"),
+        pytest.param([USER], [USER], id="message-without-type"),
+        pytest.param(
+            [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], [USER], id="part"
+        ),
+        pytest.param(
+            [{"role": "user", "content": [{"type": "input_text", "text": one} for one in "ab"]}],
+            [{"role": "user", "content": ("a", "b")}],
+            id="parts",
+        ),
+        pytest.param(
+            [{"role": "system", "content": "A"}, {"role": "developer", "content": "B"}, USER],
+            [{"role": "system", "content": ("A", "B")}, USER],
+            id="leading-system-messages-become-one",
+        ),
+        pytest.param(
+            [USER, {"role": "developer", "content": "B"}], [USER, {"role": "system", "content": "B"}], id="later-system"
+        ),
+        pytest.param(
+            [
+                {"role": "assistant", "content": [{"type": "output_text", "text": "A", "annotations": []}]},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
+            ],
+            [assistant("A"), assistant("No")],
+            id="answers",
+        ),
+        pytest.param(
+            [
+                {
+                    "type": "reasoning",
+                    "id": "rs_1",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": "T"}],
+                },
+                {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": "A"},
+                {**CALL, "id": "fc_1", "status": "completed"},
+                {"type": "function_call_output", "call_id": "c1", "output": "out"},
+            ],
+            [
+                assistant("A", reasoning_content="T", tool_calls=[CHAT_CALL]),
+                {"role": "tool", "tool_call_id": "c1", "content": "out"},
+            ],
+            id="turn-becomes-one-message",
+        ),
+        pytest.param(
+            [
+                {"type": "custom_tool_call", "call_id": "c2", "name": "shell", "input": 'a"b'},
+                CALL,
+                {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "x"}]},
+                {"type": "function_call_output", "call_id": "c1", "output": "y"},
+                CALL,
+            ],
+            [
+                assistant(
+                    None,
+                    tool_calls=[
+                        {
+                            "id": "c2",
+                            "type": "function",
+                            "function": {"name": "shell", "arguments": '{"input": "a\\"b"}'},
+                        },
+                        CHAT_CALL,
+                    ],
+                ),
+                {"role": "tool", "tool_call_id": "c2", "content": "x"},
+                {"role": "tool", "tool_call_id": "c1", "content": "y"},
+                assistant(None, tool_calls=[CHAT_CALL]),
+            ],
+            id="parallel-calls-and-custom-calls",
+        ),
+        pytest.param(
+            [USER, {"type": "reasoning", "summary": [], "encrypted_content": sealed("Hm ö")}],
+            [USER, assistant("", reasoning_content="Hm ö")],
+            id="reasoning-alone-and-sealed",
+        ),
+        pytest.param(
+            [{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA-of-another-vendor"}, USER],
+            [USER],
+            id="reasoning-of-another-server",
+        ),
+    ],
+)
+def test_items_become_messages(given: Any, messages: list[dict[str, Any]]) -> None:
+    assert conversation(given) == messages
+
+
+def test_instructions_come_first() -> None:
+    assert conversation("Hi", instructions="Be brief") == [{"role": "system", "content": "Be brief"}, USER]
+    given = [{"role": "developer", "content": "B"}, USER]
+    assert conversation(given, instructions="A")[0] == {"role": "system", "content": ("A", "B")}
+
+
+@pytest.mark.parametrize("sent", ["", "lmxr1.", "lmxr1.%%%", "lmxr1.gICA", "lmxr1.abc", "other"])
+def test_forged_reasoning_is_no_text(sent: str) -> None:
+    assert opened(sent) == ""
+
+
+MESSAGE = {"type": "message", "role": "user"}
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "code"),
+    [
+        ([{"type": "function_call_output", "call_id": "c1", "output": "x"}], "input[0].call_id", "invalid_value"),
+        (
+            [USER, {"type": "custom_tool_call_output", "call_id": "c1", "output": "x"}],
+            "input[1].call_id",
+            "invalid_value",
+        ),
+        ([USER, {"type": "item_reference", "id": "msg_1"}], "input[1].id", "item_not_found"),
+        ([{"id": "msg_1"}], "input[0].id", "item_not_found"),
+        ([{"type": "web_search_call", "id": "ws_1"}], "input[0].type", "unsupported_item"),
+        ([{"type": "computer_call_output", "call_id": "c"}], "input[0].type", "unsupported_item"),
+        ([{"type": 5}], "input[0].type", "invalid_value"),
+        ([5], "input[0]", "invalid_type"),
+        ([], "input", "invalid_value"),
+        ({"role": "user"}, "input", "invalid_type"),
+        (None, "input", "invalid_type"),
+        ([{**MESSAGE, "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content", "invalid_value"),
+        ([{**MESSAGE, "content": [{"type": "input_text"}]}], "input[0].content", "invalid_value"),
+        ([{**MESSAGE, "content": [{"type": "input_text", "text": "x", "y": 1}]}], "input[0].content", "invalid_value"),
+        ([{**MESSAGE, "content": None}], "input[0].content", "invalid_type"),
+        ([{**MESSAGE}], "input[0].content", "missing_required_parameter"),
+        ([{"role": "owner", "content": "x"}], "input[0].role", "invalid_value"),
+        ([{**USER, "more": 1}], "input[0].more", "unknown_parameter"),
+        ([{**CALL, "call_id": ""}], "input[0].call_id", "invalid_value"),
+        ([{**CALL, "name": "a\nb"}], "input[0].name", "invalid_value"),
+        ([{**CALL, "arguments": {}}], "input[0].arguments", "invalid_type"),
+    ],
+)
+def test_bad_items_are_named(given: Any, param: str, code: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        conversation(given)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_unsupported_content_is_named() -> None:
+    for kind in ("input_image", "input_file", "input_audio"):
+        with pytest.raises(ApiError, match=kind):
+            conversation([{**MESSAGE, "content": [{"type": kind}]}])

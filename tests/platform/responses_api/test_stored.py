@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+
+from loramux.admin.serving.expired_rows import ExpiredRows
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.platform.accounts.tenants import TenantChanges, Tenants
+from loramux.platform.requests.services import GatewaySettings
+from loramux.platform.stored_responses.response_store import MAX_CONTENT_BYTES, ResponseStore
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.openai_api.test_tools import prompt_of
+from tests.platform.responses_api.test_events import CALL, WEATHER
+from tests.platform.responses_api.transcripts import RESPONSES, answers, events_of
+
+pytestmark = pytest.mark.anyio
+
+KEY = b"the key of the stored responses."
+
+
+def allow(database: Database, tenant_id: str, days: int = 30) -> None:
+    Tenants(database).update(tenant_id, TenantChanges(response_days=days), lambda tenant: None)
+
+
+@pytest.fixture
+async def storing(
+    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
+) -> AsyncIterator[Gateway]:
+    """A gateway that stores the responses of the tenant acme."""
+    settings = GatewaySettings(response_key=KEY)
+    async with open_gateway(accounts, tool_tokenizer, threads, settings, max_model_len=1024) as gateway:
+        allow(accounts, gateway.tenant.id)
+        answers(gateway, "Secret answer")
+        yield gateway
+
+
+async def respond(gateway: Gateway, **body: Any) -> dict[str, Any]:
+    response = await gateway.http.post(RESPONSES, json={"model": "base", "input": "Hi", **body})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def status_of(gateway: Gateway, path: str, method: str = "GET", key: str | None = None) -> tuple[int, str | None]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    response = await gateway.http.request(method, f"{RESPONSES}/{path}", headers=headers)
+    return response.status_code, (response.json().get("error") or {}).get("code")
+
+
+MISSING = (404, "response_not_found")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_stored_response_is_retrieved_until_it_is_deleted(storing: Gateway, is_streamed: bool) -> None:
+    if is_streamed:
+        events = await events_of(storing)
+        assert events[0]["response"]["store"]
+        made = events[-1]["response"]
+    else:
+        made = await respond(storing)
+    assert made["store"]
+    found = await storing.openai.responses.retrieve(made["id"])
+    assert found.to_dict() == made
+    await storing.openai.responses.delete(made["id"])
+    assert await status_of(storing, made["id"]) == MISSING
+    assert await status_of(storing, made["id"], "DELETE") == MISSING
+
+
+@pytest.mark.parametrize(
+    ("key", "days", "asked"), [(None, 30, True), (KEY, 0, True), (KEY, 30, False)], ids=["no-key", "no-days", "refused"]
+)
+async def test_response_is_not_stored_unless_all_agree(
+    accounts: Database,
+    tool_tokenizer: ModelTokenizer,
+    threads: ThreadPoolExecutor,
+    anyio_backend: str,
+    key: bytes | None,
+    days: int,
+    asked: bool,
+) -> None:
+    settings = GatewaySettings(response_key=key)
+    async with open_gateway(accounts, tool_tokenizer, threads, settings) as gateway:
+        allow(accounts, gateway.tenant.id, days)
+        answers(gateway, "Hi")
+        made = await respond(gateway, store=asked)
+        assert not made["store"]
+        assert await status_of(gateway, made["id"]) == MISSING
+
+
+async def test_previous_response_continues_the_conversation(storing: Gateway) -> None:
+    answers(storing, f"<think>\nWell</think>\n\nLook.\n{CALL}")
+    first = await respond(storing, instructions="Only once", tools=[WEATHER], input="How is Rome?")
+    call = first["output"][-1]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    answers(storing, "Sunny.")
+    second = await respond(storing, previous_response_id=first["id"], tools=[WEATHER], input=[result])
+    prompt = prompt_of(storing)
+    assert second["previous_response_id"] == first["id"]
+    given = [{"role": "user", "content": "How is Rome?"}, *first["output"], result]
+    await respond(storing, tools=[WEATHER], input=given)
+    assert prompt_of(storing) == prompt
+    assert "Only once" not in prompt
+    # The first response is not needed any more.
+    await storing.openai.responses.delete(first["id"])
+    await respond(storing, previous_response_id=second["id"], input="And Oslo?")
+    prompt = prompt_of(storing)
+    assert [text in prompt for text in ("How is Rome?", "sunny", "Sunny.", "And Oslo?")] == [True] * 4
+
+
+async def test_input_items_are_listed_in_pages(storing: Gateway) -> None:
+    given: list[Any] = [{"role": "user", "content": text, "id": f"msg_{text}"} for text in "abc"]
+    made = await respond(storing, input=given)
+    page = await storing.openai.responses.input_items.list(made["id"], limit=2)
+    assert [item.id async for item in page] == ["msg_c", "msg_b", "msg_a"]
+    first = await storing.http.get(f"{RESPONSES}/{made['id']}/input_items?limit=2&order=asc")
+    assert (first.json()["first_id"], first.json()["last_id"], first.json()["has_more"]) == ("msg_a", "msg_b", True)
+    assert first.json()["data"][0]["content"] == [{"type": "input_text", "text": "a"}]
+    for query in ("limit=0", "limit=101", "order=up", "after=msg_x"):
+        response = await storing.http.get(f"{RESPONSES}/{made['id']}/input_items?{query}")
+        assert response.status_code == 400, query
+    assert await status_of(storing, "resp_unknown/input_items") == MISSING
+
+
+async def test_responses_of_others_look_like_unknown_ones(storing: Gateway) -> None:
+    made, other = await respond(storing), storing.key_of("other")
+    for path in (made["id"], f"{made['id']}/input_items"):
+        assert await status_of(storing, path, key=other) == MISSING
+    assert await status_of(storing, made["id"], "DELETE", other) == MISSING
+    headers = {"authorization": f"Bearer {other}"}
+    missing = []
+    for previous in (made["id"], "resp_unknown", "x" * 100, "\x00"):
+        body = {"model": "base", "input": "Hi", "previous_response_id": previous}
+        response = await storing.http.post(RESPONSES, json=body, headers=headers)
+        missing.append((response.status_code, response.json()))
+    assert missing == [missing[0]] * 4
+    assert missing[0][1]["error"]["code"] == "previous_response_not_found"
+    assert (await status_of(storing, made["id"]))[0] == 200
+
+
+async def test_limited_key_sees_only_the_responses_of_its_adapters(storing: Gateway) -> None:
+    adapter_id = storing.add_adapter("acme", "support")
+    of_adapter, of_base = await respond(storing, model="support"), await respond(storing)
+    keys = storing.services.callers.api_keys
+    limited = keys.create(storing.tenant.id, "limited", adapters=[adapter_id]).secret
+    assert (await status_of(storing, of_adapter["id"], key=limited))[0] == 200
+    assert await status_of(storing, of_base["id"], key=limited) == MISSING
+
+
+async def test_content_is_encrypted_and_bound_to_its_tenant_and_id(storing: Gateway) -> None:
+    made = await respond(storing)
+    table = schema.responses
+    with storing.database.read() as connection:
+        row = connection.execute(select(table)).one()
+    assert b"Secret" not in row.content
+    store = ResponseStore(storing.database, KEY)
+    found = store.get(storing.tenant.id, made["id"])
+    assert found is not None
+    assert found.response == made
+    assert ResponseStore(storing.database, b"another key").get(storing.tenant.id, made["id"]) is None
+    assert ResponseStore(storing.database, None).get(storing.tenant.id, made["id"]) is None
+    with storing.database.write() as connection:
+        connection.execute(update(table).values(id="resp_moved"))
+    assert store.get(storing.tenant.id, "resp_moved") is None
+
+
+async def test_response_expires_and_is_swept(storing: Gateway) -> None:
+    made, kept = await respond(storing), await respond(storing)
+    table = schema.responses
+    with storing.database.write() as connection:
+        now_us = storing.database.now_us(connection)
+        connection.execute(update(table).where(table.c.id == made["id"]).values(expires_us=now_us))
+    assert await status_of(storing, made["id"]) == MISSING
+    assert ExpiredRows(storing.database).sweep()["responses"] == 1
+    assert (await status_of(storing, kept["id"]))[0] == 200
+
+
+async def test_too_long_response_is_not_stored(storing: Gateway) -> None:
+    made = await respond(storing)
+    store = storing.services.responses
+    stored = store.get(storing.tenant.id, made["id"])
+    assert stored is not None
+    # Random hexadecimal digits cannot be compressed to less than half.
+    long = [{"text": random.Random(0).randbytes(MAX_CONTENT_BYTES).hex()}]
+    assert not store.put(replace(stored, id="resp_long", input=long), 1)
+
+
+@pytest.mark.parametrize("kind", [OperationalError, IntegrityError], ids=["disk", "tenant-deleted-meanwhile"])
+async def test_failing_database_only_costs_the_storage(
+    storing: Gateway, monkeypatch: pytest.MonkeyPatch, kind: type[DBAPIError]
+) -> None:
+    def fail(*_: Any) -> bool:
+        raise kind("insert", {}, Exception("it failed"))
+
+    monkeypatch.setattr(ResponseStore, "put", fail)
+    made = await respond(storing)
+    assert (made["status"], made["store"]) == ("completed", False)
+    assert not (await events_of(storing))[-1]["response"]["store"]
+
+
+async def test_streams_cannot_be_resumed(storing: Gateway) -> None:
+    made = await respond(storing)
+    assert await status_of(storing, f"{made['id']}?stream=true&starting_after=900") == (400, "unsupported_parameter")
