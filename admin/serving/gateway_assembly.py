@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -98,6 +99,8 @@ def assemble_gateway(
         # Without this setting, the blobs are in the server's data directory.
         kept = None
         if settings.blob_url is not None:
+            # What an earlier process has left.
+            shutil.rmtree(directory.scratch, ignore_errors=True)
             with refused_starts():
                 kept = open_batches(settings, directory, database, open_blob_store(settings.blob_url))
         app = create_openai_app(gateway, kept)

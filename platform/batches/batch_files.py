@@ -101,6 +101,8 @@ class BatchFiles:
             created_us=batch.finalizing_us,
             expires_us=None,
         )
+        # A server that has lost its claim must not replace the file of the server that has it.
+        self.claim.renew(batch.id)
         self.files.put_output(file, path)
         return file_id
 

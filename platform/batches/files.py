@@ -16,7 +16,7 @@ from loramux.adapter_store.errors import printable
 from loramux.platform.batches.documents import DeletedFile, FileDocument, FileList
 from loramux.platform.batches.form_upload import UploadForm, received_form
 from loramux.platform.batches.services import Kept, OwnerOfKey
-from loramux.platform.batches.tenant_files import MAX_NAME, Listing, TenantFile, TenantFiles
+from loramux.platform.batches.tenant_files import MAX_NAME, Listing, Owner, TenantFile, TenantFiles
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.requests.authentication import Services
 from loramux.platform.requests.error_responses import json_response
@@ -66,11 +66,16 @@ _FORM = {
     tags=["files"],
     openapi_extra=_FORM,
     response_model=FileDocument,
-    responses=errors(413, 503),
+    responses=errors(413, 429, 503),
 )
 async def upload_file(request: Request, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Upload a file of requests for a batch, as a form with the fields `file` and `purpose`."""
     files = kept.files
+    with kept.transfers.held(owner.tenant_id):
+        return await _upload(request, owner, files)
+
+
+async def _upload(request: Request, owner: Owner, files: TenantFiles) -> Response:
     async with received_form(request, files.scratch, files.max_bytes) as form:
         lifetime_us, name = _checked(form), _name(form)
         if not form.path.stat().st_size:
@@ -104,13 +109,15 @@ async def retrieve_file(file_id: str, owner: OwnerOfKey, services: Services, kep
     "/v1/files/{file_id}/content",
     tags=["files"],
     response_class=Response,
-    responses={**answers_bytes(), **errors(503)},
+    responses={**answers_bytes(), **errors(429, 503)},
 )
 async def download_file(file_id: str, owner: OwnerOfKey, services: Services, kept: Kept) -> Response:
     """Download a file."""
     file = await services.call(kept.files.get, owner, file_id)
 
-    content = await anyio.to_thread.run_sync(_opened, kept.files, file)
+    # A slow reader holds no place, only the space of its copy.
+    with kept.transfers.held(owner.tenant_id):
+        content = await anyio.to_thread.run_sync(_opened, kept.files, file)
     headers = {"content-length": str(file.num_bytes)}
     return StreamingResponse(_chunks(content), headers=headers, media_type="application/octet-stream")
 

@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from loramux.migrations.database import Database
 from loramux.platform.batches.batch_rows import Batches
 from loramux.platform.batches.tenant_files import Owner, TenantFiles
+from loramux.platform.batches.transfers import Transfers
 from loramux.platform.requests.authentication import Caller
 
 
@@ -17,10 +18,11 @@ from loramux.platform.requests.authentication import Caller
 class BatchServices:
     files: TenantFiles
     batches: Batches
+    transfers: Transfers
 
     @staticmethod
     def over(database: Database, files: TenantFiles) -> BatchServices:
-        return BatchServices(files, Batches(database, files))
+        return BatchServices(files, Batches(database, files), Transfers())
 
 
 async def _services_of(request: Request) -> BatchServices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from openai import NotFoundError
 from loramux.adapter_store.errors import BlobStoreUnavailable
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.batches.tenant_files import UPLOAD_US, Owner, TenantFiles
+from loramux.platform.batches.transfers import MAX_TRANSFERS
 from tests.platform.gateways import Gateway
 
 pytestmark = pytest.mark.anyio
@@ -108,6 +110,21 @@ async def test_declared_size_is_refused_before_the_file_arrives(gateway: Gateway
     headers = {"content-length": str(10 << 30), "content-type": "multipart/form-data; boundary=x"}
     answer = await gateway.http.post("/v1/files", content=endless(), headers=headers)
     assert error_of(answer) == (413, "file_too_large", "file")
+
+
+async def test_transfers_of_a_tenant_are_limited(gateway: Gateway) -> None:
+    transfers = gateway.kept.transfers
+    file = (await post(gateway)).json()
+    with ExitStack() as held:
+        for _ in range(MAX_TRANSFERS):
+            held.enter_context(transfers.held(gateway.tenant.id))
+        for answer in (await post(gateway), await gateway.http.get(f"/v1/files/{file['id']}/content")):
+            assert error_of(answer) == (429, "too_many_transfers", None)
+            assert answer.headers["retry-after"] == "5"
+        headers = {"authorization": f"Bearer {gateway.key_of('other')}"}
+        files = {**FORM, "file": ("a", b"{}")}
+        assert (await gateway.http.post("/v1/files", files=files, headers=headers)).status_code == 200
+    assert (await post(gateway)).status_code == 200
 
 
 async def test_form_that_ends_early_is_refused(gateway: Gateway) -> None:
