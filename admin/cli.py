@@ -11,6 +11,7 @@ from loramux.admin.commands import (
     aliases,
     audit,
     bases,
+    batches,
     bench,
     chat,
     check,
@@ -52,6 +53,8 @@ app.command("demo", rich_help_panel=HERE)(serve.demo)
 app.command("pull", rich_help_panel=HERE)(pull.pull)
 app.add_typer(models.app, name="models", rich_help_panel=HERE)
 app.add_typer(database.app, name="db", rich_help_panel=HERE)
+app.command("run", rich_help_panel=CLIENTS)(batches.run)
+app.add_typer(batches.app, name="batches", rich_help_panel=CLIENTS)
 app.command("check", rich_help_panel=HERE)(check.check)
 app.command("doctor", rich_help_panel=HERE)(doctor.doctor)
 app.command("chat", rich_help_panel=CLIENTS)(chat.chat)

@@ -320,6 +320,101 @@ eval_answers = Table(
     Column("detail", String(300), nullable=False),
 )
 
+# Files of a tenant, for batches. Their contents are blobs at `files/TENANT/FILE`.
+files = Table(
+    "files",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    # The key that uploaded the file, or that started the batch that wrote it.
+    Column("api_key_id", ID, nullable=False),
+    Column("purpose", String(20), nullable=False),
+    Column("name", String(255), nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    # A file is visible only while it is ready. Its row exists before its blob, and until its blob has been deleted.
+    Column("state", String(16), nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    # When the file is deleted. NULL if it is kept.
+    Column("expires_us", BigInteger, nullable=True),
+    Index("ix_files_tenant_id_id", "tenant_id", "id"),
+    Index("ix_files_state_created", "state", "created_us", postgresql_where=text("state != 'ready'")),
+    Index(
+        "ix_files_expires",
+        "expires_us",
+        postgresql_where=text("expires_us IS NOT NULL"),
+        sqlite_where=text("expires_us IS NOT NULL"),
+    ),
+    CheckConstraint("state IN ('uploading', 'ready', 'deleting')", name="state"),
+    CheckConstraint("purpose IN ('batch', 'batch_output')", name="purpose"),
+)
+
+# Files of requests that run when the engine has room.
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    # The key that pays for the requests.
+    Column("api_key_id", ID, nullable=False),
+    Column("endpoint", String(40), nullable=False),
+    # Not references, because files can be deleted before their batch.
+    Column("input_file_id", ID, nullable=False),
+    Column("output_file_id", ID, nullable=True),
+    Column("error_file_id", ID, nullable=True),
+    Column("labels", JSON, nullable=False),
+    Column("state", String(16), nullable=False),
+    # [{"code", "message", "param", "line"}]: why the batch failed.
+    Column("errors", JSON, nullable=False),
+    Column("num_lines", Integer, nullable=False),
+    Column("num_completed", Integer, nullable=False),
+    Column("num_failed", Integer, nullable=False),
+    # The server that runs the batch, and when its claim expires.
+    Column("claimed_by", ID, nullable=True),
+    Column("claim_expires_us", BigInteger, nullable=True),
+    Column("created_us", BigInteger, nullable=False),
+    # When the requests that have not run fail.
+    Column("expires_us", BigInteger, nullable=False),
+    # When the batch reached each state. NULL if it has not.
+    Column("in_progress_us", BigInteger, nullable=True),
+    Column("finalizing_us", BigInteger, nullable=True),
+    Column("cancelling_us", BigInteger, nullable=True),
+    Column("finished_us", BigInteger, nullable=True),
+    Index("ix_batches_tenant_id_id", "tenant_id", "id"),
+    Index(
+        "ix_batches_state_id",
+        "state",
+        "id",
+        postgresql_where=text("state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"),
+    ),
+    CheckConstraint(
+        "state IN ('validating', 'in_progress', 'finalizing', 'cancelling', 'completed', 'failed', 'expired', "
+        "'cancelled')",
+        name="state",
+    ),
+)
+
+# The requests of an unfinished batch. They are deleted when its output file has been written.
+batch_lines = Table(
+    "batch_lines",
+    metadata,
+    Column("batch_id", ID, ForeignKey("batches.id"), primary_key=True),
+    # The line in the input file, from 1, and where it begins in the file.
+    Column("line", Integer, primary_key=True),
+    Column("start", BigInteger, nullable=False),
+    Column("num_bytes", Integer, nullable=False),
+    # The model as the request names it. Requests run in the order of their models.
+    Column("model", String(256), nullable=False),
+    # The last request that was reserved for the line. NULL if there has been none.
+    Column("request_id", ID, nullable=True),
+    # The HTTP status of the answer. NULL until there is one.
+    Column("status", SmallInteger, nullable=True),
+    # The answer as the line of the output or error file.
+    Column("answer", LargeBinary, nullable=True),
+    # The usage to settle the request with, if the server stops between storing the answer and settling.
+    Column("usage", JSON(none_as_null=True), nullable=True),
+    Index("ix_batch_lines_waiting", "batch_id", "status", "model", "line"),
+)
+
 adapter_grants = Table(
     "adapter_grants",
     metadata,

@@ -6,24 +6,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
+from sqlalchemy import Connection, func, insert, select
 
 from loramux.adapter_store.errors import ClaimLost
 from loramux.adapter_store.registry.evals import (
     MAX_ANSWER,
     MAX_DETAIL,
     MAX_ERROR,
+    UNFINISHED,
     Eval,
     EvalAnswer,
     ended,
     require_eval,
 )
+from loramux.migrations.claims import LEASE_US, RowClaims
 from loramux.migrations.database import Database
-from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import eval_answers, evals
-
-LEASE_US = 30_000_000
-"""Duration of a claim that is not renewed, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +30,14 @@ class ClaimedEval:
     content: bytes
     answered: frozenset[tuple[int, int]]
     """The lines and sides that an earlier claim has stored answers for."""
+
+    @property
+    def id(self) -> str:
+        return self.eval.id
+
+    @property
+    def tenant_id(self) -> str:
+        return self.eval.tenant_id
 
 
 class EvalClaims:
@@ -43,28 +49,19 @@ class EvalClaims:
 
     def __init__(self, database: Database, lease_us: int = LEASE_US) -> None:
         self._database = database
-        self._lease_us = lease_us
-        self.server_id = new_id("srv")
-        """Unique to this process. After a restart, earlier claims count as another server's."""
+        self._rows = RowClaims(database, evals, UNFINISHED, lease_us)
 
     @property
     def lease_s(self) -> float:
-        return self._lease_us / 1_000_000
+        return self._rows.lease_s
 
     def claim(self, but_tenants: Collection[str] = ()) -> ClaimedEval | None:
         """Claim the oldest eval that no server runs, except those of `but_tenants`."""
-        # Read first, because servers look often, and a writing transaction would delay reservations on SQLite.
-        with self._database.read() as connection:
-            is_free = _is_free(self._database.now_us(connection))
-            query = select(evals.c.id).where(is_free, evals.c.tenant_id.not_in(but_tenants))
-            eval_id = connection.scalar(query.order_by(evals.c.id).limit(1))
+        eval_id = self._rows.find(but_tenants)
         if eval_id is None:
             return None
         with self._database.write() as connection:
-            now_us = self._database.now_us(connection)
-            claimed = {"state": "running", "claimed_by": self.server_id, "claim_expires_us": now_us + self._lease_us}
-            taken = connection.execute(update(evals).where(evals.c.id == eval_id, _is_free(now_us)).values(claimed))
-            if taken.rowcount == 0:
+            if not self._rows.claim(connection, eval_id, {"state": "running"}):
                 return None
             content = connection.execute(select(evals.c.content).where(evals.c.id == eval_id)).scalar_one()
             table = eval_answers.c
@@ -75,7 +72,7 @@ class EvalClaims:
     def renew(self, eval_id: str) -> None:
         """Extend the claim. Raises ClaimLost."""
         with self._database.write() as connection:
-            self._change(connection, eval_id, {"claim_expires_us": self._database.now_us(connection) + self._lease_us})
+            self._change(connection, eval_id, {})
 
     def give_back(self, eval_id: str) -> None:
         """Return a running eval to the queue. Raises ClaimLost."""
@@ -85,9 +82,7 @@ class EvalClaims:
     def record(self, eval_id: str, answer: EvalAnswer) -> None:
         """Store an answer and renew the claim. Raises ClaimLost, for example if the eval has been cancelled."""
         with self._database.write() as connection:
-            expires_us = self._database.now_us(connection) + self._lease_us
-            change = {"claim_expires_us": expires_us, "num_answers": evals.c.num_answers + 1}
-            self._change(connection, eval_id, change)
+            self._change(connection, eval_id, {"num_answers": evals.c.num_answers + 1})
             connection.execute(
                 insert(eval_answers).values(
                     eval_id=eval_id,
@@ -122,14 +117,8 @@ class EvalClaims:
             self._change(connection, eval_id, {**ended("failed", self._database.now_us(connection)), **error})
 
     def _change(self, connection: Connection, eval_id: str, values: Mapping[str, Any]) -> None:
-        is_own = (evals.c.id == eval_id, evals.c.state == "running", evals.c.claimed_by == self.server_id)
-        if connection.execute(update(evals).where(*is_own).values(values)).rowcount == 0:
+        if not self._rows.change(connection, eval_id, values):
             raise ClaimLost("the eval was cancelled, or another server has taken it over")
-
-
-def _is_free(now_us: int) -> ColumnElement[bool]:
-    is_abandoned = and_(evals.c.state == "running", evals.c.claim_expires_us < now_us)
-    return or_(evals.c.state == "queued", is_abandoned)
 
 
 def _storable(text: str, max_characters: int) -> str:

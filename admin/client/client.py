@@ -96,7 +96,7 @@ class AdminClient:
             with self._http.stream("GET", path) as response:
                 if not response.is_success:
                     response.read()
-                    raise _refusal(response)
+                    raise refusal_of(response)
                 yield response.iter_bytes()
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
@@ -181,7 +181,7 @@ class AdminClient:
                 "LORAMUX_ADMIN_URL"
             ) from None
         if not response.is_success:
-            raise _refusal(response)
+            raise refusal_of(response)
         return response
 
     def _document(self, response: httpx.Response) -> Document:
@@ -200,7 +200,7 @@ def _given(params: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def _refusal(response: httpx.Response) -> AdminError:
+def refusal_of(response: httpx.Response) -> AdminError:
     retry_after = response.headers.get("retry-after", "")
     retry_after_s = int(retry_after) if retry_after.isascii() and retry_after.isdecimal() else None
     try:

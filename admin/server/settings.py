@@ -295,6 +295,8 @@ class Settings(ModelSettings):
     """Share the OpenAI port with other gateways on this host that also set this. The kernel distributes connections."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
     """Disk space for settlements that wait while the database is unavailable."""
+    max_file_bytes: Annotated[ByteSize, Field(ge=1 << 10)] = ByteSize(200 << 20)
+    """Largest file that a tenant can upload for a batch."""
     log_format: Literal["console", "json"] = "console"
     log_answers: bool = False
     traces: Literal["off", "file", "otlp"] = "off"

@@ -49,6 +49,7 @@ from loramux.admin.serving.app import create_admin_app
 from loramux.admin.serving.gateway_assembly import (
     NUM_THREADS,
     GatewayStores,
+    open_batches,
     open_gateway,
     refused_starts,
     revealed,
@@ -63,6 +64,9 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.key_authentication import open_key_authentication
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.batches.batch_claims import BatchQueue
+from loramux.platform.batches.room import RoomLimits, lines_at_once
+from loramux.platform.batches.runner import BatchRunner
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.evals.runner import EvalRunner
 from loramux.platform.generation.cold_loads import held_nowhere_else
@@ -107,6 +111,7 @@ class Assembled:
     admin_app: FastAPI
     upkeep: Upkeep
     evals: EvalRunner
+    batches: BatchRunner
     sharing: Sharing | None
     base_id: str
     own_server: OwnServer
@@ -157,7 +162,8 @@ def assemble(
             held_nowhere_else if sharing is None else sharing.engine.holds_elsewhere,
             draw,
         )
-        gateway_app = create_openai_app(gateway)
+        kept = open_batches(settings, directory, database, stores.blobs)
+        gateway_app = create_openai_app(gateway, kept)
         admin = open_admin(
             settings=settings,
             directory=directory,
@@ -171,8 +177,12 @@ def assemble(
             is_loopback=is_loopback,
         )
         admin_app = create_admin_app(admin, settings.admin_root_path)
+        upkeep = Upkeep(admin)
         evals = EvalRunner(gateway, EvalClaims(database), metrics.evals)
-        yield Assembled(gateway, gateway_app, admin_app, Upkeep(admin), evals, sharing, stores.base_id, own_server)
+        room = RoomLimits(max_sequences=lines_at_once(config.max_sequences))
+        batches = BatchRunner(gateway, kept.files, BatchQueue(database), metrics.batches, room)
+        base_id = stores.base_id
+        yield Assembled(gateway, gateway_app, admin_app, upkeep, evals, batches, sharing, base_id, own_server)
 
 
 def open_stores(

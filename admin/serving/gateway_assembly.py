@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,8 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from sqlalchemy.exc import SQLAlchemyError
 
+from loramux.adapter_store.blobs.blob_url import open_blob_store
+from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.errors import AdapterRejected, StoreError
 from loramux.adapter_store.formats.files.file_names import GENERATION_FILE
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
@@ -26,6 +29,8 @@ from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.key_authentication import open_key_authentication
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.batches.services import BatchServices
+from loramux.platform.batches.tenant_files import TenantFiles
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.cold_loads import HeldElsewhere, held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
@@ -91,7 +96,15 @@ def assemble_gateway(
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         served = served_model(settings, model, info.max_model_len)
         gateway = open_gateway(stack, settings, directory, served, stores, engine, executor, GatewayMetrics())
-        yield AssembledGateway(gateway, create_openai_app(gateway), _operations_app(gateway, settings, is_loopback))
+        # Without this setting, the blobs are in the server's data directory.
+        kept = None
+        if settings.blob_url is not None:
+            # What an earlier process has left.
+            shutil.rmtree(directory.scratch, ignore_errors=True)
+            with refused_starts():
+                kept = open_batches(settings, directory, database, open_blob_store(settings.blob_url))
+        app = create_openai_app(gateway, kept)
+        yield AssembledGateway(gateway, app, _operations_app(gateway, settings, is_loopback))
 
 
 @contextmanager
@@ -139,6 +152,12 @@ def open_gateway(
     stack.callback(gateway.close)
     gateway.prompts.grammars.preload()
     return gateway
+
+
+def open_batches(settings: Settings, directory: DataDirectory, database: Database, blobs: BlobStore) -> BatchServices:
+    """Open the services of files and batches."""
+    directory.scratch.mkdir(exist_ok=True)
+    return BatchServices.over(database, TenantFiles(database, blobs, directory.scratch, int(settings.max_file_bytes)))
 
 
 def served_model(settings: Settings, model: ModelConfig, max_model_len: int) -> ModelInfo:

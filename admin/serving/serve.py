@@ -205,8 +205,9 @@ async def _serve(
         upkeep = assembled.upkeep.run(assembled.own_server, signals.drain)
         await stack.enter_async_context(in_background(gateway.run.maintenance.run(), "maintenance"))
         await stack.enter_async_context(in_background(upkeep, "upkeep"))
-        # When the drain begins, running evals go back to the queue, and other servers continue them.
+        # When the drain begins, running evals and batches go back to the queue, and other servers continue them.
         await stack.enter_async_context(in_background(assembled.evals.run(signals.drain), "evals"))
+        await stack.enter_async_context(in_background(assembled.batches.run(signals.drain), "batches"))
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai, settings.keep_alive_s),
             HttpServer(assembled.admin_app, admin_listener, admin, settings.keep_alive_s),

@@ -330,7 +330,13 @@ def _delete_rows(connection: Connection, tenant_id: str) -> None:
     # Under the platform's policies, the tenant has counters of its own.
     is_own = counters.c.policy_id.in_(own_policies) | (counters.c.subject_id == tenant_id)
     connection.execute(delete(counters).where(is_own))
-    for table in (policies, schema.api_keys, schema.adapter_grants, schema.responses):
+    batches, lines = schema.batches, schema.batch_lines
+    connection.execute(
+        delete(lines).where(lines.c.batch_id.in_(select(batches.c.id).where(batches.c.tenant_id == tenant_id)))
+    )
+    owned = (batches, schema.files, policies, schema.api_keys, schema.adapter_grants, schema.responses)
+    # The sweep deletes the blobs of files without rows.
+    for table in owned:
         connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
     connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))
 

@@ -11,6 +11,7 @@ from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.records import CanaryRule, WatchedAlias
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
+from loramux.platform.batches.line_run import ENDPOINT as BATCHES
 from loramux.platform.evals.questions import ENDPOINT
 from loramux.platform.ledger.outcomes import Outcomes, version_outcomes
 from loramux.platform.telemetry.package_metrics import EvalMetrics
@@ -42,7 +43,8 @@ class Canaries:
         for number in rule.versions:
             model = f"{adapter.tenant_slug}/{adapter.name}@{number}"
             since_us = watched.alias.updated_us
-            found = version_outcomes(self._database, watched.tenant_ids, model, since_us, but_endpoint=ENDPOINT)
+            # The requests of evals and batches wait behind others, so their times say nothing about the version.
+            found = version_outcomes(self._database, watched.tenant_ids, model, since_us, (ENDPOINT, BATCHES))
             verdict = judge(rule, found)
             if verdict is not None:
                 return f"version {number}: {verdict}"

@@ -20,8 +20,7 @@ from loramux.platform.openai_api.completions import COMPLETIONS
 from loramux.platform.requests.answers import Document
 from loramux.platform.requests.endpoint import B, Endpoint, Received
 from loramux.platform.requests.error_responses import engine_unavailable
-from loramux.platform.requests.planning import make_plan
-from loramux.platform.requests.request_life import constrain, prepare, reserve, resolve, run_and_settle
+from loramux.platform.requests.request_life import planned, prepare, reserve, resolve, run_and_settle
 from loramux.platform.requests.services import GatewayServices
 
 ENDPOINT = "evals"
@@ -89,11 +88,8 @@ class Questions:
     async def _run(self, endpoint: Endpoint[B], body: Mapping[str, Any]) -> Document:
         """Run one request and return the response's body, like `request_life.serve`."""
         services, received = self.services, _received(endpoint, body)
-        target = await resolve(services, self.principal, received.body.model)
-        prepared = await prepare(services, endpoint, target, received)
-        grammar = await constrain(services, target, endpoint.constraint(target, received.body, prepared))
-        plan = replace(make_plan(services, endpoint, received, target, prepared, grammar), endpoint=ENDPOINT)
-        shape = await endpoint.shape(services, target, received, prepared)
+        plan, shape = await planned(services, self.principal, endpoint, received)
+        plan = replace(plan, endpoint=ENDPOINT)
         if self.is_charged:
             await reserve(services, plan, received.body)
             generation = services.run.requests.start(plan, partial(run_and_settle, services))

@@ -23,6 +23,7 @@ from loramux.platform.evals.cases import Case, read_cases
 from loramux.platform.evals.graders import Grade, combined, grade_likelihood, grade_text, grade_verdict
 from loramux.platform.evals.payer import payer
 from loramux.platform.evals.questions import Questions
+from loramux.platform.requests.claim_loop import ClaimLoop
 from loramux.platform.requests.error_responses import TRANSLATIONS
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.package_metrics import EvalMetrics
@@ -85,36 +86,20 @@ class EvalRunner:
         self._claims = claims
         self._metrics = metrics
         self._patience = patience or Patience()
-        self._running: dict[str, asyncio.Task[None]] = {}
-        """The tasks of running evals, by tenant."""
         self._num_asking = 0
         self._rests_until_s = 0.0
 
     async def run(self, draining: asyncio.Event) -> None:
         """Run until cancelled or until `draining` is set. The evals that are running then go back to the queue."""
-        try:
-            while not draining.is_set():
-                try:
-                    await self._claim()
-                except Exception as error:
-                    log.warning("evals cannot be claimed; trying again", error=repr(error))
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._patience.poll_s):
-                        await draining.wait()
-        finally:
-            tasks = list(self._running.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _claim(self) -> None:
-        self._running = {tenant: task for tenant, task in self._running.items() if not task.done()}
-        while len(self._running) < MAX_RUNNING and self._services.engine.is_ready:
-            claimed = await self._services.call(self._claims.claim, tuple(self._running))
-            if claimed is None:
-                return
-            tenant_id = claimed.eval.tenant_id
-            self._running[tenant_id] = asyncio.create_task(self._run(claimed), name=claimed.eval.id)
+        loop = ClaimLoop(
+            services=self._services,
+            claim=self._claims.claim,
+            run_one=self._run,
+            what="evals",
+            max_running=MAX_RUNNING,
+            poll_s=self._patience.poll_s,
+        )
+        await loop.run(draining)
 
     async def _run(self, claimed: ClaimedEval) -> None:
         found = claimed.eval

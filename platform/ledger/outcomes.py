@@ -29,11 +29,11 @@ class Outcomes:
 
 
 def version_outcomes(
-    database: Database, tenant_ids: Collection[str], model: str, since_us: int, but_endpoint: str
+    database: Database, tenant_ids: Collection[str], model: str, since_us: int, but_endpoints: Collection[str]
 ) -> Outcomes:
     """Return the outcomes of the tenants' requests for `model`, a version's full name, that began after `since_us`.
 
-    Requests to `but_endpoint` are left out. The time that this takes does not depend on the size of the ledger.
+    Requests to `but_endpoints` are left out. The time that this takes does not depend on the size of the ledger.
     """
     table = usage_events.c
     num_requests, num_failed, waits = 0, 0, list[float]()
@@ -43,7 +43,7 @@ def version_outcomes(
                 table.model, table.endpoint, table.status, table.started_us, table.finished_us, table.first_token_us
             ).where(table.tenant_id == tenant_id, table.finished_us > since_us)
             for row in connection.execute(query.order_by(table.finished_us.desc()).limit(MAX_READ)):
-                if row.model != model or row.started_us < since_us or row.endpoint == but_endpoint:
+                if row.model != model or row.started_us < since_us or row.endpoint in but_endpoints:
                     continue
                 num_requests += 1
                 num_failed += row.status == "failed"

@@ -8,6 +8,8 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from loramux.platform.batches import batches, files
+from loramux.platform.batches.services import BatchServices
 from loramux.platform.listener import models
 from loramux.platform.listener.cross_origin import CrossOrigin
 from loramux.platform.listener.direct_routes import DirectRoutes
@@ -27,6 +29,8 @@ from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoi
 ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/files": "files",
+    "/v1/batches": "batches",
     "/v1/responses": "responses",
     "/v1/responses/input_tokens": "input_tokens",
     "/v1/messages": "messages",
@@ -69,8 +73,11 @@ async def server_version(caller: Caller) -> Response:
     return json_response({"version": version("loramux")})
 
 
-def create_openai_app(services: GatewayServices) -> FastAPI:
-    """Create the app. `services.run.maintenance.run()` must run alongside it."""
+def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> FastAPI:
+    """Create the app. `services.run.maintenance.run()` must run alongside it.
+
+    Without `kept`, the app has no routes for files and batches, because it has no blob store.
+    """
     # Only the health routes are public. FastAPI's documentation pages are off.
     app = FastAPI(
         title="loramux",
@@ -80,10 +87,13 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         redoc_url=None,
         generate_unique_id_function=lambda route: route.name,
     )
-    app.state.services = services
+    app.state.services, app.state.batches = services, kept
     surfaces = (completions, chat, batch_chat, invocations, responses, stored_responses, messages)
     for surface in (*surfaces, models, tokenization, load):
         app.include_router(surface.router)
+    if kept is not None:
+        app.include_router(files.router)
+        app.include_router(batches.router)
     app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))

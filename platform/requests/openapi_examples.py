@@ -68,6 +68,8 @@ _PREFIXES: Mapping[str, str] = {
     "request": "req",
     "upload": "upl",
     "eval": "evl",
+    "file": "fil",
+    "batch": "bat",
 }
 _BY_NAME: Mapping[str, Any] = {
     "id": f"ada_{_HEX}",
@@ -79,6 +81,10 @@ _BY_NAME: Mapping[str, Any] = {
     "key_id": f"key_{_HEX}",
     "job_id": f"job_{_HEX}",
     "eval_id": f"evl_{_HEX}",
+    "file_id": f"fil_{_HEX}",
+    "input_file_id": f"fil_{_HEX}",
+    "batch_id": f"bat_{_HEX}",
+    "filename": "requests.jsonl",
     "request_id": f"req_{_HEX}",
     "quota_id": f"qta_{_HEX}",
     "first_id": f"ada_{_HEX}",

@@ -50,11 +50,7 @@ async def serve_received(
     settings = services.settings
     body = received.body.shown_as(with_usage=settings.forces_usage, by_token_id=settings.names_tokens_by_id)
     received = replace(received, body=body)
-    target = await resolve(services, caller, received.body.model, received.body.user)
-    prepared = await prepare(services, endpoint, target, received)
-    grammar = await constrain(services, target, endpoint.constraint(target, received.body, prepared))
-    plan = make_plan(services, endpoint, received, target, prepared, grammar)
-    shape = await endpoint.shape(services, target, received, prepared)
+    plan, shape = await planned(services, caller, endpoint, received)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
     generation = services.run.requests.start(plan, partial(run_and_settle, services))
@@ -64,6 +60,17 @@ async def serve_received(
     except ApiError as error:
         error.headers = {**headers, **error.headers}
         raise
+
+
+async def planned(
+    services: GatewayServices, caller: Principal, endpoint: Endpoint[B], received: Received[B]
+) -> tuple[Plan, Answer]:
+    """Return a request's plan, and the object that builds its response. Raises what the steps below raise."""
+    target = await resolve(services, caller, received.body.model, received.body.user)
+    prepared = await prepare(services, endpoint, target, received)
+    grammar = await constrain(services, target, endpoint.constraint(target, received.body, prepared))
+    plan = make_plan(services, endpoint, received, target, prepared, grammar)
+    return plan, await endpoint.shape(services, target, received, prepared)
 
 
 async def run_and_settle(services: GatewayServices, generation: Generation) -> None:

@@ -13,6 +13,7 @@ from loramux.platform.telemetry.package_metrics import (
     AdminMetrics,
     AdmissionMetrics,
     ApiMetrics,
+    BatchMetrics,
     EvalMetrics,
     GenerationMetrics,
     GrammarMetrics,
@@ -40,6 +41,7 @@ class GatewayMetrics:
         self.ingest = IngestMetrics(new)
         self.admin = AdminMetrics(new)
         self.evals = EvalMetrics(new)
+        self.batches = BatchMetrics(new)
         self.listeners = ListenerMetrics(new)
 
     def render(self) -> bytes:

@@ -206,6 +206,13 @@ class EvalMetrics:
         self.rollbacks = new.counter("loramux_canary_rollbacks", "Aliases rolled back because a new version failed")
 
 
+class BatchMetrics:
+    def __init__(self, new: NewMetrics) -> None:
+        self.lines = new.counter(
+            "loramux_batch_lines", "Answered requests of batches", "outcome", values=("completed", "failed")
+        )
+
+
 class IngestMetrics:
     """Metrics of `adapter_store`."""
 

@@ -16,6 +16,7 @@ from loramux.platform.engine_link.scripted_engine import Script, ScriptedEngine,
 from loramux.platform.listener.app import create_openai_app
 from tests.admin.openai_side import open_services, served
 from tests.migrated import migrated_sqlite
+from tests.platform.gateways import batches_in_memory
 
 MODEL = "the-base"
 
@@ -37,6 +38,6 @@ def open_gateway(directory: Path, demo_base: Path, script: Callable[[Add], Scrip
         engine = services.engine
         assert isinstance(engine, ScriptedEngine)
         engine.script = script
-        with served(lambda: create_openai_app(services)) as url:
+        with served(lambda: create_openai_app(services, batches_in_memory(services.database))) as url:
             variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": secret, "XDG_CONFIG_HOME": str(directory)}
             yield Gateway(OpenAIServer(url=f"{url}/v1", key=secret), engine, variables)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import httpx2
@@ -13,11 +15,14 @@ import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
+from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.base_draw import BaseDraw
+from loramux.platform.batches.services import BatchServices
+from loramux.platform.batches.tenant_files import TenantFiles
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.cold_loads import held_nowhere_else
 from loramux.platform.generation.settlement_spool import SettlementSpool
@@ -45,6 +50,7 @@ class Gateway:
     openai: AsyncOpenAI
     key: str
     tenant: Tenant
+    kept: BatchServices
 
     def usage(self) -> list[UsageEvent]:
         return list(Ledger(self.database).events(None, limit=100).data)[::-1]
@@ -73,6 +79,11 @@ class Gateway:
         owner = tenants.get(tenant) or tenants.create(tenant)
         digests = [digest_of(f"{tenant}/{name}@{number}") for number in range(1, versions + 1)]
         return add_ready_adapter(self.database, owner.id, name, digests, files, invocation_tokens)
+
+
+def batches_in_memory(database: Database) -> BatchServices:
+    """The services of files and batches. The contents of files are in memory."""
+    return BatchServices.over(database, TenantFiles(database, MemoryBlobStore(), Path(tempfile.gettempdir()), 1 << 20))
 
 
 @asynccontextmanager
@@ -118,7 +129,8 @@ async def open_gateway(
     tenants = services.callers.tenants
     tenant = tenants.get("acme") or tenants.create("acme")
     key = api_keys.create(tenant.id, "test").secret
-    app = create_openai_app(services)
+    kept = batches_in_memory(database)
+    app = create_openai_app(services, kept)
     headers = {"authorization": f"Bearer {key}"}
     async with (
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", headers=headers) as http,
@@ -134,6 +146,7 @@ async def open_gateway(
             openai=client,
             key=key,
             tenant=tenant,
+            kept=kept,
         )
         assert await services.run.requests.drain(5)
         assert engine.num_running == 0

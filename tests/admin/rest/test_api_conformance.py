@@ -17,6 +17,7 @@ from tests.admin.admin_side import open_admin_side
 from tests.admin.openai_side import open_services, served
 from tests.admin.rest.api_cases import Cases, call_all
 from tests.admin.rest.api_stock import ApiStock
+from tests.platform.gateways import batches_in_memory
 
 CASES = int(os.environ.get("LORAMUX_API_CASES", "20000"))
 SEED = int(os.environ.get("LORAMUX_API_SEED", "1"))
@@ -56,7 +57,10 @@ def _run(
             app, keys = create_admin_app(side.services), stock.admin_keys()
             document = ADMIN_DOCUMENT.of(app)
         else:
-            app, keys = create_openai_app(services), [stock.caller, *stock.admin_keys()[-1:]]
+            app, keys = (
+                create_openai_app(services, batches_in_memory(services.database)),
+                [stock.caller, *stock.admin_keys()[-1:]],
+            )
             document = OPENAI_DOCUMENT.of(app)
         with served(lambda: app) as url:
             return call_all(document, url, keys, stock.names, num_calls, SEED, is_thorough, cases)

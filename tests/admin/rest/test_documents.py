@@ -14,6 +14,7 @@ from loramux.platform.listener.app import OPENAI_DOCUMENT, create_openai_app
 from loramux.platform.requests.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, open_admin_side
 from tests.admin.openai_side import open_services
+from tests.platform.gateways import batches_in_memory
 
 Operation = tuple[str, str, str, dict[str, Any]]
 
@@ -26,7 +27,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> dict
     ):
         return {
             "admin": ADMIN_DOCUMENT.of(create_admin_app(side.services)),
-            "openai": OPENAI_DOCUMENT.of(create_openai_app(services)),
+            "openai": OPENAI_DOCUMENT.of(create_openai_app(services, batches_in_memory(services.database))),
         }
 
 
@@ -104,7 +105,10 @@ def test_documents_contain_every_route(tmp_path: Path, demo_base: Path, document
         open_admin_side(tmp_path, TARGET) as side,
         open_services(side.services.database, demo_base) as services,
     ):
-        for name, app in (("admin", create_admin_app(side.services)), ("openai", create_openai_app(services))):
+        for name, app in (
+            ("admin", create_admin_app(side.services)),
+            ("openai", create_openai_app(services, batches_in_memory(services.database))),
+        ):
             for route in iter_route_contexts(app.routes):
                 path = getattr(route, "path_format", None)
                 is_page = path in ("/", "/console") or str(path).startswith("/console/")

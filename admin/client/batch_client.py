@@ -1,0 +1,100 @@
+"""A client for the files and batches of a tenant, over the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from loramux.admin.client.client import AdminClient, Document, ServerUnreachable, is_loopback, refusal_of
+from loramux.admin.client.openai_server import URL_VARIABLE, OpenAIServer
+
+PAGE_SIZE = 100
+
+
+class BatchClient:
+    """Calls `/v1/files` and `/v1/batches` with a tenant's key.
+
+    Raises AdminError for a refusal, or ServerUnreachable if no server answers.
+    """
+
+    def __init__(self, server: OpenAIServer) -> None:
+        self._url = server.url
+        self._http = httpx.Client(
+            base_url=f"{self._url}/",
+            headers=server.headers,
+            # The server answers an upload only after it has stored the whole file.
+            timeout=httpx.Timeout(300.0, connect=5.0),
+            trust_env=not is_loopback(self._url),
+            verify=not self._url.startswith("http://"),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def upload(self, path: Path) -> Document:
+        with path.open("rb") as file:
+            return self._call("POST", "files", data={"purpose": "batch"}, files={"file": (path.name, file)})
+
+    def create(self, file_id: str, endpoint: str) -> Document:
+        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+        return self._call("POST", "batches", json=body)
+
+    def get(self, batch_id: str) -> Document:
+        return self._call("GET", AdminClient.path("batches", batch_id))
+
+    def cancel(self, batch_id: str) -> Document:
+        return self._call("POST", AdminClient.path("batches", batch_id, "cancel"), json={})
+
+    def list(self) -> Iterator[Document]:
+        after: str | None = None
+        while True:
+            params = {"limit": PAGE_SIZE} if after is None else {"limit": PAGE_SIZE, "after": after}
+            page = self._call("GET", "batches", params=params)
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            after = page["last_id"]
+
+    def download(self, file_id: str, destination: Path) -> None:
+        """Write a file. It appears under its name only when it is complete."""
+        partial = destination.with_name(f".{destination.name}.partial")
+        try:
+            with self._http.stream("GET", f"files/{file_id}/content") as response, partial.open("wb") as file:
+                if not response.is_success:
+                    response.read()
+                    raise refusal_of(response)
+                for chunk in response.iter_bytes():
+                    file.write(chunk)
+            partial.replace(destination)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _call(self, method: str, path: str, **arguments: Any) -> Document:
+        try:
+            response = self._http.request(method, path, **arguments)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from None
+        if not response.is_success:
+            raise refusal_of(response)
+        try:
+            document = response.json()
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise ServerUnreachable(f"{self._url} is not an OpenAI API: it did not answer with JSON")
+        return document
+
+    def _unreachable(self, error: httpx.TransportError) -> ServerUnreachable:
+        reason = str(error) or type(error).__name__
+        return ServerUnreachable(f"no server answers at {self._url} ({reason}): start one or fix {URL_VARIABLE}")

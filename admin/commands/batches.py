@@ -1,0 +1,178 @@
+"""`loramux run` runs a file of requests; `loramux batches` lists, shows and cancels such batches."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loramux.admin.commands.openai_options import ApiKey, OpenAIUrl, openai_server
+from loramux.admin.commands.options import AsJson
+from loramux.admin.commands.output import (
+    Columns,
+    error_document,
+    fail,
+    print_json,
+    print_list,
+    print_table,
+    tell,
+    time_in,
+)
+from loramux.admin.exit_codes import REFUSED, UNREACHABLE, WRONG_CALL
+
+if TYPE_CHECKING:
+    from loramux.admin.client.batch_client import BatchClient
+    from loramux.admin.client.client import Document
+
+app = typer.Typer(no_args_is_help=True, help="List, show and cancel a tenant's batches; 'loramux run' starts one.")
+
+POLL_S = 0.5
+FINAL = ("completed", "failed", "expired", "cancelled")
+FIRST_BYTES = 4 << 20
+"""The first line of a file must end within this many bytes."""
+
+BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="The batch's identifier, bat_...", show_default=False)]
+
+
+def run(
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One request per line.", show_default=False)],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return once the batch is queued.")] = False,
+    url: OpenAIUrl = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a file of requests as a batch, and write FILE.output.jsonl and FILE.errors.jsonl."""
+    endpoint = _endpoint(file)
+    outputs = {"output_file_id": file.with_suffix(".output.jsonl"), "error_file_id": file.with_suffix(".errors.jsonl")}
+    taken = [str(path) for path in outputs.values() if path.exists()]
+    if taken and not overwrite and not no_wait:
+        fail(f"{taken[0]} exists already: move it, or use --overwrite", WRONG_CALL)
+    with _connected(url, api_key, as_json) as client:
+        found = client.create(client.upload(file)["id"], endpoint)
+        if no_wait:
+            tell(found, f"{found['id']} is queued: loramux batches show {found['id']}", as_json)
+            return
+        found = _followed(client, found, as_json)
+        written = [path for name, path in outputs.items() if found[name] is not None]
+        for name, path in outputs.items():
+            if found[name] is not None:
+                client.download(found[name], path)
+    if as_json:
+        print_json({**found, "written": [str(path) for path in written]})
+    else:
+        _print(found)
+        for path in written:
+            print(f"wrote {path}")
+    if found["status"] != "completed" or found["request_counts"]["failed"]:
+        raise typer.Exit(REFUSED)
+
+
+@app.command("list")
+def list_batches(url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """List the tenant's batches, newest first."""
+    with _connected(url, api_key, as_json) as client:
+        found: Document = {"object": "list", "data": list(client.list())}
+    columns: Columns = {
+        "id": "id",
+        "status": "status",
+        "endpoint": "endpoint",
+        "requests": lambda one: one["request_counts"]["total"],
+        "completed": lambda one: one["request_counts"]["completed"],
+        "failed": lambda one: one["request_counts"]["failed"],
+        "made": time_in("created_at"),
+    }
+    print_list(found, columns, as_json)
+
+
+@app.command()
+def show(batch_id: BatchId, url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Show a batch's progress, or why it failed."""
+    with _connected(url, api_key, as_json) as client:
+        found = client.get(batch_id)
+    print_json(found) if as_json else _print(found)
+
+
+@app.command()
+def cancel(batch_id: BatchId, url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Cancel a batch that has not finished. Its answers so far are kept."""
+    with _connected(url, api_key, as_json) as client:
+        found = client.cancel(batch_id)
+    tell(found, f"{found['id']} is {found['status']}", as_json)
+
+
+@contextmanager
+def _connected(url: str | None, api_key: str | None, as_json: bool) -> Iterator[BatchClient]:
+    """Connect with the tenant's key. If a call fails, print a message and exit with an error code."""
+    from loramux.admin.client.batch_client import BatchClient
+    from loramux.admin.client.client import AdminError, ServerUnreachable
+
+    try:
+        with BatchClient(openai_server(url, api_key, as_json)) as client:
+            yield client
+    except AdminError as error:
+        fail(error.message, REFUSED, error.envelope() if as_json else None)
+    except ServerUnreachable as error:
+        fail(str(error), UNREACHABLE, error_document(str(error), "server_unreachable") if as_json else None)
+
+
+def _endpoint(file: Path) -> str:
+    """The endpoint of the first request, which the batch must have. The server checks everything else."""
+    try:
+        with file.open("rb") as lines:
+            while (line := lines.readline(FIRST_BYTES)) and not line.strip():
+                pass
+        url = json.loads(line)["url"]
+    except OSError as error:
+        fail(f"{file} cannot be read: {error.strerror}", WRONG_CALL)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        fail(f"{file}: the first line is not a request with a url, such as /v1/chat/completions", WRONG_CALL)
+    return str(url)
+
+
+def _followed(client: BatchClient, found: Document, as_json: bool) -> Document:
+    """Poll a batch until it ends."""
+    try:
+        with _progress(as_json) as advance:
+            while found["status"] not in FINAL:
+                time.sleep(POLL_S)
+                found = client.get(found["id"])
+                counts = found["request_counts"]
+                advance(counts["completed"] + counts["failed"], counts["total"])
+    except KeyboardInterrupt:
+        print(f"loramux: the batch goes on: loramux batches show|cancel {found['id']}", file=sys.stderr)
+        raise
+    return found
+
+
+@contextmanager
+def _progress(as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    if as_json or not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total or None)
+
+
+def _print(found: Document) -> None:
+    counts = found["request_counts"]
+    done = f"{counts['completed']} completed, {counts['failed']} failed of {counts['total']}"
+    print(f"{found['id']} {found['status']}: {done}")
+    errors = (found["errors"] or {"data": []})["data"]
+    if errors:
+        print_table(("line", "code", "error"), [(one["line"], one["code"], _shown(one["message"])) for one in errors])
+
+
+def _shown(text: str) -> str:
+    return "".join(one if one.isprintable() else " " for one in text)

@@ -1,0 +1,67 @@
+"""SQL for rows of work that one server at a time claims, and that another server continues if the first one dies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Table, or_, select, update
+
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+
+LEASE_US = 30_000_000
+"""Duration of a claim that is not renewed, in microseconds."""
+
+
+class RowClaims:
+    """One server's claims on the rows of a table. Blocking.
+
+    The table has the columns `id`, `tenant_id`, `state`, `claimed_by` and `claim_expires_us`. Rows in one of the states
+    `unfinished` can be claimed while no server holds a claim that has not expired.
+    """
+
+    def __init__(self, database: Database, table: Table, unfinished: Sequence[str], lease_us: int = LEASE_US) -> None:
+        self._database = database
+        self._table = table
+        self._unfinished = unfinished
+        self._lease_us = lease_us
+        self.server_id = new_id("srv")
+        """Unique to this process. After a restart, earlier claims count as another server's."""
+
+    @property
+    def lease_s(self) -> float:
+        return self._lease_us / 1_000_000
+
+    def find(self, but_tenants: Collection[str] = ()) -> str | None:
+        """Return the oldest row that can be claimed, except those of `but_tenants`.
+
+        Claiming first looks, because servers look often, and a writing transaction would delay reservations on SQLite.
+        """
+        table = self._table.c
+        with self._database.read() as connection:
+            is_free = self._is_free(self._database.now_us(connection))
+            query = select(table.id).where(is_free, table.tenant_id.not_in(but_tenants))
+            return connection.scalar(query.order_by(table.id).limit(1))
+
+    def claim(self, connection: Connection, row_id: str, values: Mapping[str, Any]) -> bool:
+        """Claim a row and change it. Return False if another server has claimed or ended it."""
+        now_us = self._database.now_us(connection)
+        is_free = (self._table.c.id == row_id, self._is_free(now_us))
+        claimed = {**values, "claimed_by": self.server_id, "claim_expires_us": now_us + self._lease_us}
+        return connection.execute(update(self._table).where(*is_free).values(claimed)).rowcount > 0
+
+    def change(self, connection: Connection, row_id: str, values: Mapping[str, Any]) -> bool:
+        """Change a row that this server holds, and renew the claim unless the change ends it.
+
+        Return False if the row has ended or another server has taken it over.
+        """
+        table = self._table.c
+        is_own = (table.id == row_id, table.state.in_(self._unfinished), table.claimed_by == self.server_id)
+        renewed = {"claim_expires_us": self._database.now_us(connection) + self._lease_us, **values}
+        return connection.execute(update(self._table).where(*is_own).values(renewed)).rowcount > 0
+
+    def _is_free(self, now_us: int) -> ColumnElement[bool]:
+        table = self._table.c
+        is_unclaimed = or_(table.claim_expires_us.is_(None), table.claim_expires_us < now_us)
+        return table.state.in_(self._unfinished) & is_unclaimed

@@ -1,0 +1,186 @@
+"""Runs one line of a batch like a client's request, and stores its answer before its request is settled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.adapter_store.errors import ClaimLost
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.admission.database_health import DatabaseTrouble
+from loramux.platform.batches.batch_claims import StoredAnswer, WaitingLine
+from loramux.platform.batches.output_lines import answered
+from loramux.platform.batches.room import Room
+from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
+from loramux.platform.errors import ApiError
+from loramux.platform.generation.generation import Generation
+from loramux.platform.generation.settler import NEVER_RAN
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.openai_api.chat import CHAT
+from loramux.platform.openai_api.completions import COMPLETIONS
+from loramux.platform.requests.answers import Answer
+from loramux.platform.requests.endpoint import Endpoint, Received
+from loramux.platform.requests.error_responses import TRANSLATIONS
+from loramux.platform.requests.request_life import planned, reserve, settle
+from loramux.platform.requests.services import GatewayServices
+from loramux.platform.responses_api.responses import RESPONSES
+
+ENDPOINT = "batches"
+"""The endpoint of a batch's requests in the ledger and in metrics."""
+
+ENDPOINTS: Mapping[str, Endpoint[Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+}
+
+LATER = (429, 503)
+"""Statuses of requests that wait instead of failing."""
+
+Store = Callable[[WaitingLine, StoredAnswer], Awaitable[None]]
+"""Stores an answer. Raises ClaimLost, or SQLAlchemyError or DatabaseTrouble if it may not be stored."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The line did not run, and can run later. `has_reserved` is True if its request id has been used."""
+
+    error: ApiError
+    has_reserved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLine:
+    """A line with its content."""
+
+    waiting: WaitingLine
+    custom_id: str
+    body: dict[str, Any]
+
+
+class LineRuns:
+    """Runs the lines of one batch as `caller`."""
+
+    def __init__(self, services: GatewayServices, room: Room, batch_id: str, endpoint: str, store: Store) -> None:
+        self._services = services
+        self._room = room
+        self._batch_id = batch_id
+        self._endpoint = ENDPOINTS[endpoint]
+        self._store = store
+        self.running: set[Generation] = set()
+
+    async def run(self, line: ReadLine, caller: Principal) -> Refusal | None:
+        """Run a line that has entered the room. Return a refusal, or None once its answer is stored and settled.
+
+        Raises ClaimLost, SQLAlchemyError or DatabaseTrouble if the batch cannot continue here.
+        """
+        has_entered = False
+        try:
+            try:
+                received = self._received(line)
+                plan, shape = await planned(self._services, caller, self._endpoint, received)
+                # Behind every other request of the tenant.
+                plan = replace(plan, endpoint=ENDPOINT, priority=MAX_PRIORITY)
+                await reserve(self._services, plan, received.body)
+            except Exception as error:
+                refusal = _told(error)
+                if refusal.status in LATER:
+                    return Refusal(refusal, has_reserved=not isinstance(error, ApiError))
+                await self.fail(line, refusal)
+                return None
+            done: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
+
+            async def life(generation: Generation) -> None:
+                try:
+                    result = await self._live(generation, line, shape)
+                except BaseException as error:
+                    if not done.done():
+                        done.set_exception(error)
+                    return
+                finally:
+                    self._room.remove(generation)
+                    self.running.discard(generation)
+                if not done.done():
+                    done.set_result(result)
+
+            generation = self._services.run.requests.start(plan, life)
+            self._room.add(generation)
+            self.running.add(generation)
+            has_entered = True
+        finally:
+            if not has_entered:
+                self._room.leave()
+        return await done
+
+    async def fail(self, line: ReadLine, error: ApiError) -> None:
+        """Store an error as the line's answer, without a request."""
+        await self._store(line.waiting, self._answer(line, error.status, error.envelope(), None))
+
+    async def _live(self, generation: Generation, line: ReadLine, shape: Answer) -> Refusal | None:
+        """Run an admitted request, store the answer, and settle.
+
+        An answer that is not stored is not charged. If the database may or may not have stored it, the reservation
+        stays open until a server continues the batch and finds out.
+        """
+        services, plan = self._services, generation.plan
+        settlement = await generation.run()
+        generation.end(settlement)
+        refusal, charged = None, settlement
+        try:
+            status, body = await _collected(generation, self._endpoint, shape)
+            answer = self._answer(line, status, body, settlement)
+            await self._store(line.waiting, answer)
+        except ApiError as error:
+            refusal, charged = Refusal(error, has_reserved=True), NEVER_RAN
+        except ClaimLost:
+            await settle(services, plan, NEVER_RAN)
+            raise
+        await settle(services, plan, charged)
+        return refusal
+
+    def _answer(self, line: ReadLine, status: int, body: dict[str, Any], usage: Settlement | None) -> StoredAnswer:
+        waiting = line.waiting
+        content = answered(waiting.line, self._batch_id, line.custom_id, waiting.request_id, status, body)
+        return StoredAnswer(status, content, usage)
+
+    def _received(self, line: ReadLine) -> Received[Any]:
+        body = self._endpoint.parse(line.body)
+        body.check()
+        settings = self._services.settings
+        body = body.shown_as(with_usage=settings.forces_usage, by_token_id=settings.names_tokens_by_id)
+        return Received(line.waiting.request_id, body, line.waiting.num_bytes)
+
+
+async def _collected(generation: Generation, endpoint: Endpoint[Any], shape: Answer) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of an ended request. Raises ApiError if the line can run again."""
+    try:
+        deltas = [delta async for delta in generation.deltas()]
+    except ApiError as error:
+        if error.status in LATER:
+            raise
+        return error.status, error.envelope()
+    if generation.is_abandoned:
+        raise ApiError("the server stops")
+    if endpoint.keep is not None:
+        await endpoint.keep(shape, deltas, generation.usage)
+    return 200, shape.whole(deltas, generation.usage)
+
+
+def _told(error: Exception) -> ApiError:
+    """The error that a client would get. Raises any error that no client would get."""
+    if isinstance(error, ApiError):
+        return error
+    for kind in type(error).__mro__:
+        if kind in TRANSLATIONS:
+            return TRANSLATIONS[kind](error)
+    raise error
+
+
+TROUBLE = (SQLAlchemyError, DatabaseTrouble)

@@ -1,0 +1,24 @@
+"""The lines of a batch's output and error files, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+def answered(line: int, batch_id: str, custom_id: str, request_id: str, status: int, body: dict[str, Any]) -> bytes:
+    """The line of a request that got an answer. `body` is the answer, or an error's envelope."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return _line(line, batch_id, custom_id, response, None)
+
+
+def not_run(line: int, batch_id: str, custom_id: str, code: str, message: str) -> bytes:
+    """The line of a request that the batch's end has prevented."""
+    return _line(line, batch_id, custom_id, None, {"code": code, "message": message})
+
+
+def _line(line: int, batch_id: str, custom_id: str, response: Any, error: Any) -> bytes:
+    identifier = f"batch_req_{batch_id.removeprefix('bat_')}_{line}"
+    document = {"id": identifier, "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(document) + b"\n"

@@ -1,0 +1,303 @@
+"""Runs batches: checks their files, runs their lines behind all other requests, and writes their output files."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import structlog
+
+from loramux.adapter_store.errors import BlobStoreUnavailable, ClaimLost
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, ClaimedBatch, StoredAnswer, WaitingLine
+from loramux.platform.batches.batch_files import BatchFiles
+from loramux.platform.batches.batch_rows import Batch, BatchState
+from loramux.platform.batches.input_lines import parsed_line
+from loramux.platform.batches.line_run import LATER, TROUBLE, LineRuns, ReadLine
+from loramux.platform.batches.room import Room, RoomLimits
+from loramux.platform.batches.tenant_files import TenantFiles
+from loramux.platform.errors import ApiError, NotFound, PermissionDenied
+from loramux.platform.generation.settler import NEVER_RAN
+from loramux.platform.requests.claim_loop import ClaimLoop
+from loramux.platform.requests.services import GatewayServices
+from loramux.platform.telemetry.package_metrics import BatchMetrics
+from loramux.platform.threads import call_on
+
+MAX_RUNNING = 4
+"""Maximum number of batches that a server runs at once, each of another tenant."""
+NAMED_AT_ONCE = 64
+"""Number of lines that get their request ids in one transaction."""
+MAX_TRIES = 5
+"""Number of attempts after which a line fails although its error is temporary. Waiting for a quota does not count."""
+NUM_THREADS = 2
+SWEEP_INTERVAL_S = 600.0
+"""Interval between sweeps of expired files."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPace:
+    """How long batches wait, in seconds."""
+
+    poll_s: float = 1.0
+    """Interval between looks for a batch, and at the state of a running one."""
+    retry_s: float = 60.0
+    """Longest pause of a batch after a request was refused for lack of quota."""
+    caller_s: float = 1.0
+    """How long the key and the tenant are trusted without another look."""
+
+
+class BatchRunner:
+    """Claims batches and runs them until cancelled. Several servers on one database can run batches concurrently."""
+
+    def __init__(
+        self,
+        services: GatewayServices,
+        files: TenantFiles,
+        queue: BatchQueue,
+        metrics: BatchMetrics,
+        limits: RoomLimits | None = None,
+        pace: BatchPace | None = None,
+    ) -> None:
+        self._services = services
+        self._files = files
+        self._queue = queue
+        self._metrics = metrics
+        self._room = Room(services.engine, limits or RoomLimits())
+        self._pace = pace or BatchPace()
+
+    async def run(self, draining: asyncio.Event) -> None:
+        """Run until cancelled or until `draining` is set. Another server can then continue the batches at once."""
+        # Files are long work, which must not occupy the threads of requests.
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batches") as executor:
+            loop = ClaimLoop(
+                services=self._services,
+                claim=self._queue.claim,
+                run_one=partial(self._run, executor),
+                what="batches",
+                max_running=MAX_RUNNING,
+                poll_s=self._pace.poll_s,
+            )
+            sweep = asyncio.create_task(self._sweep(executor))
+            try:
+                await loop.run(draining)
+            finally:
+                sweep.cancel()
+                await asyncio.gather(sweep, return_exceptions=True)
+
+    async def _sweep(self, executor: ThreadPoolExecutor) -> None:
+        while True:
+            try:
+                await call_on(executor, self._files.clear_up)
+            except (*TROUBLE, BlobStoreUnavailable) as error:
+                log.warning("files cannot be cleared up; trying again", error=repr(error))
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+
+    async def _run(self, executor: ThreadPoolExecutor, claimed: ClaimedBatch) -> None:
+        batch, claim, run = claimed.batch, claimed.claim, None
+        try:
+            with TemporaryDirectory(dir=self._files.scratch) as scratch:
+                files = BatchFiles(claim, self._files, batch, Path(scratch), self._services.settings)
+                run = _BatchRun(self._services, claim, self._metrics, self._room, self._pace, batch, files)
+                await run.settle_earlier()
+                if not await call_on(executor, files.fetch_input):
+                    return
+                state = await call_on(executor, files.begin) if batch.state == "validating" else batch.state
+                if state == "in_progress":
+                    await run.run_lines()
+                if state != "failed":
+                    await call_on(executor, files.finish)
+        except ClaimLost:
+            log.info("a batch was taken over or deleted", batch_id=batch.id)
+        except asyncio.CancelledError:
+            # The server stops. Another one, or this one after a restart, continues the batch at once.
+            with suppress(ClaimLost, *TROUBLE):
+                await self._services.call(claim.give_back, batch.id)
+            raise
+        except (*TROUBLE, ApiError, BlobStoreUnavailable) as error:
+            # The claim expires, and a server continues the batch.
+            log.warning("a batch was interrupted; it continues later", batch_id=batch.id, error=repr(error))
+        except Exception:
+            log.exception("a batch was interrupted unexpectedly; it continues later", batch_id=batch.id)
+
+
+class _BatchRun:
+    """The lines of one claimed batch."""
+
+    def __init__(
+        self,
+        services: GatewayServices,
+        claim: BatchClaim,
+        metrics: BatchMetrics,
+        room: Room,
+        pace: BatchPace,
+        batch: Batch,
+        files: BatchFiles,
+    ) -> None:
+        self._services = services
+        self._claim = claim
+        self._metrics = metrics
+        self._room = room
+        self._pace = pace
+        self._batch = batch
+        self._files = files
+        self._lines = LineRuns(services, room, batch.id, batch.endpoint, self._store)
+        self._waiting: deque[WaitingLine] = deque()
+        self._tries: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._state: BatchState = "in_progress"
+        self._paused_until_s = 0.0
+        self._caller: tuple[float, Principal | PermissionDenied] | None = None
+
+    async def settle_earlier(self) -> None:
+        """Settle the requests that an earlier claim has left, each once, as their stored answers say."""
+        for request_id, usage in await self._services.call(self._claim.unsettled, self._batch.id):
+            await self._services.run.settler.settle(request_id, usage or NEVER_RAN)
+
+    async def run_lines(self) -> None:
+        """Run the lines until each has an answer, or the batch has been cancelled or has expired."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            await self._run_lines()
+            # The running lines of a batch that ends finish.
+            await self._until_free(0)
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await self._abandon()
+
+    async def _abandon(self) -> None:
+        """End the running lines at once. They run again later."""
+        tasks = set(self._tasks)
+        for generation in tuple(self._lines.running):
+            generation.abandon()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._state != "in_progress" or self._services.database.now_us() >= self._batch.expires_us
+
+    async def _run_lines(self) -> None:
+        last: WaitingLine | None = None
+        while not self._is_over:
+            if not self._waiting:
+                named = await self._services.call(self._claim.waiting, self._batch.id, last, NAMED_AT_ONCE)
+                self._waiting.extend(named)
+                last = named[-1] if named else last
+            if not self._waiting:
+                # A running line may come back.
+                if not self._tasks:
+                    return
+                await self._until_free(len(self._tasks) - 1)
+                continue
+            await self._pause()
+            if not await self._entered():
+                continue
+            if not self._waiting:
+                self._room.leave()
+                continue
+            task = asyncio.create_task(self._run_line(self._waiting.popleft()))
+            self._tasks.add(task)
+            self._raise_failures()
+
+    async def _pause(self) -> None:
+        """Rest after a refusal, unless the batch ends before."""
+        while not self._is_over:
+            rest_s = self._paused_until_s - time.monotonic()
+            if rest_s <= 0:
+                return
+            await asyncio.sleep(min(rest_s, self._pace.poll_s))
+
+    async def _entered(self) -> bool:
+        """Enter the room, unless the batch ends before."""
+        while not self._is_over:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pace.poll_s):
+                    await self._room.enter()
+                    return True
+            self._raise_failures()
+        return False
+
+    async def _until_free(self, most: int) -> None:
+        """Wait until at most `most` lines run. Raises what a line has raised."""
+        while len(self._tasks) > most:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failures()
+
+    def _raise_failures(self) -> None:
+        done = {task for task in self._tasks if task.done()}
+        self._tasks -= done
+        for task in done:
+            task.result()
+
+    async def _run_line(self, line: WaitingLine) -> None:
+        has_entered = True
+        try:
+            read = await self._services.compute(self._read, line)
+            caller = await self._checked_caller()
+            if isinstance(caller, PermissionDenied):
+                await self._lines.fail(read, caller)
+                return
+            has_entered = False
+            refusal = await self._lines.run(read, caller)
+        finally:
+            if has_entered:
+                self._room.leave()
+        if refusal is None:
+            return
+        error = refusal.error
+        is_quota = error.status == 429
+        self._tries[line.line] += not is_quota
+        if self._tries[line.line] >= MAX_TRIES and error.status in LATER:
+            if refusal.has_reserved:
+                line = await self._services.call(self._claim.rename, self._batch.id, line)
+            await self._lines.fail(replace(read, waiting=line), error)
+            return
+        if refusal.has_reserved:
+            line = await self._services.call(self._claim.rename, self._batch.id, line)
+        wait_s = min(error.retry_after_s or 1.0, self._pace.retry_s)
+        self._paused_until_s = max(self._paused_until_s, time.monotonic() + wait_s)
+        self._waiting.appendleft(line)
+
+    def _read(self, line: WaitingLine) -> ReadLine:
+        custom_id, body = parsed_line(self._files.line(line.start, line.num_bytes), self._batch.endpoint)
+        return ReadLine(line, custom_id, body)
+
+    async def _store(self, line: WaitingLine, answer: StoredAnswer) -> None:
+        self._state = await self._services.call(self._claim.record, self._batch.id, line, answer)
+        self._metrics.lines.labels("completed" if answer.has_succeeded else "failed").inc()
+
+    async def _checked_caller(self) -> Principal | PermissionDenied:
+        """The key that started the batch, or why it can no longer be used. Both are looked up again regularly."""
+        now_s = time.monotonic()
+        if self._caller is None or now_s - self._caller[0] >= self._pace.caller_s:
+            self._caller = (now_s, await self._services.call(self._find_caller))
+        return self._caller[1]
+
+    def _find_caller(self) -> Principal | PermissionDenied:
+        callers, batch = self._services.callers, self._batch
+        tenant = callers.tenants.get(batch.tenant_id)
+        if tenant is None or tenant.state != "active":
+            return PermissionDenied("the tenant is not in service", code="tenant_suspended")
+        key, now_us = callers.api_keys.get(batch.api_key_id), self._services.database.now_us()
+        if key is None or key.revoked_us is not None or (key.expires_us is not None and key.expires_us <= now_us):
+            return PermissionDenied("the key that started the batch has been revoked or has expired")
+        return Principal(key.id, tenant.id, tenant.slug, key.scopes, key.adapter_ids)
+
+    async def _watch(self) -> None:
+        """Renew the claim, and notice that the batch has been cancelled."""
+        while True:
+            await asyncio.sleep(min(self._pace.poll_s, self._claim.lease_s / 3))
+            # A lost claim is noticed when the next answer is stored.
+            with suppress(ClaimLost, *TROUBLE, NotFound):
+                self._state = await self._services.call(self._claim.renew, self._batch.id)

@@ -1,0 +1,134 @@
+"""`loramux run` and `loramux batches` against a server's OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loramux.platform.batches.batch_claims import BatchQueue, StoredAnswer
+from loramux.platform.batches.input_lines import InputLine
+from loramux.platform.batches.services import BatchServices
+from loramux.platform.batches.tenant_files import Owner, TenantFile
+from loramux.platform.listener.app import create_openai_app
+from tests.admin.admin_side import AdminSide
+from tests.admin.command_line import invoke, printed_json
+from tests.admin.openai_side import open_services
+from tests.admin.running_server import start_server
+from tests.platform.gateways import batches_in_memory
+
+LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "base"}}
+
+
+@pytest.fixture
+def kept(admin_side: AdminSide, demo_base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchServices]:
+    services = admin_side.services
+    tenant = services.accounts.tenants.create("batched")
+    key = services.accounts.api_keys.create(tenant.id, "test")
+    with open_services(services.database, demo_base) as gateway:
+        kept = batches_in_memory(services.database)
+        server = start_server(create_openai_app(gateway, kept))
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+        monkeypatch.setenv("OPENAI_API_KEY", key.secret)
+        yield kept
+        server.stop()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(f"\n{json.dumps(LINE)}\n")
+    return path
+
+
+def answer_in_background(side: AdminSide, kept: BatchServices, tmp_path: Path, status: int) -> threading.Thread:
+    """Stand in for the server that runs the next batch."""
+
+    def run() -> None:
+        queue = BatchQueue(side.services.database)
+        while (claimed := queue.claim()) is None:
+            pass
+        claim, batch = claimed.claim, claimed.batch
+        claim.begin(batch.id, [InputLine(2, 1, 10, "base")], lambda: True)
+        [line] = claim.waiting(batch.id, None, 10)
+        claim.record(batch.id, line, StoredAnswer(status, b'{"custom_id": "a"}\n', None))
+        begun = claim.begin_files(batch.id)
+        source = tmp_path / "answers"
+        source.write_bytes(b'{"custom_id": "a"}\n')
+        ids = (begun.output_file_id, None) if status == 200 else (None, begun.error_file_id)
+        owner = Owner(batch.tenant_id, batch.api_key_id, is_limited=False)
+        for file_id in filter(None, ids):
+            file = TenantFile(
+                id=file_id,
+                tenant_id=owner.tenant_id,
+                api_key_id=owner.api_key_id,
+                purpose="batch_output",
+                name="x",
+                num_bytes=19,
+                created_us=1,
+                expires_us=None,
+            )
+            kept.files.put_output(file, source)
+        claim.finish(batch.id, "completed", ids, 0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("status", "written", "exit_code"), [(200, "output", 0), (404, "errors", 1)])
+def test_run_writes_the_answers(
+    admin_side: AdminSide,
+    kept: BatchServices,
+    file: Path,
+    tmp_path: Path,
+    status: int,
+    written: str,
+    exit_code: int,
+) -> None:
+    thread = answer_in_background(admin_side, kept, tmp_path, status)
+    done = invoke("run", file)
+    thread.join()
+    assert done.exit_code == exit_code, done.output
+    path = tmp_path / f"requests.{written}.jsonl"
+    assert path.read_bytes() == b'{"custom_id": "a"}\n'
+    assert f"wrote {path}" in done.stdout
+    again = invoke("run", file)
+    assert (again.exit_code, "exists already" in again.stderr) == (2, True)
+
+
+def test_batches_are_listed_shown_and_cancelled(kept: BatchServices, file: Path) -> None:
+    made = printed_json(invoke("run", file, "--no-wait", "--json"))
+    listed = printed_json(invoke("batches", "list", "--json"))
+    assert [one["id"] for one in listed["data"]] == [made["id"]]
+    assert made["id"] in invoke("batches", "list").stdout
+    assert f"{made['id']} validating: 0 completed" in invoke("batches", "show", made["id"]).stdout
+    assert f"{made['id']} is cancelling" in invoke("batches", "cancel", made["id"]).stdout
+    for name in ("nonsense", "../files", "bat_" + "0" * 32):
+        absent = invoke("batches", "show", name)
+        assert absent.exit_code == 1, absent.output
+
+
+@pytest.mark.parametrize("content", ["", "[]", "nonsense", "{}"])
+def test_file_without_requests_is_refused_before_it_is_sent(file: Path, content: str) -> None:
+    file.write_text(content)
+    done = invoke("run", file)
+    assert done.exit_code == 2
+    assert "the first line is not a request" in done.stderr
+
+
+def test_missing_key_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "LORAMUX_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    done = invoke("run", file)
+    assert (done.exit_code, "and OPENAI_API_KEY to the address" in done.stderr) == (3, True)
+
+
+def test_unreachable_server_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-x")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
+    assert invoke("run", file).exit_code == 3

@@ -1,0 +1,285 @@
+"""`/v1/batches`, with OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+from openai import BadRequestError, ConflictError, NotFoundError, RateLimitError
+
+from loramux.migrations.database import Database
+from loramux.platform.accounts.tenants import TenantChanges, Tenants
+from loramux.platform.batches import batch_rows
+from loramux.platform.batches.tenant_files import Owner
+from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
+from tests.platform.gateways import open_gateway
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def lab(
+    accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
+) -> AsyncIterator[BatchLab]:
+    async with open_gateway(accounts, tokenizer, threads) as gateway:
+        yield BatchLab(gateway)
+
+
+def places_of(digests: list[str | None], digest: str | None) -> list[int]:
+    return [place for place, one in enumerate(digests) if one == digest]
+
+
+def ids(lines: list[dict[str, Any]]) -> list[str]:
+    return [one["custom_id"] for one in lines]
+
+
+async def test_batch_is_answered_and_charged(lab: BatchLab) -> None:
+    batch = await lab.create([line(f"line {number}") for number in range(30)], metadata={"job": "nightly"})
+    assert (batch.status, batch.errors, batch.output_file_id) == ("validating", None, None)
+    async with lab.running():
+        batch = await lab.finished(batch)
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 30, "completed": 30, "failed": 0}
+    assert (batch.metadata, batch.error_file_id) == ({"job": "nightly"}, None)
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at  # type: ignore[operator]
+    answers, errors = await lab.outputs(batch)
+    assert (ids(answers), errors) == ([f"line {number}" for number in range(30)], [])
+    assert len({one["id"] for one in answers}) == 30
+    first = answers[0]
+    assert first["error"] is None
+    assert first["response"]["status_code"] == 200
+    assert first["response"]["body"]["object"] == "chat.completion"
+    events = {event.request_id: event for event in lab.gateway.usage()}
+    assert {event.endpoint for event in events.values()} == {"batches"}
+    for one in answers:
+        event, usage = events.pop(one["response"]["request_id"]), one["response"]["body"]["usage"]
+        assert (event.prompt_tokens, event.completion_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert events == {}
+    assert {add.priority for add in lab.gateway.engine.adds} == {MAX_PRIORITY}
+    file = await lab.gateway.openai.files.retrieve(batch.output_file_id or "")
+    assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"), [("/v1/completions", "text_completion"), ("/v1/responses", "response")], ids=["text", "responses"]
+)
+async def test_other_endpoints_can_be_batched(lab: BatchLab, url: str, kind: str) -> None:
+    asked = {"prompt": "a"} if kind == "text_completion" else {"input": "a"}
+    one = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "base", **asked}}
+    batch = await lab.create([one], endpoint=url)
+    async with lab.running():
+        answers, errors = await lab.outputs(await lab.finished(batch))
+    assert errors == []
+    assert answers[0]["response"]["body"]["object"] == kind
+    assert [add.priority for add in lab.gateway.engine.adds] == [MAX_PRIORITY]
+
+
+async def test_lines_of_an_adapter_run_together(lab: BatchLab) -> None:
+    for name in "abc":
+        lab.gateway.add_adapter("acme", name)
+    batch = await lab.create([line(f"{number}", model=f"acme/{'abc'[number % 3]}") for number in range(60)])
+    async with lab.running():
+        batch = await lab.finished(batch)
+    digests = [add.digest for add in lab.gateway.engine.adds]
+    assert len(digests) == 60
+    # A few lines of two adapters run at the same time.
+    spans = [max(places) - min(places) for places in map(partial(places_of, digests), set(digests))]
+    assert len(spans) == 3
+    assert max(spans) < 20 + 4
+    answers, _ = await lab.outputs(batch)
+    assert ids(answers) == [f"{number}" for number in range(60)]
+
+
+async def test_wrong_lines_fail_alone(lab: BatchLab) -> None:
+    lab.gateway.add_adapter("other", "secret")
+    lines = [line("good"), line("foreign", model="other/secret"), line("absent", model="other/absent")]
+    lines += [line("bad", temperature="hot"), line("long", max_tokens=100_000)]
+    async with lab.running():
+        batch = await lab.finished(await lab.create(lines))
+    answers, errors = await lab.outputs(batch)
+    assert ids(answers) == ["good"]
+    assert [(one["custom_id"], one["response"]["status_code"]) for one in errors] == [
+        ("foreign", 404),
+        ("absent", 404),
+        ("bad", 400),
+        ("long", 400),
+    ]
+    said = [one["response"]["body"]["error"] for one in errors]
+    assert said[0]["message"] == said[1]["message"].replace("absent", "secret")
+    assert [one["code"] for one in said] == [
+        *("model_not_found", "model_not_found", "invalid_type", "context_length_exceeded"),
+    ]
+    assert (batch.status, batch.request_counts and batch.request_counts.failed) == ("completed", 4)
+
+
+async def test_wrong_file_ends_the_batch(lab: BatchLab) -> None:
+    lines = [line("a"), line("a"), {**line("b"), "method": "GET"}, line("c", stream=True), line("d", url="/v1/x")]
+    async with lab.running():
+        batch = await lab.finished(await lab.create(content_of(lines) + b"{oops\n"))
+        many = await lab.finished(await lab.create(b"[]\n" * 50_000))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [(one.line, one.code, one.param) for one in batch.errors.data] == [
+        (2, "duplicate_custom_id", "custom_id"),
+        (3, "invalid_method", "method"),
+        (4, "stream_not_supported", "body.stream"),
+        (5, "mismatched_url", "url"),
+        (6, "invalid_json_line", None),
+    ]
+    assert many.errors is not None
+    assert len(many.errors.data or []) == 100
+    assert lab.gateway.engine.adds == []
+
+
+async def test_spent_quota_delays_the_lines(lab: BatchLab) -> None:
+    lab.gateway.limit("concurrent_requests", 1)
+    async with lab.running():
+        batch = await lab.finished(await lab.create([line(f"{number}") for number in range(12)]))
+    assert (batch.status, batch.request_counts and batch.request_counts.completed) == ("completed", 12)
+    assert len(lab.gateway.usage()) == 12
+
+
+async def test_request_above_a_quota_fails(lab: BatchLab) -> None:
+    lab.gateway.limit("tokens_per_minute", 2)
+    async with lab.running():
+        _, errors = await lab.outputs(await lab.finished(await lab.create([line("a")])))
+    assert errors[0]["response"]["body"]["error"]["code"] == "request_too_large"
+
+
+async def test_lines_wait_while_other_requests_wait(lab: BatchLab) -> None:
+    lab.gateway.engine.num_waiting = 3
+    lab.limits = type(lab.limits)(max_sequences=4, look_s=0.01, queue_s=3600)
+    async with lab.running():
+        batch = await lab.create([line("a")])
+        await lab.until(batch, lambda now: now.status == "in_progress")
+        await asyncio.sleep(0.1)
+        assert lab.gateway.engine.adds == []
+        lab.gateway.engine.num_waiting = 0
+        assert (await lab.finished(batch)).status == "completed"
+
+
+async def test_lines_leave_room(lab: BatchLab) -> None:
+    most = 0
+
+    def script(add: Any) -> Script:
+        nonlocal most
+        most = max(most, lab.gateway.engine.num_running + 1)
+        return Script(token_ids=(5, 6), delay_s=0.005)
+
+    lab.gateway.engine.script = script
+    async with lab.running():
+        await lab.finished(await lab.create([line(f"{number}") for number in range(40)]))
+    assert most == 4
+
+
+async def test_cancelled_batch_keeps_its_answers(lab: BatchLab) -> None:
+    lab.gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
+    async with lab.running():
+        batch = await lab.create([line(f"{number}") for number in range(100)])
+        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+        cancelled = await lab.gateway.openai.batches.cancel(batch.id)
+        assert cancelled.status == "cancelling"
+        batch = await lab.finished(batch)
+    assert (batch.status, batch.cancelled_at is None) == ("cancelled", False)
+    answers, errors = await lab.outputs(batch)
+    assert len(answers) >= 4
+    assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+    assert sorted(ids(answers) + ids(errors), key=int) == [f"{number}" for number in range(100)]
+    assert len(lab.gateway.usage()) == len(answers)
+    with pytest.raises(ConflictError, match="the batch is cancelled"):
+        await lab.gateway.openai.batches.cancel(batch.id)
+
+
+async def test_expired_batch_names_what_did_not_run(lab: BatchLab) -> None:
+    batch = await lab.create([line("a"), line("b")])
+    with lab.gateway.database.write() as connection:
+        connection.exec_driver_sql("UPDATE batches SET expires_us = 1")
+    async with lab.running():
+        batch = await lab.finished(batch)
+    _, errors = await lab.outputs(batch)
+    assert (batch.status, ids(errors)) == ("expired", ["a", "b"])
+    assert errors[0]["response"] is None
+    assert errors[0]["error"]["code"] == "batch_expired"
+
+
+@pytest.mark.parametrize("how", ["revoked", "suspended"])
+async def test_lines_fail_without_their_caller(lab: BatchLab, how: str) -> None:
+    batch = await lab.create([line("a"), line("b")])
+    if how == "revoked":
+        for key in lab.gateway.services.callers.api_keys.list(lab.gateway.tenant.id, 10).data:
+            lab.gateway.services.callers.api_keys.revoke(key.id)
+    else:
+        Tenants(lab.gateway.database).update(lab.gateway.tenant.id, TenantChanges(state="suspended"), lambda _: None)
+    owner = Owner(lab.gateway.tenant.id, "", is_limited=False)
+    async with lab.running(), asyncio.timeout(20):
+        while not (found := lab.gateway.kept.batches.get(owner, batch.id)).is_finished:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (found.state, found.num_failed) == ("completed", 2)
+    assert lab.gateway.engine.adds == []
+
+
+async def test_adapter_that_is_disabled_midway_fails_its_lines(lab: BatchLab) -> None:
+    adapter_id = lab.gateway.add_adapter("acme", "support")
+    lab.gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
+    async with lab.running():
+        batch = await lab.create([line(f"{number}", model="acme/support") for number in range(100)])
+        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+        with lab.gateway.database.write() as connection:
+            connection.exec_driver_sql(f"UPDATE adapters SET disabled_us = 1 WHERE id = '{adapter_id}'")
+        batch = await lab.finished(batch)
+    answers, errors = await lab.outputs(batch)
+    assert len(answers) + len(errors) == 100
+    assert {one["response"]["body"]["error"]["code"] for one in errors} == {"model_not_found"}
+
+
+async def test_batches_of_others_are_like_unknown_ones(lab: BatchLab) -> None:
+    batch = await lab.create([line("a")])
+    headers = {"authorization": f"Bearer {lab.gateway.key_of('other')}"}
+    for one in (batch.id, "bat_" + "0" * 32, "x"):
+        for method, path in (("GET", ""), ("POST", "/cancel")):
+            answer = await lab.gateway.http.request(method, f"/v1/batches/{one}{path}", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "batch_not_found")
+    body = {"input_file_id": batch.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
+    for file_id in (batch.input_file_id, "fil_" + "0" * 32):
+        answer = await lab.gateway.http.post("/v1/batches", json={**body, "input_file_id": file_id}, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")
+    assert (await lab.gateway.http.get("/v1/batches", headers=headers)).json()["data"] == []
+
+
+async def test_lists_are_paged(lab: BatchLab) -> None:
+    made = [(await lab.create([line("a")])).id for _ in range(3)]
+    assert [one.id async for one in lab.gateway.openai.batches.list(limit=2)] == sorted(made, reverse=True)
+
+
+async def test_wrong_calls_are_refused(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadRequestError, match="endpoint"):
+        await lab.create([line("a")], endpoint="/v1/embeddings")
+    with pytest.raises(BadRequestError, match="metadata"):
+        await lab.create([line("a")], metadata={f"{number}": "x" for number in range(17)})
+    batch = await lab.create([line("a")])
+    with pytest.raises(ConflictError, match="has not finished needs the file"):
+        await lab.gateway.openai.files.delete(batch.input_file_id)
+    async with lab.running():
+        batch = await lab.finished(batch)
+    with pytest.raises(BadRequestError, match="purpose must be"):
+        await lab.gateway.openai.batches.create(
+            input_file_id=batch.output_file_id or "", endpoint=CHAT, completion_window="24h"
+        )
+    await lab.gateway.openai.files.delete(batch.input_file_id)
+    with pytest.raises(NotFoundError):
+        await lab.gateway.openai.batches.create(
+            input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+        )
+    monkeypatch.setattr(batch_rows, "MAX_OPEN_BATCHES", 1)
+    await lab.create([line("a")])
+    with pytest.raises(RateLimitError, match="1 batches of this tenant"):
+        await lab.create([line("a")])

@@ -1,0 +1,189 @@
+"""Batches whose server died, stalled or stopped: every line is answered once, and charged as its answer says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.adapter_store.errors import ClaimLost
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.records import ReservationRequest
+from loramux.platform.admission.reservation_rows import LEASE_US
+from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, StoredAnswer, WaitingLine
+from loramux.platform.batches.input_lines import InputLine, read_lines
+from loramux.platform.batches.output_lines import answered
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.ledger.settlement import Settlement
+from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
+from tests.platform.clocked_databases import FakeClock
+from tests.platform.gateways import Gateway
+
+pytestmark = pytest.mark.anyio
+
+USAGE = Settlement(status="completed", prompt_tokens=70, completion_tokens=30, cached_tokens=5)
+
+
+@dataclass
+class Dead:
+    """A server that claimed a batch of two lines and then died."""
+
+    lab: BatchLab
+    claim: BatchClaim
+    batch_id: str
+    lines: list[WaitingLine]
+    key_id: str
+
+    def reserve(self, line: WaitingLine) -> None:
+        gateway = self.lab.gateway
+        Admission(gateway.database).reserve(
+            ReservationRequest(
+                request_id=line.request_id,
+                tenant_id=gateway.tenant.id,
+                api_key_id=self.key_id,
+                model="base",
+                adapter_version_id=None,
+                endpoint="batches",
+                prompt_tokens=70,
+                reserved_tokens=120,
+            )
+        )
+
+    def store(self, line: WaitingLine, custom_id: str) -> None:
+        body = {"usage": {"prompt_tokens": 70, "completion_tokens": 30}}
+        content = answered(line.line, self.batch_id, custom_id, line.request_id, 200, body)
+        self.claim.record(self.batch_id, line, StoredAnswer(200, content, USAGE))
+
+
+async def dead_server(lab: BatchLab, tmp_path: Path) -> Dead:
+    lines = [line("a"), line("b")]
+    batch = await lab.create(lines)
+    claimed = BatchQueue(lab.gateway.database).claim()
+    assert claimed is not None
+    path = tmp_path / "input"
+    path.write_bytes(content_of(lines))
+    found = [one for one in read_lines(path, CHAT, 10_000) if isinstance(one, InputLine)]
+    assert claimed.claim.begin(batch.id, found, lambda: True) == "in_progress"
+    named = list(claimed.claim.waiting(batch.id, None, 10))
+    return Dead(lab, claimed.claim, batch.id, named, claimed.batch.api_key_id)
+
+
+async def continued(dead: Dead, clock: FakeClock) -> list[dict[str, Any]]:
+    clock.advance(31)
+    batch = await dead.lab.gateway.openai.batches.retrieve(dead.batch_id)
+    async with dead.lab.running():
+        batch = await dead.lab.finished(batch)
+    answers, errors = await dead.lab.outputs(batch)
+    assert ([one["custom_id"] for one in answers], errors) == (["a", "b"], [])
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 2
+    return answers
+
+
+def check_ledger(lab: BatchLab, answers: list[dict[str, Any]]) -> None:
+    """Every answer is charged once, and nothing else is."""
+    usages = [one["response"]["body"]["usage"] for one in answers]
+    assert lab.tokens() == sum(usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+    with lab.gateway.database.read() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM reservations").scalar_one() == 0
+
+
+async def test_stored_answer_is_settled_and_not_asked_again(
+    gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path
+) -> None:
+    lab = BatchLab(gateway_on_each)
+    dead = await dead_server(lab, tmp_path)
+    dead.reserve(dead.lines[0])
+    dead.store(dead.lines[0], "a")
+    answers = await continued(dead, clock)
+    assert len(gateway_on_each.engine.adds) == 1
+    check_ledger(lab, answers)
+
+
+async def test_request_without_an_answer_is_not_charged(
+    gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path
+) -> None:
+    lab = BatchLab(gateway_on_each)
+    dead = await dead_server(lab, tmp_path)
+    for one in dead.lines:
+        dead.reserve(one)
+    answers = await continued(dead, clock)
+    assert len(gateway_on_each.engine.adds) == 2
+    assert {one["response"]["request_id"] for one in answers}.isdisjoint({one.request_id for one in dead.lines})
+    check_ledger(lab, answers)
+
+
+async def test_recovered_requests_are_corrected(gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path) -> None:
+    lab = BatchLab(gateway_on_each)
+    dead = await dead_server(lab, tmp_path)
+    for one in dead.lines:
+        dead.reserve(one)
+    dead.store(dead.lines[0], "a")
+    clock.advance(LEASE_US / 1_000_000 + 1)
+    assert Admission(gateway_on_each.database).recover_expired() == 2
+    answers = await continued(dead, clock)
+    check_ledger(lab, answers)
+
+
+async def test_stalled_server_can_no_longer_store(gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path) -> None:
+    lab = BatchLab(gateway_on_each)
+    dead = await dead_server(lab, tmp_path)
+    clock.advance(31)
+    taken = BatchQueue(gateway_on_each.database).claim()
+    assert taken is not None
+    calls: list[Callable[[], Any]] = [
+        lambda: dead.store(dead.lines[0], "a"),
+        lambda: dead.claim.renew(dead.batch_id),
+        lambda: dead.claim.rename(dead.batch_id, dead.lines[0]),
+        lambda: dead.claim.begin_files(dead.batch_id),
+    ]
+    for call in calls:
+        with pytest.raises(ClaimLost):
+            call()
+    # The same server cannot store an answer under an older request, either.
+    taken.claim.waiting(dead.batch_id, None, 10)
+    with pytest.raises(ClaimLost):
+        replace(dead, claim=taken.claim).store(dead.lines[0], "a")
+
+
+async def test_interrupted_files_are_written_again(gateway_on_each: Gateway, clock: FakeClock, tmp_path: Path) -> None:
+    lab = BatchLab(gateway_on_each)
+    dead = await dead_server(lab, tmp_path)
+    for one, custom_id in zip(dead.lines, "ab", strict=True):
+        dead.store(one, custom_id)
+    begun = dead.claim.begin_files(dead.batch_id)
+    gateway_on_each.kept.files._blobs.put(f"files/{begun.tenant_id}/{begun.output_file_id}", b"half of it")
+    await continued(dead, clock)
+    assert gateway_on_each.engine.adds == []
+
+
+async def test_stopped_server_gives_its_batch_back(gateway: Gateway) -> None:
+    lab = BatchLab(gateway)
+    gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
+    batch = await lab.create([line(f"{number}") for number in range(60)])
+    async with lab.running():
+        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+    assert await gateway.services.run.requests.drain(5)
+    assert (await gateway.openai.batches.retrieve(batch.id)).status == "in_progress"
+    async with lab.running():
+        answers, errors = await lab.outputs(await lab.finished(batch))
+    assert (len(answers), errors) == (60, [])
+    check_ledger(lab, answers)
+
+
+async def test_lines_survive_the_engine(gateway: Gateway) -> None:
+    lab = BatchLab(gateway)
+    gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.01)
+    batch = await lab.create([line(f"{number}") for number in range(40)])
+    async with lab.running():
+        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+        gateway.engine.die()
+        await asyncio.sleep(0.05)
+        gateway.engine.revive()
+        answers, errors = await lab.outputs(await lab.finished(batch))
+    assert (len(answers), errors) == (40, [])
+    check_ledger(lab, answers)

@@ -1,0 +1,183 @@
+"""`/v1/files`, with OpenAI's client."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import NotFoundError
+
+from loramux.adapter_store.errors import BlobStoreUnavailable
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.batches.tenant_files import UPLOAD_US, Owner, TenantFiles
+from loramux.platform.batches.transfers import MAX_TRANSFERS
+from tests.platform.gateways import Gateway
+
+pytestmark = pytest.mark.anyio
+
+FORM = {"purpose": (None, "batch")}
+
+
+async def post(gateway: Gateway, **parts: Any) -> httpx.Response:
+    return await gateway.http.post("/v1/files", files={**FORM, "file": ("in.jsonl", b"{}\n"), **parts})
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str, str | None]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["param"]
+
+
+async def test_file_is_kept_and_deleted(gateway: Gateway) -> None:
+    content = b'{"custom_id": "\xc3\xa9"}\n' * 1000
+    file = await gateway.openai.files.create(file=("dir/in.jsonl", content), purpose="batch")
+    assert (file.object, file.bytes, file.filename, file.purpose) == ("file", len(content), "in.jsonl", "batch")
+    assert await gateway.openai.files.retrieve(file.id) == file
+    assert (await gateway.openai.files.content(file.id)).content == content
+    deleted = await gateway.openai.files.delete(file.id)
+    assert (deleted.id, deleted.deleted) == (file.id, True)
+    for call in (gateway.openai.files.retrieve, gateway.openai.files.content, gateway.openai.files.delete):
+        with pytest.raises(NotFoundError, match="there is no such file"):
+            await call(file.id)
+    assert list(gateway.kept.files._blobs.list_keys()) == []
+
+
+async def test_lists_are_paged_in_both_orders(gateway: Gateway) -> None:
+    ids = [(await gateway.openai.files.create(file=b"{}", purpose="batch")).id for _ in range(3)]
+    newest = [file.id async for file in gateway.openai.files.list(limit=2)]
+    assert newest == sorted(ids, reverse=True)
+    assert [file.id async for file in gateway.openai.files.list(limit=1, order="asc")] == sorted(ids)
+    assert [file.id async for file in gateway.openai.files.list(purpose="batch_output")] == []
+
+
+async def test_files_of_others_are_like_unknown_ones(gateway: Gateway) -> None:
+    file = (await post(gateway)).json()
+    limited = gateway.services.callers.api_keys.create(
+        gateway.tenant.id, "limited", adapters=[gateway.add_adapter("acme", "support")]
+    )
+    for key in (gateway.key_of("other"), limited.secret):
+        headers = {"authorization": f"Bearer {key}"}
+        for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            answers = [
+                await gateway.http.request(method, f"/v1/files/{one}{path}", headers=headers)
+                for one in (file["id"], "fil_" + "0" * 32, "../x", "file-abc")
+            ]
+            known = {error_of(one) for one in answers if one.json()["error"]["code"] != "not_found"}
+            assert known == {(404, "file_not_found", "file_id")}
+        assert (await gateway.http.get("/v1/files", headers=headers)).json()["data"] == []
+    assert (await gateway.http.get(f"/v1/files/{file['id']}")).status_code == 200
+
+
+async def test_keys_without_inference_have_no_files(gateway: Gateway) -> None:
+    headers = {"authorization": f"Bearer {gateway.key_of('acme', 'tenant:read')}"}
+    assert error_of(await gateway.http.get("/v1/files", headers=headers)) == (403, "insufficient_scope", None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"purpose": (None, "fine-tune")}, (400, "invalid_value", "purpose")),
+        ({"purpose": ("x.txt", b"batch")}, (400, "invalid_value", "purpose")),
+        ({"file": (None, "text")}, (400, "invalid_value", "file")),
+        ({"file": ("in.jsonl", b"")}, (400, "empty_file", "file")),
+        ({"more": (None, "x")}, (400, "unknown_parameter", "more")),
+        ({"purpose": (None, "x" * 2000)}, (400, "invalid_value", "purpose")),
+        ({"expires_after[anchor]": (None, "created_at")}, (400, "invalid_value", "expires_after[seconds]")),
+        ({"file": ("in.jsonl", b"x" * ((1 << 20) + 1))}, (413, "file_too_large", "file")),
+    ],
+    ids=["purpose", "purpose as a file", "file as text", "empty", "unknown", "long", "half a lifetime", "large"],
+)
+async def test_bad_forms_are_refused(gateway: Gateway, parts: Any, expected: Any) -> None:
+    assert error_of(await post(gateway, **parts)) == expected
+    assert (await gateway.http.get("/v1/files")).json()["data"] == []
+
+
+async def test_missing_parts_are_named(gateway: Gateway) -> None:
+    for files, param in (({"file": ("a", b"x")}, "purpose"), (FORM, "file")):
+        answer = await gateway.http.post("/v1/files", files=files)
+        assert error_of(answer) == (400, "missing_required_parameter", param)
+
+
+async def test_declared_size_is_refused_before_the_file_arrives(gateway: Gateway) -> None:
+    """The body would never end."""
+
+    async def endless() -> Any:
+        raise AssertionError("the body was read")
+        yield b""
+
+    headers = {"content-length": str(10 << 30), "content-type": "multipart/form-data; boundary=x"}
+    answer = await gateway.http.post("/v1/files", content=endless(), headers=headers)
+    assert error_of(answer) == (413, "file_too_large", "file")
+
+
+async def test_transfers_of_a_tenant_are_limited(gateway: Gateway) -> None:
+    transfers = gateway.kept.transfers
+    file = (await post(gateway)).json()
+    with ExitStack() as held:
+        for _ in range(MAX_TRANSFERS):
+            held.enter_context(transfers.held(gateway.tenant.id))
+        for answer in (await post(gateway), await gateway.http.get(f"/v1/files/{file['id']}/content")):
+            assert error_of(answer) == (429, "too_many_transfers", None)
+            assert answer.headers["retry-after"] == "5"
+        headers = {"authorization": f"Bearer {gateway.key_of('other')}"}
+        files = {**FORM, "file": ("a", b"{}")}
+        assert (await gateway.http.post("/v1/files", files=files, headers=headers)).status_code == 200
+    assert (await post(gateway)).status_code == 200
+
+
+async def test_form_that_ends_early_is_refused(gateway: Gateway) -> None:
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    answer = await gateway.http.post("/v1/files", content=b"--x\r\n", headers=headers)
+    assert error_of(answer) == (400, "invalid_form", None)
+
+
+async def test_storage_of_a_tenant_is_limited(gateway: Gateway, tmp_path: Path) -> None:
+    files, source = gateway.kept.files, tmp_path / "file"
+    few = TenantFiles(gateway.database, files._blobs, tmp_path, 100, max_total_bytes=100)
+    source.write_bytes(b"x" * 60)
+    owner = Owner(gateway.tenant.id, "key", is_limited=False)
+    few.create(owner, "a", source)
+    with pytest.raises(Exception, match="must not exceed 100 bytes"):
+        few.create(owner, "b", source)
+    assert len(list(files._blobs.list_keys())) == 1
+
+
+async def test_what_is_over_is_cleared_up(gateway: Gateway, tmp_path: Path) -> None:
+    files, source = gateway.kept.files, tmp_path / "file"
+    source.write_bytes(b"x")
+    owner = Owner(gateway.tenant.id, "key", is_limited=False)
+    kept, over = files.create(owner, "kept", source), files.create(owner, "over", source, 0)
+    stale = files.create(owner, "stale", source)
+    files._blobs.put("files/ten_gone/fil_gone", b"x")
+    with gateway.database.write() as connection:
+        connection.exec_driver_sql(
+            f"UPDATE files SET state = 'uploading', created_us = created_us - {UPLOAD_US + 1} WHERE id = '{stale.id}'"
+        )
+    files.clear_up()
+    assert list(files._blobs.list_keys()) == [kept.blob_key]
+    assert over.id not in {one["id"] for one in (await gateway.http.get("/v1/files")).json()["data"]}
+
+
+async def test_unreachable_store_is_reported(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = (await post(gateway)).json()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise BlobStoreUnavailable("it is down", retry_after_s=7)
+
+    for name in ("put", "get"):
+        monkeypatch.setattr(gateway.kept.files._blobs, name, fail)
+    for answer in (await post(gateway), await gateway.http.get(f"/v1/files/{file['id']}/content")):
+        assert error_of(answer) == (503, "blob_store_unavailable", None)
+        assert answer.headers["retry-after"] == "7"
+
+
+async def test_purged_tenant_leaves_no_files(gateway: Gateway) -> None:
+    await gateway.http.post("/v1/files", files={**FORM, "file": ("a", b"{}")})
+    tenants = Tenants(gateway.database)
+    with gateway.database.write() as connection:
+        connection.exec_driver_sql("UPDATE tenants SET state = 'suspended'")
+    tenants.purge(gateway.tenant.id)
+    gateway.kept.files.clear_up()
+    assert list(gateway.kept.files._blobs.list_keys()) == []
