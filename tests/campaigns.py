@@ -86,7 +86,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
         commands=(_pytest("tests/engine/execution/test_sampling_extremes.py"),),
     ),
     "processes": Campaign(
-        line="Servers and engines that hang, die, restart or stop early",
+        line="Servers and engines that hang, die, restart or stop early (LORAMUX_BATCH_LINES=500)",
         commands=(
             _pytest(
                 "tests/platform/engine_link/test_supervision.py",
@@ -94,6 +94,7 @@ CAMPAIGNS: Mapping[str, Campaign] = {
                 "tests/admin/serving/test_serve.py",
                 "tests/admin/serving/test_pulled_server.py",
                 "tests/admin/serving/test_sharing.py",
+                "tests/platform/batches/test_kills.py",
                 "tests/conformance/test_staging_deaths.py",
                 "tests/conformance/test_end_to_end.py",
                 "tests/conformance/test_evals_served.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -21,9 +22,10 @@ from loramux.platform.batches.tenant_files import Owner, TenantFile, TenantFiles
 from loramux.platform.ledger.events import Ledger, UsageEvent
 from tests.platform.batches.batch_lab import CHAT, content_of, line
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
-NUM_LINES, LINES_PER_KILL = 40, 25
+NUM_LINES = int(os.environ.get("LORAMUX_BATCH_LINES", "500"))
+LINES_PER_KILL = 25
 
 
 @asynccontextmanager
