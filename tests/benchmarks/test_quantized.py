@@ -47,8 +47,10 @@ def test_quantized_weights_are_close(name: str) -> None:
     quantized_weight = form.quantize(weight)
     dequantized = torch.from_numpy(quantized_weight.dequantize())
     assert quantized_weight.group == (form.group or 128)
-    largest = 0.51 * quantized_weight.scales.max()
-    assert (dequantized - weight.float()).abs().max() <= largest
+    errors = (dequantized - weight.float()).abs() / float(quantized_weight.scales.max())
+    # A grid with minima may leave out up to 1.1 steps at each end of a group's range.
+    assert errors.max() <= (1.7 if form.has_minima else 0.51)
+    assert errors.square().mean().sqrt() <= 0.3
 
 
 def test_ways_take_turns() -> None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from loramux.admin.cli import app
 
-WITHOUT_JSON = {"serve", "demo", "gateway"}
-"""Commands that run until stopped and therefore have no `--json`."""
+WITHOUT_JSON = {"serve", "demo", "gateway", "chat"}
+"""Commands that run until stopped or talk to a person, and therefore have no `--json`."""
 
 
 def verbs(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -11,11 +11,12 @@ from sqlalchemy import Column, Table, insert, select
 
 from loramux.admin.serving.expired_rows import UNTIL, ExpiredRows
 from loramux.migrations.database import Database
+from loramux.platform.accounts.tenants import Tenants
 
 NOW_US = 1_000_000
 
 
-def rows_of(table: Table, until: Column[int], times_us: Sequence[int]) -> list[dict[str, Any]]:
+def rows_of(table: Table, until: Column[int], times_us: Sequence[int], tenant_id: str) -> list[dict[str, Any]]:
     rest = [column for column in table.c if column is not until and not column.nullable]
     made = []
     for number, time_us in enumerate(times_us):
@@ -23,6 +24,8 @@ def rows_of(table: Table, until: Column[int], times_us: Sequence[int]) -> list[d
         for column in rest:
             made_of = {bytes: number.to_bytes(32, "big"), str: str(number), int: number}
             row[column.name] = made_of.get(column.type.python_type, {})
+            if column.foreign_keys:
+                row[column.name] = tenant_id
         made.append(row)
     return made
 
@@ -30,9 +33,10 @@ def rows_of(table: Table, until: Column[int], times_us: Sequence[int]) -> list[d
 @pytest.mark.parametrize("until", UNTIL, ids=lambda until: until.table.name)
 def test_only_expired_rows_are_swept_in_batches(migrated_url: str, until: Column[int]) -> None:
     database = Database(migrated_url, clock=lambda: NOW_US)
+    tenant_id = Tenants(database).create("acme").id
     over, lasting = [NOW_US - number for number in range(25)], [NOW_US + 1, NOW_US + 2]
     with database.write() as connection:
-        connection.execute(insert(until.table), rows_of(until.table, until, [*over, *lasting]))
+        connection.execute(insert(until.table), rows_of(until.table, until, [*over, *lasting], tenant_id))
     num_swept: list[int] = []
 
     def sweep() -> None:
