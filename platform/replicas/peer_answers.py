@@ -21,8 +21,10 @@ def check_answer(message: FromEngine, streams: Mapping[str, SequenceStream]) -> 
     """
     match message:
         case StepOutput(outputs=outputs):
-            if len({output.sequence_id for output in outputs}) < len(outputs):
-                raise FrameRefused("it sent two outputs of a sequence in one message")
+            # A step can send the scores of a sequence's last prompt tokens, and then its first token.
+            for some in ([one for one in outputs if one.token_ids], [one for one in outputs if one.prompt_logprobs]):
+                if len({output.sequence_id for output in some}) < len(some):
+                    raise FrameRefused("it sent two outputs of a sequence in one message")
             for output in outputs:
                 _check_output(output, _stream(output.sequence_id, streams))
         case Finished():

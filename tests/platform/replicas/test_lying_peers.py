@@ -19,7 +19,9 @@ from loramux.engine.protocol.messages import (
     AdapterState,
     FromEngine,
     ResidentAdapter,
+    SequenceOutput,
     Stats,
+    StepOutput,
 )
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -94,6 +96,30 @@ async def test_honest_ends_are_not_taken_for_lies(pair: Pair) -> None:
         assert answer["status"] in (200, 400), answer
     assert len(pair.second.scripted.adds) == len(scripts)
     assert pair.first.metric("loramux_forwarded_sequences_total", outcome="lost") == 0
+
+
+async def test_scores_and_the_first_token_of_one_step_are_no_lie(pair: Pair) -> None:
+    """An engine sends a prompt's last scores and the first token, which one step computed, in one message."""
+    scores: list[SequenceOutput] = []
+    num_joined = 0
+
+    def in_one_message(message: FromEngine) -> Iterable[FromEngine]:
+        nonlocal num_joined
+        if not isinstance(message, StepOutput):
+            return (message,)
+        if any(one.prompt_logprobs for one in message.outputs):
+            scores.extend(message.outputs)
+            return ()
+        joined = (*scores, *message.outputs)
+        num_joined += bool(scores)
+        scores.clear()
+        return (StepOutput(outputs=joined),)
+
+    pair.second.served.rewrite = in_one_message
+    answer = await pair.complete(prompt_logprobs=1)
+    assert (answer["status"], len(pair.second.scripted.adds), num_joined) == (200, 1, 1)
+    assert len(answer["choices"][0]["prompt_logprobs"]) == NUM_PROMPT
+    assert pair.first.metric("loramux_replica_refusals_total", reason="answers") == 0
 
 
 def answering(digests: Iterable[str]) -> Lie:
