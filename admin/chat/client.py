@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import httpx
 
-from loramux.admin.client.client import is_loopback
 from loramux.admin.client.openai_errors import error_text
+from loramux.admin.client.openai_http import open_http
 from loramux.admin.client.openai_server import KEY_VARIABLE, OpenAIServer
 from loramux.admin.client.sse import EventReader, StreamTooLong
 from loramux.admin.client.suggestions import did_you_mean
@@ -42,13 +42,8 @@ class Part:
 class ChatClient:
     def __init__(self, server: OpenAIServer) -> None:
         self.url = server.url
-        self._http = httpx.Client(
-            headers={**server.headers, "accept-encoding": "identity"},
-            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=10.0),
-            # A proxy from the environment cannot reach this machine's loopback interface.
-            trust_env=not is_loopback(server.url),
-            verify=not server.url.startswith("http://"),
-        )
+        timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=10.0)
+        self._http = open_http(server, timeout, **{"accept-encoding": "identity"})
 
     def __enter__(self) -> Self:
         return self

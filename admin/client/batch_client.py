@@ -9,7 +9,8 @@ from typing import Any, Self
 
 import httpx
 
-from loramux.admin.client.client import AdminClient, Document, ServerUnreachable, is_loopback, refusal_of
+from loramux.admin.client.client import AdminClient, Document, ServerUnreachable, refusal_of
+from loramux.admin.client.openai_http import open_http
 from loramux.admin.client.openai_server import URL_VARIABLE, OpenAIServer
 
 PAGE_SIZE = 100
@@ -23,14 +24,8 @@ class BatchClient:
 
     def __init__(self, server: OpenAIServer) -> None:
         self._url = server.url
-        self._http = httpx.Client(
-            base_url=f"{self._url}/",
-            headers=server.headers,
-            # The server answers an upload only after it has stored the whole file.
-            timeout=httpx.Timeout(300.0, connect=5.0),
-            trust_env=not is_loopback(self._url),
-            verify=not self._url.startswith("http://"),
-        )
+        # The server answers an upload only after it has stored the whole file.
+        self._http = open_http(server, httpx.Timeout(300.0, connect=5.0))
 
     def __enter__(self) -> Self:
         return self

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import Field, PlainValidator
 from pydantic_core import PydanticKnownError
 from typing_extensions import TypedDict
 
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.bodies.text_fields import CalledName, encodable
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.content_form import ContentForms, formed_content
-from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH, is_function_name
 
 MAX_ID_CHARACTERS = 256
 
 PART_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Fields of a text part that tell Anthropic's and OpenAI's servers where to cache the prompt. They have no effect."""
-
-T = TypeVar("T")
 
 Content: TypeAlias = str | tuple[str, ...]
 """A message's content: a string, or the texts of the content parts that the client sent."""
@@ -33,7 +31,7 @@ class TextPart(TypedDict):
 
 def _content(value: Any) -> Content | None:
     if value is None or isinstance(value, str):
-        return _encodable(value)
+        return value if value is None else encodable(value)
     if not isinstance(value, list):
         raise PydanticKnownError("string_type")
     texts = []
@@ -42,29 +40,12 @@ def _content(value: Any) -> Content | None:
             raise ValueError('only parts {"type": "text", "text": ...} are supported')
         if not part.keys() <= {"type", "text", *PART_HINTS}:
             raise ValueError("a text part can have only the fields type, text and cache_control")
-        texts.append(_encodable(part["text"]))
+        texts.append(encodable(part["text"]))
     return tuple(texts) or ""
 
 
-def _encodable(text: T) -> T:
-    if isinstance(text, str):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise PydanticKnownError("string_unicode") from None
-    return text
-
-
-def _called_name(name: str) -> str:
-    if not is_function_name(name):
-        raise ValueError(f"a function's name must have 1 to {MAX_NAME_LENGTH} printable characters")
-    return name
-
-
 class CalledFunction(StrictModel):
-    """A model may call functions that were not offered, so accept every name that our parsers accept."""
-
-    name: Annotated[str, AfterValidator(_called_name)]
+    name: CalledName
     arguments: str
     parsed_arguments: Any = None
     """The OpenAI clients' helpers add this field to the calls that they send back. It has no effect."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from loramux.platform.bodies.conversation import MAX_ID_CHARACTERS
 from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.bodies.text_fields import CalledName
 from loramux.platform.bodies.unsupported_fields import Neutral
-from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH, is_function_name
 
 MAX_SHOWN_TYPE = 64
 """Longest type of a block that an error repeats, in characters."""
@@ -26,20 +26,12 @@ class TextBlock(StrictModel):
     """Part of the answers that clients send back. It has no effect."""
 
 
-def _called_name(name: str) -> str:
-    if not is_function_name(name):
-        raise ValueError(f"a tool's name must have 1 to {MAX_NAME_LENGTH} printable characters")
-    return name
-
-
 class ToolUseBlock(StrictModel):
-    """A model may call tools that were not offered, so accept every name that our parsers accept."""
-
     NEUTRAL: ClassVar[Neutral] = {"toolset_name": (), "caller": ({"type": "direct"},)}
 
     type: Literal["tool_use"]
     id: BlockId
-    name: Annotated[str, AfterValidator(_called_name)]
+    name: CalledName
     input: dict[str, Any]
     cache_control: Any = None
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag
+from pydantic import Discriminator, Field, PlainValidator, Tag
 from pydantic_core import PydanticKnownError
 from typing_extensions import TypedDict
 
 from loramux.platform.bodies.conversation import MAX_ID_CHARACTERS, PART_HINTS
 from loramux.platform.bodies.strict_model import StrictModel
+from loramux.platform.bodies.text_fields import CalledName, encodable
 from loramux.platform.bodies.unsupported_fields import RESPONSES_ITEM, Neutral
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH, is_function_name
 
 MAX_ITEMS = 4096
 
@@ -45,7 +45,7 @@ class TextPart(TypedDict):
 
 def _content(value: Any) -> Content:
     if isinstance(value, str):
-        return _encodable(value)
+        return encodable(value)
     if not isinstance(value, list):
         raise PydanticKnownError("string_type")
     texts = []
@@ -59,26 +59,11 @@ def _content(value: Any) -> Content:
             raise ValueError(f"a part of the type {kind} needs the string {_TEXTS[kind]}")
         if not part.keys() <= {"type", _TEXTS[kind], "annotations", "logprobs", *PART_HINTS}:
             raise ValueError(f"a part of the type {kind} has an unknown field")
-        texts.append(_encodable(text))
+        texts.append(encodable(text))
     return tuple(texts) or ""
 
 
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticKnownError("string_unicode") from None
-    return text
-
-
-def _called_name(name: str) -> str:
-    if not is_function_name(name):
-        raise ValueError(f"a tool's name must have 1 to {MAX_NAME_LENGTH} printable characters")
-    return name
-
-
 ContentField = Annotated[Content, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
-CalledName = Annotated[str, AfterValidator(_called_name)]
 
 
 class Item(StrictModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,7 +46,7 @@ class OutputItem(Protocol):
     def document(self) -> Document: ...
 
 
-class _Item:
+class _Item(ABC):
     """What all items have in common. `index` is the item's position in the output."""
 
     PREFIX = ""
@@ -56,8 +57,8 @@ class _Item:
         self._status: Status = "in_progress"
         self._texts: list[str] = []
 
-    def document(self) -> Document:
-        raise NotImplementedError
+    @abstractmethod
+    def document(self) -> Document: ...
 
     @property
     def _text(self) -> str:
@@ -93,8 +94,8 @@ class _PartItem(_Item):
             self._done(),
         ]
 
-    def _part(self) -> Document:
-        raise NotImplementedError
+    @abstractmethod
+    def _part(self) -> Document: ...
 
 
 class TextItem(_PartItem):

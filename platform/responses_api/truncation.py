@@ -35,9 +35,13 @@ async def _longest(
 ) -> Prepared | None:
     """Prepare the longest conversation that fits and begins with one of the messages, or return None.
 
-    Shorter conversations need fewer tokens, so the search bisects.
+    Shorter conversations need fewer tokens, so the search bisects. The shortest is tried first, because a request that
+    is refused costs its sender nothing and must not be rendered a dozen times.
     """
-    low, high, best = 0, len(starts) - 1, None
+    best = await _fitting(services, target, _shortened(received, starts[-1]), most) if starts else None
+    if best is None:
+        return None
+    low, high = 0, len(starts) - 2
     while low <= high:
         middle = (low + high) // 2
         prepared = await _fitting(services, target, _shortened(received, starts[middle]), most)

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 
+from loramux.platform.requests.chat_preparation import prepare_chat
+from loramux.platform.requests.endpoint import Prepared
+from loramux.platform.responses_api import truncation
 from tests.platform.gateways import Gateway
 from tests.platform.openai_api.test_bad_input import refused
 from tests.platform.openai_api.test_tools import prompt_of
@@ -59,3 +62,18 @@ async def test_message_that_never_fits_is_refused(tools: Gateway, truncation: st
     given = [said("user", "first"), said("user", LONG * 30)]
     sent = body(given, truncation=truncation)
     await refused(tools, RESPONSES, 400, "context_length_exceeded", "input", json=sent)
+
+
+async def test_refusal_renders_a_long_conversation_few_times(tools: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_prepared = 0
+
+    async def counted(*arguments: Any) -> Prepared:
+        nonlocal num_prepared
+        num_prepared += 1
+        return await prepare_chat(*arguments)
+
+    monkeypatch.setattr(truncation, "prepare_chat", counted)
+    given = [*[said("user", "short"), said("assistant", "answer")] * 500, said("user", LONG * 30)]
+    await refused(tools, RESPONSES, 400, "context_length_exceeded", "input", json=body(given))
+    # The whole conversation, the shortest from a user's message and from any message, and the refusal.
+    assert num_prepared == 4
