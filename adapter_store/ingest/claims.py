@@ -39,6 +39,8 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
 
 LEASE_S = LEASE_US / 1_000_000
+IDENTICAL_TO = "identical_to"
+"""Key of a rejected version's report: the number of the earlier version with the same bytes."""
 
 _log = structlog.get_logger(__name__)
 
@@ -159,7 +161,8 @@ class VersionClaims:
             lock_adapter(connection, version.adapter_id)
             found = identical_version(connection, version.adapter_id, sha256, but=version.id)
             if found is not None:
-                raise AdapterRejected("identical_version", f"version {found.number} has the same bytes", "source")
+                message, report = f"version {found.number} has the same bytes", {IDENTICAL_TO: found.number}
+                raise AdapterRejected("identical_version", message, "source", report)
             self._change(connection, version.id, {"files_sha256": sha256})
             declared = [asdict(file) for file in files]
             connection.execute(update(uploads).where(uploads.c.id == claimed.upload.id).values(files=declared))

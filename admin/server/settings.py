@@ -46,6 +46,7 @@ from loramux.engine.pages.eviction import policy_names
 from loramux.engine.tracing.spans import TraceConfig
 from loramux.platform.accounts.key_authentication import KEY_AUTHENTICATION
 from loramux.platform.routing.routers import HOMES, router_names
+from loramux.platform.runtime_adapters.load_sources import LoadSources
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
@@ -253,6 +254,10 @@ class Settings(ModelSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
+    load_sources: Annotated[tuple[str, ...], NoDecode] = ()
+    """Directories, buckets and hubs from which tenants' programs can [load adapters](runtime-adapters.md) while the
+    server runs, such as `file:///srv/loras/{tenant}`, separated by commas. By default there are none.
+    """
     presigned_uploads: bool = True
     sandbox: Literal["preferred", "required"] = "preferred"
     """`required`: refuse to start unless uploads can be validated under landlock, seccomp and no_new_privs."""
@@ -429,7 +434,7 @@ class Settings(ModelSettings):
             raise ValueError("single sign-on also requires oidc_issuer")
         return client_id
 
-    @field_validator("adapter_sources", "cors_origins", "oidc_roles", "trusted_proxies", mode="before")
+    @field_validator("adapter_sources", "cors_origins", "load_sources", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
         """Split a comma-separated string. A TOML array is already a list."""
@@ -459,9 +464,19 @@ class Settings(ModelSettings):
     def _are_sources(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
         for source in sources:
             if not is_allowable(source):
-                forms = ("s3://BUCKET, s3://BUCKET/PREFIX, hf://OWNER", *added_forms(), "hf://OWNER/NAME")
+                forms = (
+                    "s3://BUCKET, s3://BUCKET/PREFIX, file:///DIRECTORY, hf://OWNER",
+                    *added_forms(),
+                    "hf://OWNER/NAME",
+                )
                 raise ValueError(f"{source!r} is not a source of adapters: use {', '.join(forms[:-1])} or {forms[-1]}")
         return sources
+
+    @field_validator("load_sources")
+    @classmethod
+    def _are_load_sources(cls, prefixes: tuple[str, ...]) -> tuple[str, ...]:
+        LoadSources(prefixes)
+        return prefixes
 
     @property
     def model_dir(self) -> Path:

@@ -28,12 +28,12 @@ from loramux.admin.rest.adapters import (
 from loramux.admin.rest.engine import bases, engine_state, replicas, requests_in_flight, residency, server
 from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
 from loramux.admin.rest.services import AdminServices
-from loramux.admin.rest.store_errors import api_error
 from loramux.admin.rest.usage import costs, prices, quotas, usage
 from loramux.admin.server.metrics_route import metrics_router
 from loramux.platform.listener.health import HEALTH_PATHS, health_router
 from loramux.platform.listener.openapi_route import ListenerDocument
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling
+from loramux.platform.requests.store_errors import api_error
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_admin_calls
 
 ROUTERS = (

@@ -24,6 +24,8 @@ from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.responses_api import responses, stored_responses
+from loramux.platform.runtime_adapters import routes as runtime_routes
+from loramux.platform.runtime_adapters.runtime_adapters import RuntimeAdapters
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {
@@ -73,10 +75,13 @@ async def server_version(caller: Caller) -> Response:
     return json_response({"version": version("loramux")})
 
 
-def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> FastAPI:
+def create_openai_app(
+    services: GatewayServices, kept: BatchServices | None, runtime_adapters: RuntimeAdapters | None = None
+) -> FastAPI:
     """Create the app. `services.run.maintenance.run()` must run alongside it.
 
-    Without `kept`, the app has no routes for files and batches, because it has no blob store.
+    Without `kept`, the app has no routes for files and batches, because it has no blob store. Without
+    `runtime_adapters`, it has no routes that load adapters.
     """
     # Only the health routes are public. FastAPI's documentation pages are off.
     app = FastAPI(
@@ -94,6 +99,9 @@ def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> 
     if kept is not None:
         app.include_router(files.router)
         app.include_router(batches.router)
+    if runtime_adapters is not None:
+        app.state.runtime_adapters = runtime_adapters
+        app.include_router(runtime_routes.router)
     app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
