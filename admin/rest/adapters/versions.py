@@ -70,10 +70,11 @@ class WithdrawnVersion(VersionDocument):
 async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
     """Create a version from an upload. Poll the version until it is `ready` or `rejected`.
 
-    If a version with the same bytes exists and was not rejected, that version is returned. A platform administrator can
-    instead specify a `source` that the operator allows: `s3://BUCKET/PREFIX`, or `hf://OWNER/NAME@REVISION` of a
-    Hugging Face hub. The revision's commit is recorded. A version from a source is rejected if the revision moves
-    before the files are fetched, or if another version has the same bytes.
+    If a version with the same bytes exists and was not rejected, that version is returned. A platform administrator
+    can instead specify a `source` that the operator allows: `s3://BUCKET/PREFIX`, `file:///DIRECTORY` of the
+    server's machine, or `hf://OWNER/NAME@REVISION` of a Hugging Face hub. The revision's commit is recorded. A
+    version from a source is rejected if the revision moves before the files are fetched, or if another version has
+    the same bytes.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewVersion)
