@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ FILE_SCHEME = "file://"
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe would wait for a writer.
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CHUNK_BYTES = 1 << 20
 _LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR)
 _MISSING = "the directory or the file does not exist"
 
@@ -56,7 +56,11 @@ class DirectorySource:
             os.fdopen(file, "rb", closefd=False) as source,
             destination.open("wb") as out,
         ):
-            shutil.copyfileobj(_Bounded(source, max_bytes), out, 1 << 20)
+            # The file can grow while it is read.
+            left = max_bytes
+            while chunk := source.read(min(_CHUNK_BYTES, left)):
+                out.write(chunk)
+                left -= len(chunk)
 
     @contextmanager
     def _opened(self, name: str, max_bytes: int) -> Iterator[int]:
@@ -85,19 +89,6 @@ class DirectorySource:
                 yield current
             finally:
                 os.close(current)
-
-
-class _Bounded:
-    """Reads at most `max_bytes`, because a file can grow while it is read."""
-
-    def __init__(self, source: Any, max_bytes: int) -> None:
-        self._source = source
-        self._left = max_bytes
-
-    def read(self, size: int) -> bytes:
-        chunk: bytes = self._source.read(min(size, self._left))
-        self._left -= len(chunk)
-        return chunk
 
 
 @contextmanager

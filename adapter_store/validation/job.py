@@ -34,6 +34,10 @@ class ValidationJob:
     tensors: Path
     canonical: Path
     packed: Path
+    needs_effect: bool = True
+    """Whether to reject an adapter whose products B A are all zero. Trainers publish such a policy before they have
+    trained it, but a person who pushes it has saved the wrong file.
+    """
 
 
 @dataclass(frozen=True, slots=True)

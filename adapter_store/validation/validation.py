@@ -46,10 +46,17 @@ _EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
 _LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
 
 
-def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, checks: CheckList | None = None) -> Report:
+def validate_files(
+    config: bytes,
+    tensors: Path | bytes,
+    target: PackTarget,
+    checks: CheckList | None = None,
+    needs_effect: bool = True,
+) -> Report:
     """Check an upload against the base. Raises AdapterRejected. Needs only the base's shapes, not its weights.
 
-    Records its checks in `checks`, to which the caller can add its own.
+    Records its checks in `checks`, to which the caller can add its own. Without `needs_effect`, an adapter whose
+    products are all zero is valid.
     """
     checks = checks or CheckList()
     with checks.check("configuration"):
@@ -114,7 +121,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                 _check_tied(file, entries, expected)
             rounded = sorted(entry.name for entry in entries.values() if file.is_rounded(entry.name))
     with checks.check("effect"):
-        if weights.largest_effect == 0.0 and not weights.has_vectors and not parts.rows:
+        is_idle = weights.largest_effect == 0.0 and not weights.has_vectors and not parts.rows
+        if needs_effect and is_idle:
             raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
     warnings = without_effect(weights.effects) + unmatched(expectation.unmatched)
     warnings += tensor_warnings(ignored, unused, rounded)

@@ -108,7 +108,8 @@ class SubprocessValidator:
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
         limits = self._limits(job, target)
         request = {
-            "job": {name: str(path.absolute()) for name, path in asdict(job).items()},
+            "job": {name: str(value.absolute()) for name, value in asdict(job).items() if isinstance(value, Path)},
+            "needs_effect": job.needs_effect,
             "target": target.document(),
             "limits": asdict(limits),
             "required": list(self._required),

@@ -13,7 +13,7 @@ from loramux.adapter_store.errors import AdapterExists, AliasChanged, AliasNotFo
 from loramux.adapter_store.ingest.claims import IDENTICAL_TO
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, AdapterAliases
-from loramux.adapter_store.registry.records import DEFAULT_ALIAS, UNFINISHED, Adapter, AdapterVersion
+from loramux.adapter_store.registry.records import DEFAULT_ALIAS, UNFINISHED, Adapter, AdapterVersion, VersionState
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.schema import adapter_versions, uploads
@@ -175,7 +175,8 @@ class RuntimeAdapters:
         if version.state == "rejected" and identical is not None:
             version = await self._ready(adapter, await self._version(adapter, identical))
         if version.state == "archived":
-            return await self._services.call(self._states.restore, adapter.id, version.number, ("archived",))
+            archived: tuple[VersionState, ...] = ("archived",)
+            return await self._services.call(self._states.restore, adapter.id, version.number, archived)
         if version.state != "ready":
             raise _refusal(version)
         return version

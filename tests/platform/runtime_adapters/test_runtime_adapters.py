@@ -202,6 +202,14 @@ async def test_names_that_no_adapter_can_have(lab: Lab, name: str) -> None:
     assert response.json()["error"]["code"] in ("invalid_name", "reserved_name")
 
 
+async def test_a_policy_can_be_loaded_before_its_first_step(lab: Lab) -> None:
+    files = lab.make()
+    files.tensors = {name: 0 * tensor if "lora_B" in name else tensor for name, tensor in files.tensors.items()}
+    loaded = await lab.load("policy", write_adapter(lab.directory / "untrained", files))
+    assert loaded.status_code == 200, loaded.text
+    assert await lab.answered_by("policy") == "acme/policy@1"
+
+
 async def test_files_that_are_refused_change_nothing(lab: Lab) -> None:
     assert (await lab.load("policy", lab.write("one", seed=1))).status_code == 200
     broken = lab.write("broken", seed=2)
