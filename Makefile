@@ -127,7 +127,7 @@ test-strangers: $(WARM) ## Run vLLM's, SGLang's and openai-python's own tests of
 	$(VENV)/bin/python -m tests.environments strangers
 	$(VENV)/bin/python -m tests.strangers $(ARGS)
 
-test-harnesses: $(WARM) ## Compare lm-eval with its own backend and loramux bench with vLLM's, and run guidellm and aiperf (ARGS='--only lm-eval')
+test-harnesses: $(WARM) ## Compare lm-eval with its own backend and loramux bench with vLLM's, and run guidellm, aiperf and TRL (ARGS='--only lm-eval')
 	$(VENV)/bin/python -m tests.environments harnesses
 	$(VENV)/bin/python -m tests.harnesses $(ARGS)
 

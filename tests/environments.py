@@ -37,7 +37,7 @@ ENVIRONMENTS: Mapping[str, Environment] = {
     "strangers": Environment(folder=".venv-strangers", requirements={".": "tests/strangers/requirements.txt"}),
     "harnesses": Environment(
         folder=".venv-harnesses",
-        requirements={tool: f"tests/harnesses/{tool}.txt" for tool in ("lm-eval", "guidellm", "aiperf", "vllm")},
+        requirements={tool: f"tests/harnesses/{tool}.txt" for tool in ("lm-eval", "guidellm", "aiperf", "vllm", "trl")},
         pinned=TORCH,
     ),
     "gguf": Environment(folder=".venv-gguf", requirements={".": "tests/conformance/gguf-requirements.txt"}),
