@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
@@ -113,7 +113,7 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     install_error_handling(app, ErrorResponses({StoreError: api_error}))
     app.router.routes.extend(_rest_routes().routes)
     resident = ResidentNames.over(services.database)
-    names = RoutingNames(services.engine.self_check.served_name, partial(services.call, resident.of))
+    names = RoutingNames(services.engine.self_check.served_name, lambda digests: services.call(resident.of, digests))
     app.include_router(
         metrics_router(services.metrics, services.engine.client, services.metrics_token, services.is_loopback, names)
     )
