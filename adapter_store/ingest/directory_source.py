@@ -18,7 +18,6 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CHUNK_BYTES = 1 << 20
 _LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR)
-_MISSING = "the directory or the file does not exist"
 
 
 class DirectorySource:
@@ -97,7 +96,7 @@ def _translated(param: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise AdapterRejected("source_not_found", _MISSING, param) from None
+        raise AdapterRejected("source_not_found", "it does not exist", param) from None
     except PermissionError:
         raise AdapterRejected("source_unauthorized", "the server may not read it", param) from None
     except OSError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from loramux.adapter_store.ingest.directory_source import FILE_SCHEME
 from loramux.adapter_store.ingest.sources import MAX_URL_LENGTH, is_allowable
-from loramux.platform.errors import InvalidRequest, PermissionDenied
+from loramux.platform.errors import InvalidRequest, NotFound
 
 TENANT_PART = "{tenant}"
 """Stands for the slug of the calling tenant in a prefix."""
@@ -35,7 +35,7 @@ class LoadSources:
     def url(self, tenant_slug: str, path: str, param: str) -> str:
         """Return the URL of a path in a request: a URL, or an absolute path of the server's machine.
 
-        Raises InvalidRequest, or PermissionDenied if the tenant may not load from there.
+        Raises InvalidRequest, or NotFound if the tenant may not load from there.
         """
         url = f"{FILE_SCHEME}{path}" if path.startswith("/") else path
         if "://" not in url or len(url) > MAX_URL_LENGTH:
@@ -46,7 +46,7 @@ class LoadSources:
             )
         url = url.rstrip("/")
         if not self.covers(tenant_slug, url):
-            raise PermissionDenied("adapters may not be loaded from this path", code="source_not_allowed", param=param)
+            raise NotFound("adapters may not be loaded from this path", code="source_not_allowed", param=param)
         return url
 
     def covers(self, tenant_slug: str, url: str) -> bool:

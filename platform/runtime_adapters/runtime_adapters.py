@@ -86,7 +86,7 @@ class RuntimeAdapters:
         before, _ = await self._default_of(adapter)
         if adapter.disabled_us is None and before and not replaces:
             raise InvalidRequest(
-                f"the adapter {name!r} is already loaded; set load_inplace to true to replace it",
+                f"the adapter {name!r} has already been loaded; set load_inplace to true to replace it",
                 code="adapter_already_loaded",
                 param="lora_name",
             )
@@ -240,7 +240,8 @@ def _refusal(version: AdapterVersion) -> ApiError:
     error = version.report.get("error", {})
     code, message, param = error.get("code"), error.get("message", "validation failed"), error.get("param")
     told = f"the adapter was rejected: {message}" + ("" if param in (None, "source") else f" ({param})")
-    kind = NotFound if code == _NOT_SEEN else InvalidRequest
+    # As in vLLM, only a directory that does not exist is a 404.
+    kind = NotFound if (code, param) == (_NOT_SEEN, "source") else InvalidRequest
     return kind(told, code=code, param="lora_path")
 
 

@@ -151,18 +151,18 @@ async def test_only_allowed_directories_of_the_own_tenant_can_be_loaded(lab: Lab
         (lab.directory / "files" / name).symlink_to(rival / name)
     os.mkfifo(lab.write("pipe") / "chat_template.jinja")
     for path, expected in {
-        str(outside): (403, "source_not_allowed"),
-        str(rival): (403, "source_not_allowed"),
+        str(outside): (404, "source_not_allowed"),
+        str(rival): (404, "source_not_allowed"),
         f"{lab.directory}/../rival/secret": (400, "invalid_source"),
         f"{lab.directory}/one/../../rival/secret": (400, "invalid_source"),
-        f"{lab.directory}": (404, "source_not_found"),
+        f"{lab.directory}": (400, "source_not_found"),
         f"{lab.directory}/missing": (404, "source_not_found"),
         f"{lab.directory}/link": (400, "invalid_source"),
         f"{lab.directory}/files": (400, "invalid_source"),
         f"{lab.directory}/pipe": (400, "invalid_source"),
         "relative/path": (400, "invalid_source"),
-        "s3://bucket/adapter": (403, "source_not_allowed"),
-        f"file://{rival}": (403, "source_not_allowed"),
+        "s3://bucket/adapter": (404, "source_not_allowed"),
+        f"file://{rival}": (404, "source_not_allowed"),
         "/" + "x" * 999: (400, "invalid_source"),
         "\0": (400, "invalid_source"),
     }.items():
