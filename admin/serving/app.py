@@ -30,7 +30,7 @@ from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_a
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.rest.usage import costs, prices, quotas, usage
 from loramux.admin.server.metrics_route import SCRAPED_PATHS, RoutingNames, metrics_router
-from loramux.platform.listener.health import HEALTH_PATHS, health_router
+from loramux.platform.listener.health import HEALTH_PATHS, add_health
 from loramux.platform.listener.openapi_route import ListenerDocument
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling
 from loramux.platform.requests.store_errors import api_error
@@ -117,7 +117,7 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.include_router(
         metrics_router(services.metrics, services.engine.client, services.metrics_token, services.is_loopback, names)
     )
-    app.include_router(health_router(services.database, services.engine.client, services.trouble, tells_why=True))
+    add_health(app, services.database, services.engine.client, services.trouble, tells_why=True)
     app.add_route("/", to_console, include_in_schema=False)
     app.add_route("/console", to_console, include_in_schema=False)
     app.mount("/console", create_console(services, app))

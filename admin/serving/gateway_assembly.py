@@ -36,7 +36,7 @@ from loramux.platform.generation.cold_loads import HeldElsewhere, held_nowhere_e
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.listener.app import create_openai_app
-from loramux.platform.listener.health import health_router
+from loramux.platform.listener.health import add_health
 from loramux.platform.requests.error_responses import install_error_handling
 from loramux.platform.requests.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.telemetry.metrics import GatewayMetrics
@@ -222,5 +222,5 @@ def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: b
     install_error_handling(app)
     is_open = is_loopback and not settings.trusted_proxies
     app.include_router(metrics_router(gateway.metrics, gateway.engine, revealed(settings.metrics_token), is_open))
-    app.include_router(health_router(gateway.database, gateway.engine, gateway.trouble, tells_why=True))
+    add_health(app, gateway.database, gateway.engine, gateway.trouble, tells_why=True)
     return app

@@ -14,7 +14,7 @@ from loramux.platform.listener import models
 from loramux.platform.listener.cross_origin import CrossOrigin
 from loramux.platform.listener.direct_routes import DirectRoutes
 from loramux.platform.listener.error_forms import error_form
-from loramux.platform.listener.health import HEALTH_PATHS, health_router
+from loramux.platform.listener.health import HEALTH_PATHS, add_health
 from loramux.platform.listener.openapi_route import ListenerDocument
 from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
@@ -104,7 +104,7 @@ def create_openai_app(
         app.include_router(runtime_routes.router)
     app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
-    app.include_router(health_router(services.database, services.engine, services.trouble))
+    add_health(app, services.database, services.engine, services.trouble)
     errors = ErrorResponses(form_of=error_form)
     handlers = {
         "/v1/completions": completions.create_completion,
