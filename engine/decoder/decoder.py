@@ -191,7 +191,14 @@ class Decoder:
         # The module groups that this step's adapters modify.
         groups = int(inputs.groups) if inputs.segments.num_segments else 0
         in_layer = partial(
-            LayerAdapters, kernels, tables, inputs.slots, inputs.segments, groups, _replaces_norms(inputs)
+            LayerAdapters,
+            kernels,
+            tables,
+            inputs.slots,
+            inputs.segments,
+            groups,
+            _replaces_norms(inputs),
+            inputs.expands_first,
         )
         for index, layer in enumerate(self._layers):
             note_layer(index)

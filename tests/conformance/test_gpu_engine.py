@@ -18,7 +18,7 @@ from msgspec import structs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import Accelerator, DeviceMemory, HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear
-from loramux.engine.execution import graph_executor
+from loramux.engine.execution import graph_executor, step_shape
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_shape import reachable_shapes
 from loramux.engine.loop.engine import Engine
@@ -236,6 +236,39 @@ def test_a_long_prompt_is_taken_in_large_segments(
     for sequence_id, (name, add) in asked.items():
         assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
     assert LARGE_SEGMENT_ROWS in {shape.segment_rows for shape in executor._has_run}
+    assembled.adapters.close()
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [pytest.param(one, marks=() if one == "llama" else pytest.mark.campaign) for one in FAMILIES],
+    indirect=True,
+)
+def test_large_steps_expand_adapters_without_affines_first(
+    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base's product adds to the adapters' outputs, except in steps with an adapter that rescales a sum."""
+    monkeypatch.setattr(step_shape, "MIN_EXPANDED_FIRST_ROWS", 32)
+    assembled = subject.assemble(backend, max_batch_tokens=32)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    noted: set[int] = set()
+    delta = executor._kernels.lora_delta
+
+    def note(x: torch.Tensor, call: LoraCall, slots: torch.Tensor, y: torch.Tensor) -> None:
+        noted.update(slots.tolist())
+        delta(x, call, slots, y.fill_(torch.nan))
+
+    monkeypatch.setattr(executor._kernels, "lora_delta", note)
+    for wanted, expands_first in (([(None, 5), ("by-layer", 19), ("r1", 3)], True), ([("r3", 17), ("r1", 9)], False)):
+        noted.clear()
+        asked = requests_of(subject, wanted, num_tokens=1)
+        recorder.by_sequence.clear()
+        tokens_of(assembled.engine, [add for _, add in asked.values()])
+        for sequence_id, (name, add) in asked.items():
+            assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+        assert len(noted) == (3 if expands_first else 0), "the base and two adapters"
     assembled.adapters.close()
 
 
