@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -51,9 +53,12 @@ class Span:
 
 def spans_of(run: Callable[[], object]) -> list[Span]:
     """Run `run` under the profiler, and return what the device did, in order."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    # A rehearsal without a GPU traces what the host does, so that the trace is written and read.
+    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
         run()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         profiled.export_chrome_trace(str(path))
@@ -81,7 +86,8 @@ def summary(spans: Sequence[Span], num_steps: int) -> dict[str, Any]:
 
 
 def decodes(bench: Bench) -> Iterator[tuple[str, dict[str, Any]]]:
-    model, wanted = model_of(bench), [case for case, _ in DECODES]
+    planned = ((StepCase(2, 16), (0, 2)),) if bench.is_tiny else DECODES
+    model, wanted = model_of(bench), [case for case, _ in planned]
     settings = gpu_step.settings_of(bench, wanted) | {"max_resident_adapters": 64}
     adapters = RandomAdapters(bench, model, engine_dtype(bench))
     digests = adapters.make([f"a{index}" for index in range(64)], gpu_step.RANK)
@@ -89,7 +95,7 @@ def decodes(bench: Bench) -> Iterator[tuple[str, dict[str, Any]]]:
     with open_engine(bench, model, adapters, pool_bytes=pool_bytes, **settings) as engine:
         for part in engine.assembled.views.kv.view(-1).split(1 << 29):
             part.normal_(0.0, POOL_STD)
-        for case, counts in DECODES:
+        for case, counts in planned:
             for count in counts:
                 gpu_step.start_decoding(bench, engine, case, digests[:count])
                 spans = spans_of(lambda: [engine.step() for _ in range(NUM_TRACED)])
@@ -98,22 +104,22 @@ def decodes(bench: Bench) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def prefills(bench: Bench) -> Iterator[tuple[str, dict[str, Any]]]:
-    model = model_of(bench)
+    model, case = model_of(bench), PrefillCase(1, 40) if bench.is_tiny else PREFILL
     adapters = RandomAdapters(bench, model, engine_dtype(bench))
     digests = adapters.make(["a0"], gpu_prefill.RANK)
-    num_pages = gpu_prefill.num_pages_of([PREFILL], adapters.num_pages(digests[0]))
-    settings = gpu_prefill.settings_of([PREFILL])
+    num_pages = gpu_prefill.num_pages_of([case], adapters.num_pages(digests[0]))
+    settings = gpu_prefill.settings_of([case])
     with open_engine(bench, model, adapters, pool_bytes=num_pages * adapters.page_bytes, **settings) as engine:
         engine.load(digests)
         for count in PREFILL_COUNTS:
             for _ in range(gpu_prefill.NUM_WARM):
-                _prefill(model, engine, digests[:count])
-            spans = spans_of(partial(_prefill, model, engine, digests[:count]))
-            yield f"{PREFILL}, {count} adapters", summary(spans, 1)
+                _prefill(model, engine, case, digests[:count])
+            spans = spans_of(partial(_prefill, model, engine, case, digests[:count]))
+            yield f"{case}, {count} adapters", summary(spans, 1)
 
 
-def _prefill(model: Model, engine: ObservedEngine, digests: list[str]) -> None:
-    engine.answer(greedy_adds([random_prompt(model, PREFILL.num_tokens, 0)], 1, digests))
+def _prefill(model: Model, engine: ObservedEngine, case: PrefillCase, digests: list[str]) -> None:
+    engine.answer(greedy_adds([random_prompt(model, case.num_tokens, 0)], 1, digests))
 
 
 def main() -> int:
@@ -123,11 +129,21 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="rehearse on a small model in Triton's interpreter, with TRITON_INTERPRET=1; the times are 0",
+    )
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("there is no CUDA device here")
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if arguments.tiny != is_interpreted:
+        print("--tiny and TRITON_INTERPRET=1 go together", file=sys.stderr)
         return 2
-    bench = Bench(torch.device("cuda"), False, False, False, True, False, Path())
+    if not arguments.tiny and not torch.cuda.is_available():
+        print("there is no CUDA device here; TRITON_INTERPRET=1 with --tiny needs none", file=sys.stderr)
+        return 2
+    device = torch.device("cpu" if arguments.tiny else "cuda")
+    bench = Bench(device, arguments.tiny, False, False, True, False, Path())
     document: dict[str, Any] = {"machine": describe(), "steps": {}}
     with torch.inference_mode():
         for part in (decodes, prefills):
