@@ -33,6 +33,7 @@ def in_layout(kernels: Any, weight: torch.Tensor, bias: torch.Tensor | None = No
         pytest.param(7, RoutingSpec(1, 1, True), 33, id="one-expert"),
         pytest.param(23, RoutingSpec(5, 3, True), 70, id="more-rows-than-a-tile"),
         pytest.param(130, RoutingSpec(3, 2, True), 48, id="large-tiles"),
+        pytest.param(130, RoutingSpec(11, 3, True), 48, id="medium-tiles"),
         pytest.param(0, RoutingSpec(4, 2, True), 16, id="no-rows"),
     ],
 )
@@ -48,6 +49,19 @@ def test_each_pair_is_multiplied_by_its_expert(kernels: Any, num_rows: int, spec
         expected = first[expert].double() @ x[token].double()
         torch.testing.assert_close(inner[pair].double(), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(y[pair].double(), second[expert].double() @ expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("chosen", [[4], [0, 8], [1, 2, 7]], ids=["one", "first-and-last", "three"])
+def test_experts_without_pairs_have_no_tiles(kernels: Any, chosen: list[int]) -> None:
+    """All rows choose among a few of nine experts. The tiles of a large step belong to these experts alone."""
+    spec = RoutingSpec(9, 1, True)
+    logits = torch.full((131, 9), -10.0)
+    logits[torch.arange(131), torch.tensor(chosen)[torch.arange(131) % len(chosen)]] = 10.0
+    routing = kernels.route(logits, spec)
+    weight, x = torch.randn(9, 70, 40), torch.randn(131, 40)
+    y = kernels.multiply_experts(x, in_layout(kernels, weight), routing)
+    expected = torch.einsum("th,toh->to", x.double(), weight[routing.experts[:, 0].long()].double())
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
