@@ -117,6 +117,15 @@ RUNS = (
         paths=("benchmarks/serving", "engine/loop", *_GPU_CODE),
         packages=PRODUCT,
     ),
+    Run(
+        name="mixture",
+        minutes=5,
+        shows="products of experts in a prefill of Qwen3-30B-A3B at most 20 ms; decodes no slower than before",
+        command="python -m benchmarks.gpu.kernel_times --model qwen3-30b-a3b --out build/gpu-trace-qwen3-{card}.json",
+        rehearsals=("TRITON_INTERPRET=1 python -m benchmarks.gpu.kernel_times --tiny --model qwen3-30b-a3b",),
+        result="gpu-trace-qwen3-{card}.json",
+        paths=(*_GPU_CODE, *_SHARED, "benchmarks/gpu/kernel_times.py"),
+    ),
     _part("codes", 3, "products with codes at most as long as in bfloat16 up to 64 rows", ("kernels/gpu",)),
     _part("s_lora", 6, "`over_fewest` at least 0.955 with 2,000 adapters", _GPU_CODE),
 )

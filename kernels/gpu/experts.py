@@ -43,14 +43,14 @@ def tiling_of(num_tokens: int, num_pairs: int, num_experts: int, itemsize: int) 
     """The tiling for elements of `itemsize` bytes.
 
     A tile of 16 rows is the smallest for tensor cores. A tile reads its weights and rows once, so large tiles ask for
-    fewer bytes if experts have enough pairs to fill half of one. Their stages fit into the shared memory of every
-    supported GPU.
+    fewer bytes if experts have enough pairs to fill half of one. In float32, they would not fit into registers. Their
+    stages fit into the shared memory of every supported GPU.
     """
     if num_tokens < MANY_TOKENS:
         return Tiling(16, 64, 4, 4)
-    if num_pairs < 64 * num_experts:
+    if itemsize == 4 or num_pairs < 64 * num_experts:
         return Tiling(64, 64, 4, 4)
-    return Tiling(128, 128, 8, 1 if itemsize == 4 else 3)
+    return Tiling(128, 128, 8, 3)
 
 
 def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing) -> torch.Tensor:
