@@ -199,7 +199,13 @@ WRITTEN_BATCHES: dict[str, Batch] = {
 
 
 @pytest.mark.parametrize("batch", WRITTEN_BATCHES.values(), ids=WRITTEN_BATCHES.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="float32", marks=pytest.mark.campaign),
+        pytest.param(torch.float16, id="float16"),
+    ],
+)
 def test_written_products_equal_products_added_to_zeros(
     dtype: torch.dtype,
     batch: Batch,
