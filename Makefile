@@ -171,3 +171,6 @@ campaign: $(if $(NAME),$(WARM),$(READY)) ## Run a long test (NAME=fleet ARGS=...
 # A GPU machine needs no CPU kernels.
 bench: $(if $(filter-out gpu%,$(NAME)),$(WARM),$(READY)) ## Run a benchmark (NAME=mixed-batch ARGS='--help'), or list them all
 	@$(VENV)/bin/python -m benchmarks $(NAME) $(ARGS)
+
+gpu-plan: $(READY) ## List the runs that a GPU should make next (ARGS='--card h200 --wheels')
+	@$(VENV)/bin/python -m benchmarks.gpu.plan $(ARGS)

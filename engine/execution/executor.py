@@ -47,9 +47,10 @@ class SubmittedStep:
     """A step whose tokens are not committed yet.
 
     `sampling[i]` receives item `i` of `result.tokens()`, unless it is None, and `scoring[i]` receives item `i` of
-    `result.prompt_logprobs()`.
+    `result.prompt_logprobs()`. `read_bytes` is the number of bytes that a decode step must read, or 0 if it is unknown.
     """
 
     sampling: list[Sequence | None]
     scoring: list[Sequence]
     result: StepResult
+    read_bytes: int = 0

@@ -181,6 +181,7 @@ class GraphExecutor:
             has_outer,
             groups,
             has_single_rows=used.size <= MAX_SINGLE_ROWS * np.unique(used).size,
+            has_affines=self._tables.has_affines(used),
         )
 
     def _kept_shape(self, shape: StepShape) -> StepShape:

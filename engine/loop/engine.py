@@ -240,6 +240,8 @@ class Engine:
             submitted, self._in_flight = self._in_flight, submitted
         if submitted is not None:
             self._commit(submitted)
+            # With a step in flight, this is the time since the previous step was committed.
+            self._stats.count_decode(submitted.read_bytes, self._clock() - started_s)
         if scheduled:
             self._last_step_s = self._clock() - started_s
             self._stats.count_step_time(self._last_step_s)
@@ -252,6 +254,7 @@ class Engine:
         while the device computes the logits of the new step, so the device does not wait. If the mask is late, the
         sequence is preempted, because its token cannot be chosen in this step.
         """
+        read_bytes = self._stats.read_bytes(scheduled)
         forward, sampling, scoring = self._submit(scheduled)
         in_flight = self._in_flight
         if in_flight is not None and any(one.is_constrained for one in sampling):
@@ -263,7 +266,7 @@ class Engine:
             sequence.take_back()
             self._scheduler.preempt(sequence)
         used = [None if row in late else one for row, one in enumerate(sampling)]
-        return SubmittedStep(used, scoring, forward.choose(self._masks(used), late))
+        return SubmittedStep(used, scoring, forward.choose(self._masks(used), late), read_bytes)
 
     def _masks(self, sampling: list[Sequence | None]) -> Masks:
         """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends."""

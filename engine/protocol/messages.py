@@ -341,6 +341,23 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that follow grammars, one per tenant with grammars."""
 
 
+class DecodeReads(msgspec.Struct, frozen=True, kw_only=True):
+    """What decode steps had to read since startup, and how long these steps took. All 0 on a CPU.
+
+    `num_bytes` counts weights, K and V, and adapters once per step (`engine/loop/decode_reads.py`). `bandwidth` is the
+    device's bandwidth in bytes per second, measured at startup, or 0 if it is not known.
+    """
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    bandwidth: float = 0.0
+
+    @property
+    def utilization(self) -> float | None:
+        """Share of the bandwidth that the steps used, or None if no decode step has been measured."""
+        return self.num_bytes / self.seconds / self.bandwidth if self.seconds and self.bandwidth else None
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A snapshot of the engine. Counters never decrease while the engine is running."""
 
@@ -385,6 +402,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_slots: int = 0
     """Maximum number of resident adapters."""
     graphs: GraphMemory = GraphMemory()
+    decode_reads: DecodeReads = DecodeReads()
     grammars: GrammarCounts = GrammarCounts()
     tiers: tuple[TierContents, ...] = ()
     """Contents of the tiers. Empty unless the request sets `with_tiers`."""

@@ -132,8 +132,9 @@ class StepInputs:
     `tokens`, `positions`, `slots` and `sample_rows` are int32. `slots` is the adapter slot of each row, or -1 for the
     base. `attention` has an entry for each of `CacheLayout.groups`. If `segments` is empty, no adapters are applied.
     `embedding_segments` cover the rows whose adapters modify the embedding. Without such rows, they are empty or None.
-    In each layer, adapters modify only modules in `groups`. In a hybrid decoder, `states` lists the pages of the
-    sequences' states instead of the pages of their K and V. Otherwise, it is None.
+    In each layer, adapters modify only modules in `groups`. With `expands_first`, the outputs of adapters of linear
+    layers are computed before the base's product, which adds to them, and no adapter has affines. In a hybrid decoder,
+    `states` lists the pages of the sequences' states instead of the pages of their K and V. Otherwise, it is None.
     """
 
     tokens: torch.Tensor
@@ -144,6 +145,7 @@ class StepInputs:
     sample_rows: torch.Tensor
     embedding_segments: Segments | None = None
     groups: LayerGroups = ALL_GROUPS
+    expands_first: bool = False
     states: AttentionBatch | None = None
 
 

@@ -17,6 +17,7 @@ from loramux.engine.protocol.messages import (
     AdapterState,
     Add,
     AnswerT,
+    DecodeReads,
     EngineCall,
     EngineReady,
     Extend,
@@ -96,6 +97,7 @@ class ScriptedEngine:
             base_sha256=base_sha256,
         )
         self.quantization: str | None = None
+        self.decode_reads = DecodeReads()
         self._is_ready = True
         self.is_live = True
         self._running: dict[str, _Sequence] = {}
@@ -204,6 +206,7 @@ class ScriptedEngine:
                 for slot, (digest, pages) in enumerate(self.resident.items())
             ),
             page_bytes=PAGE_BYTES,
+            decode_reads=self.decode_reads,
             num_slots=self._info.num_pages,
             tiers=tuple(self._tier(tier) for tier in ("host", "disk")) if with_tiers else (),
         )

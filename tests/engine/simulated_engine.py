@@ -13,6 +13,7 @@ from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
+from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.pages.eviction import LeastRecentlyUsed
@@ -145,6 +146,7 @@ def simulate_engine(
     num_state_pages: int = 0,
     cache: CacheLayout | None = None,
     vocab_sizes: dict[str, int] | None = None,
+    reads: ReadsPerStep | None = None,
     **waiting: float,
 ) -> Simulation:
     """`cache` replaces the layout that follows from `windows` and `num_state_pages`.
@@ -166,7 +168,7 @@ def simulate_engine(
     clock = Clock()
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars)
-    observers = Observers(EngineStats(pages, pool, prefixes, scheduler))
+    observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
     return Simulation(engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, clock)
 
