@@ -16,6 +16,7 @@ from sqlalchemy import (
     SmallInteger,
     String,
     Table,
+    Text,
     UniqueConstraint,
     text,
 )
@@ -45,7 +46,7 @@ tenants = Table(
     Column("timezone", String(64), nullable=False, server_default="UTC"),
     # Bytes of host memory that the tenant's adapters keep when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
-    # Number of days for which responses are stored. 0 if they are not stored.
+    # Number of days for which responses and chat completions are stored. 0 if they are not stored.
     Column("response_days", Integer, nullable=False, server_default="0"),
     # Secret from which the tenant's prefix-cache namespace is derived, so that two tenants never share KV pages.
     Column("isolation_secret", LargeBinary(32), nullable=False),
@@ -67,6 +68,28 @@ responses = Table(
     Column("content", LargeBinary, nullable=False),
     Index("ix_responses_tenant_id", "tenant_id"),
     Index("ix_responses_expires_us", "expires_us"),
+)
+
+# Chat completions that a tenant keeps.
+chat_completions = Table(
+    "chat_completions",
+    metadata,
+    Column("id", String(48), primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    # The adapter that answered. NULL for the base.
+    Column("adapter_id", ID, nullable=True),
+    Column("model", String(200), nullable=False),
+    # A keyed hash of each entry of the metadata, separated by spaces.
+    Column("metadata_tags", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    # The chat completion and the messages of its request, encrypted.
+    Column("completion", LargeBinary, nullable=False),
+    Column("messages", LargeBinary, nullable=False),
+    # Length of the chat completion before it was compressed and encrypted.
+    Column("num_bytes", BigInteger, nullable=False),
+    Index("ix_chat_completions_tenant_id_id", "tenant_id", "id"),
+    Index("ix_chat_completions_expires_us", "expires_us"),
 )
 
 api_keys = Table(

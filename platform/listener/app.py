@@ -19,7 +19,7 @@ from loramux.platform.listener.openapi_route import ListenerDocument
 from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
-from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, tokenization
+from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, stored_chats, tokenization
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
@@ -88,7 +88,7 @@ def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> 
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services, app.state.batches = services, kept
-    surfaces = (completions, chat, batch_chat, invocations, responses, stored_responses, messages)
+    surfaces = (completions, chat, batch_chat, stored_chats, invocations, responses, stored_responses, messages)
     for surface in (*surfaces, models, tokenization, load):
         app.include_router(surface.router)
     if kept is not None:

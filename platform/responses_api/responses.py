@@ -142,7 +142,7 @@ async def _keep(answer: Answer, deltas: Sequence[ChoiceDelta], usage: Usage) -> 
 
 def _is_stored(services: GatewayServices, target: Target, received: Received[ResponseChat]) -> bool:
     # As in the OpenAI API, a response is stored unless the request forbids it. Here the tenant must allow it, too.
-    is_allowed = services.responses.is_open and target.share.response_days > 0
+    is_allowed = services.stored.is_open and target.share.response_days > 0
     return is_allowed and received.body.asked.store is not False
 
 
@@ -160,7 +160,7 @@ def _store(
             response={**document, "store": True},
         )
         try:
-            return await services.call(services.responses.put, stored, target.share.response_days)
+            return await services.call(services.stored.responses.put, stored, target.share.response_days)
         except (SQLAlchemyError, DatabaseTrouble) as error:
             # The answer is complete and charged, so the client gets it, and `store` says that it is not stored.
             log.warning("a response could not be stored", error=repr(error))

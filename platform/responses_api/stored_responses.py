@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from starlette.responses import Response
@@ -12,12 +12,11 @@ from loramux.platform.accounts.principals import Principal
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.error_responses import json_response
+from loramux.platform.requests.item_pages import After, Limit, Order, item_page
 from loramux.platform.requests.openapi import errors
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.responses_api.openapi_schemas import DeletedResponse, InputItemList, ResponseDocument
 from loramux.platform.stored_responses.response_store import StoredResponse
-
-MAX_ID_CHARACTERS = 64
 
 router = APIRouter()
 
@@ -28,9 +27,7 @@ async def find_response(
     """Return a stored response of the caller's tenant. Raises `missing` if the caller cannot see such a response."""
     require_inference(caller)
     assert caller.tenant_id is not None
-    found = None
-    if len(response_id) <= MAX_ID_CHARACTERS and response_id.isprintable():
-        found = await services.call(services.responses.get, caller.tenant_id, response_id)
+    found = await services.call(services.stored.responses.get, caller.tenant_id, response_id)
     if found is None or not caller.may_name(found.adapter_id):
         raise missing
     return found
@@ -54,7 +51,7 @@ async def retrieve_response(
 async def delete_response(response_id: str, caller: Caller, services: Services) -> Response:
     """Delete a stored response and the input that is stored with it."""
     found = await find_response(services, caller, response_id, _missing())
-    await services.call(services.responses.delete, found.tenant_id, found.id)
+    await services.call(services.stored.responses.delete, found.tenant_id, found.id)
     return json_response({"id": found.id, "object": "response", "deleted": True})
 
 
@@ -68,29 +65,13 @@ async def list_input_items(
     response_id: str,
     caller: Caller,
     services: Services,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: Annotated[str | None, Query(max_length=256)] = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+    after: After = None,
 ) -> Response:
     """List the input items of a stored response and of the responses before it, newest first."""
-    items: list[dict[str, Any]] = (await find_response(services, caller, response_id, _missing())).input
-    if order == "desc":
-        items = items[::-1]
-    if after is not None:
-        place = next((index for index, item in enumerate(items) if item["id"] == after), None)
-        if place is None:
-            raise InvalidRequest("the response has no input item with this id", param="after")
-        items = items[place + 1 :]
-    shown = items[:limit]
-    return json_response(
-        {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(items) > limit,
-        }
-    )
+    found = await find_response(services, caller, response_id, _missing())
+    return json_response(item_page(found.input, limit, order, after))
 
 
 def _missing() -> NotFound:

@@ -1,1 +1,1 @@
-"""Responses that are kept for tenants, encrypted, until they expire or are deleted."""
+"""Responses and chat completions that are kept for tenants, encrypted, until they expire or are deleted."""

@@ -15,7 +15,8 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.requests.services import GatewaySettings
-from loramux.platform.stored_responses.response_store import MAX_CONTENT_BYTES, ResponseStore
+from loramux.platform.stored_responses.response_store import ResponseStore
+from loramux.platform.stored_responses.sealing import MAX_CONTENT_BYTES, Sealing
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.openai_api.test_tools import prompt_of
@@ -160,12 +161,12 @@ async def test_content_is_encrypted_and_bound_to_its_tenant_and_id(storing: Gate
     with storing.database.read() as connection:
         row = connection.execute(select(table)).one()
     assert b"Secret" not in row.content
-    store = ResponseStore(storing.database, KEY)
+    store = ResponseStore(storing.database, Sealing(KEY))
     found = store.get(storing.tenant.id, made["id"])
     assert found is not None
     assert found.response == made
-    assert ResponseStore(storing.database, b"another key").get(storing.tenant.id, made["id"]) is None
-    assert ResponseStore(storing.database, None).get(storing.tenant.id, made["id"]) is None
+    assert ResponseStore(storing.database, Sealing(b"another key")).get(storing.tenant.id, made["id"]) is None
+    assert ResponseStore(storing.database, Sealing(None)).get(storing.tenant.id, made["id"]) is None
     with storing.database.write() as connection:
         connection.execute(update(table).values(id="resp_moved"))
     assert store.get(storing.tenant.id, "resp_moved") is None
@@ -184,7 +185,7 @@ async def test_response_expires_and_is_swept(storing: Gateway) -> None:
 
 async def test_too_long_response_is_not_stored(storing: Gateway) -> None:
     made = await respond(storing)
-    store = storing.services.responses
+    store = storing.services.stored.responses
     stored = store.get(storing.tenant.id, made["id"])
     assert stored is not None
     # Random hexadecimal digits cannot be compressed to less than half.
