@@ -44,6 +44,8 @@ class ResponseRules:
     note_call: Callable[[], None] | None
     """Called for each tool call."""
     now_s: Callable[[], int]
+    home: str
+    """The part of the response's ID after the underscore, by which the IDs of its items name it."""
     store: Callable[[Document], Awaitable[bool]] | None
     """Stores the response object, and returns whether it is stored. None if it is not to be stored."""
 
@@ -134,10 +136,12 @@ class ResponseAnswer:
         self, kind: type[TextItem | ReasoningTextItem], text: str, logprobs: Sequence[Document] = ()
     ) -> Iterator[Event]:
         if not self._is_open or not isinstance(self._items[-1], kind):
-            index = len(self._items)
-            is_reasoning = kind is ReasoningTextItem
-            item = ReasoningTextItem(index, is_sealed=self._rules.seals_reasoning) if is_reasoning else TextItem(index)
-            yield from self._begin(item)
+            index, home = len(self._items), self._rules.home
+            yield from self._begin(
+                TextItem(index, home)
+                if kind is TextItem
+                else ReasoningTextItem(index, home, is_sealed=self._rules.seals_reasoning)
+            )
         if text:
             yield from self._items[-1].add(text, logprobs)
 
@@ -150,7 +154,7 @@ class ResponseAnswer:
         namespace = None if tool is None or tool.namespace is None else tool.namespace.name
         called = name if tool is None else tool.tool.name
         # Mistral templates accept only IDs of nine letters and digits.
-        return kind(len(self._items), Called(called, namespace, secrets.token_hex(5)[:9]))
+        return kind(len(self._items), self._rules.home, Called(called, namespace, secrets.token_hex(5)[:9]))
 
     def _begin(self, item: OutputItem) -> Iterator[Event]:
         yield from self._close()

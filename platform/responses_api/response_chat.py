@@ -33,7 +33,7 @@ class ResponseChat(ChatRequest):
 
 
 def read_response_request(document: dict[str, Any]) -> ResponseRequest:
-    """Validate a body. Raises InvalidRequest or NotFound."""
+    """Validate a body. Raises InvalidRequest."""
     refuse_built_in_tools(document.get("tools"))
     refuse_other_items(document.get("input"))
     asked = validated(document, ResponseRequest)
@@ -42,7 +42,7 @@ def read_response_request(document: dict[str, Any]) -> ResponseRequest:
 
 
 def chat_of(asked: ResponseRequest, earlier: Sequence[InputItem] = ()) -> ResponseChat:
-    """Turn a request into a chat request. `earlier` are the items of the previous response's conversation.
+    """Turn a request without references into a chat request. `earlier` are the items before its own.
 
     Raises InvalidRequest.
     """

@@ -13,7 +13,7 @@ from loramux.platform.bodies.sampling_fields import INT64, SamplingFields
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.structural_tags import Schema
 from loramux.platform.bodies.unsupported_fields import Neutral
-from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.errors import InvalidRequest
 from loramux.platform.responses_api.input_items import Input, ItemReference
 from loramux.platform.responses_api.response_tools import ToolChoiceField, Tools
 
@@ -119,15 +119,14 @@ class ResponseRequest(SamplingFields):
     def includes(self, part: Includable) -> bool:
         return part in (self.include or ())
 
+    @property
+    def references(self) -> list[tuple[int, ItemReference]]:
+        """The references among the input items, each with its index."""
+        given = self.input if isinstance(self.input, list) else ()
+        return [(index, item) for index, item in enumerate(given) if isinstance(item, ItemReference)]
+
     def check(self) -> None:
-        """Raise InvalidRequest or NotFound for fields that contradict each other or name things that do not exist."""
-        for index, item in enumerate(self.input if isinstance(self.input, list) else ()):
-            if isinstance(item, ItemReference):
-                raise NotFound(
-                    "no stored response has such an item: send the item itself",
-                    param=f"input[{index}].id",
-                    code="item_not_found",
-                )
+        """Raise InvalidRequest for fields that contradict each other."""
         if self.top_logprobs and not self.includes(LOGPROBS):
             raise InvalidRequest(f"top_logprobs needs {LOGPROBS} in include", param="top_logprobs")
         if self.stream_options is not None and not self.stream:
