@@ -66,8 +66,32 @@ responses = Table(
     Column("expires_us", BigInteger, nullable=False),
     # The response and its input, encrypted.
     Column("content", LargeBinary, nullable=False),
+    # NULL unless the response was made in the background.
+    Column("background_state", String(16), nullable=True),
+    # Number of stored events. NULL if the response's events are not stored.
+    Column("num_events", Integer, nullable=True),
     Index("ix_responses_tenant_id", "tenant_id"),
     Index("ix_responses_expires_us", "expires_us"),
+    Index(
+        "ix_responses_unfinished",
+        "tenant_id",
+        postgresql_where=text("background_state IN ('queued', 'in_progress', 'cancelling')"),
+        sqlite_where=text("background_state IN ('queued', 'in_progress', 'cancelling')"),
+    ),
+)
+
+# The events of the streams of responses in the background. A row has several consecutive events.
+response_events = Table(
+    "response_events",
+    metadata,
+    Column("response_id", ID, ForeignKey("responses.id", ondelete="CASCADE"), primary_key=True),
+    # The sequence numbers are those from `first_sequence` to before `end_sequence`.
+    Column("end_sequence", Integer, primary_key=True),
+    Column("first_sequence", Integer, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    # The events, encrypted.
+    Column("content", LargeBinary, nullable=False),
+    Index("ix_response_events_expires_us", "expires_us"),
 )
 
 # Chat completions that a tenant keeps.

@@ -1,4 +1,4 @@
-"""Add stored chat completions."""
+"""Add stored chat completions, and responses in the background."""
 
 from __future__ import annotations
 
@@ -32,6 +32,23 @@ def upgrade() -> None:
     )
     op.create_index("ix_chat_completions_tenant_id_id", "chat_completions", ["tenant_id", "id"])
     op.create_index("ix_chat_completions_expires_us", "chat_completions", ["expires_us"])
+    op.add_column("responses", sa.Column("background_state", sa.String(16), nullable=True))
+    op.add_column("responses", sa.Column("num_events", sa.Integer(), nullable=True))
+    unfinished = sa.text("background_state IN ('queued', 'in_progress', 'cancelling')")
+    op.create_index(
+        "ix_responses_unfinished", "responses", ["tenant_id"], postgresql_where=unfinished, sqlite_where=unfinished
+    )
+    op.create_table(
+        "response_events",
+        sa.Column("response_id", _ID, nullable=False),
+        sa.Column("end_sequence", sa.Integer(), nullable=False),
+        sa.Column("first_sequence", sa.Integer(), nullable=False),
+        sa.Column("expires_us", _BIG, nullable=False),
+        sa.Column("content", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(["response_id"], ["responses.id"], ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("response_id", "end_sequence"),
+    )
+    op.create_index("ix_response_events_expires_us", "response_events", ["expires_us"])
 
 
 def downgrade() -> None:

@@ -97,7 +97,6 @@ COMPLETIONS: Neutral = {
 RESPONSES: Neutral = {
     # OpenAI
     "access_programs": (),
-    "background": (False,),
     "context_management": ([],),
     "conversation": (),
     "image": ({},),

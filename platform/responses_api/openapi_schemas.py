@@ -102,10 +102,11 @@ class ResponseUsageDocument(TypedDict):
 
 
 class ResponseErrorDocument(TypedDict):
-    """Why a streamed response failed."""
+    """Why a response failed. `code` is one of OpenAI's codes, and `type` is this server's code."""
 
     code: str
     message: str
+    type: str
 
 
 class IncompleteDetails(TypedDict):
@@ -121,8 +122,8 @@ class ResponseDocument(TypedDict):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["completed", "incomplete", "failed", "in_progress"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponseErrorDocument | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None

@@ -51,6 +51,12 @@ def read_line(document: Document) -> ResponseChat:
             param="previous_response_id",
             code="unsupported_parameter",
         )
+    if asked.background:
+        raise InvalidRequest(
+            "a line of a batch cannot be a response in the background",
+            param="background",
+            code="unsupported_parameter",
+        )
     for index, _ in asked.references:
         raise _no_item(index)
     return chat_of(asked)
@@ -66,6 +72,10 @@ async def _earlier(services: GatewayServices, caller: Principal, asked: Response
         code="previous_response_not_found",
     )
     found = await find_response(services, caller, asked.previous_response_id, missing)
+    if found.is_unfinished:
+        raise InvalidRequest(
+            "the previous response is not finished", param="previous_response_id", code="response_not_finished"
+        )
     return await services.compute(read_items, [*found.input, *found.response["output"]])
 
 

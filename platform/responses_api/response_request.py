@@ -99,6 +99,7 @@ class ResponseRequest(SamplingFields):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: str | None = None
     user: str | None = None
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
 from fastapi import APIRouter, Request
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
 
-from loramux.platform.admission.database_health import DatabaseTrouble
 from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
@@ -25,15 +23,15 @@ from loramux.platform.requests.message_reader import MessageReader
 from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.requests.request_life import prepare, resolve, serve_received
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.responses_api.background import begin_in_background
+from loramux.platform.responses_api.keeping import Keeping, home, is_stored
 from loramux.platform.responses_api.openapi_schemas import InputTokensDocument, ResponseDocument
 from loramux.platform.responses_api.response_answer import ResponseAnswer, ResponseRules
 from loramux.platform.responses_api.response_chat import ResponseChat
 from loramux.platform.responses_api.response_input import read_line, read_response
 from loramux.platform.responses_api.response_request import ENCRYPTED, ResponseRequest
 from loramux.platform.responses_api.response_tools import CustomTool, NamespaceTool, offered_tools
-from loramux.platform.responses_api.stored_items import listed_items
 from loramux.platform.responses_api.truncation import prepare_response
-from loramux.platform.stored_responses.response_store import StoredResponse
 from loramux.platform.tool_calls.parsers import find_parser
 
 router = APIRouter()
@@ -51,6 +49,8 @@ async def create_response(request: Request, caller: Caller, services: Services) 
     received = await read_response(request, services, caller)
     try:
         received.body.check()
+        if received.body.asked.background:
+            return await begin_in_background(request, services, caller, RESPONSES, received)
         return await serve_received(request, services, caller, RESPONSES, received)
     except ApiError as error:
         received.body.rename_fields(error)
@@ -93,6 +93,8 @@ async def _shape(
     services: GatewayServices, target: Target, received: Received[ResponseChat], prepared: Prepared
 ) -> ResponseAnswer:
     body, tool_format = received.body, prepared.tool_format
+    # A response in the background has a row from the start.
+    keeps = is_stored(services, target, received) and not body.asked.background
     parser = None if tool_format is None else find_parser(tool_format)
     rules = ResponseRules(
         head=_head(services, target, received, int(time.time())),
@@ -101,9 +103,9 @@ async def _shape(
         seals_reasoning=body.asked.includes(ENCRYPTED),
         tools={tool.called_name: tool for tool in offered_tools(body.asked.tools or ())},
         note_call=None if tool_format is None else services.metrics.api.tool_calls.labels(tool_format).inc,
-        home=_home(received),
+        home=home(received),
         now_s=lambda: int(time.time()),
-        store=_store(services, target, received) if _is_stored(services, target, received) else None,
+        store=Keeping(services, target, received).store if keeps else None,
     )
     return ResponseAnswer(rules, MessageReader(None if parser is None else parser()))
 
@@ -113,46 +115,17 @@ async def _keep(answer: Answer, deltas: Sequence[ChoiceDelta], usage: Usage) -> 
     await answer.keep(deltas, usage)
 
 
-def _is_stored(services: GatewayServices, target: Target, received: Received[ResponseChat]) -> bool:
-    # As in the OpenAI API, a response is stored unless the request forbids it. Here the tenant must allow it, too.
-    is_allowed = services.stored.is_open and target.share.response_days > 0
-    return is_allowed and received.body.asked.store is not False
-
-
-def _store(
-    services: GatewayServices, target: Target, received: Received[ResponseChat]
-) -> Callable[[Document], Awaitable[bool]]:
-    body, adapter, home = received.body, target.model.adapter, _home(received)
-
-    async def store(document: Document) -> bool:
-        stored = StoredResponse(
-            id=document["id"],
-            tenant_id=target.tenant_id,
-            adapter_id=None if adapter is None else adapter.adapter_id,
-            input=[*listed_items(body.earlier, home), *listed_items(body.asked.input, home)],
-            response={**document, "store": True},
-        )
-        try:
-            return await services.call(services.stored.responses.put, stored, target.share.response_days)
-        except (SQLAlchemyError, DatabaseTrouble) as error:
-            # The answer is complete and charged, so the client gets it, and `store` says that it is not stored.
-            log.warning("a response could not be stored", error=repr(error))
-            return False
-
-    return store
-
-
 def _head(services: GatewayServices, target: Target, received: Received[ResponseChat], created_s: int) -> Document:
     """Return the fields of the response object that repeat the request, with the defaults that apply."""
     asked = received.body.asked
     sampling = received.body.sampling(target.settings.defaults)
     wanted = None if asked.text is None or asked.text.format is None else asked.text.format
     return {
-        "id": f"resp_{_home(received)}",
+        "id": f"resp_{home(received)}",
         "object": "response",
         "created_at": created_s,
         "completed_at": None,
-        "background": False,
+        "background": bool(asked.background),
         "error": None,
         "incomplete_details": None,
         "instructions": asked.instructions,
@@ -166,7 +139,7 @@ def _head(services: GatewayServices, target: Target, received: Received[Response
         "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
         "safety_identifier": asked.safety_identifier,
         "service_tier": "default",
-        "store": _is_stored(services, target, received),
+        "store": is_stored(services, target, received),
         "temperature": sampling.temperature,
         "text": {
             "format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True),
@@ -180,10 +153,6 @@ def _head(services: GatewayServices, target: Target, received: Received[Response
         "usage": None,
         "user": asked.user,
     }
-
-
-def _home(received: Received[ResponseChat]) -> str:
-    return received.request_id.removeprefix("req_")
 
 
 def _tool(tool: Any) -> Document:

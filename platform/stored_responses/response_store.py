@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import Connection, Row, delete, insert, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.stored_responses.sealing import ContentTooLong, Sealing, is_possible_id
 
 DAY_US = 24 * 3600 * 1_000_000
+UNFINISHED = ("queued", "in_progress", "cancelling")
+"""States of a response in the background while a server runs it."""
+START_GRACE_US = 60 * 1_000_000
+"""Longest time between storing a response in the background and reserving quota for it, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,25 @@ class StoredResponse:
     """The adapter that answered. None for the base."""
     input: list[dict[str, Any]]
     response: dict[str, Any]
+    state: str | None = None
+    """None unless the response was made in the background."""
+    num_events: int | None = None
+    """Number of events of its stream that have been stored. None if they are not stored."""
+    is_lost: bool = False
+    """True if no server runs the unfinished response any more."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.state in UNFINISHED
+
+    @property
+    def request_id(self) -> str:
+        return request_id_of(self.id)
+
+
+def request_id_of(response_id: str) -> str:
+    """Return the ID of the request that makes a response."""
+    return response_id.replace("resp_", "req_", 1)
 
 
 class ResponseStore:
@@ -35,23 +58,12 @@ class ResponseStore:
 
     def put(self, stored: StoredResponse, days: int) -> bool:
         """Store a response for a number of days. Return False if it is too long."""
-        document = {"input": stored.input, "response": stored.response}
         try:
-            sealed = self._sealing.seal(stored.tenant_id, stored.id, document)
+            content = sealed_content(self._sealing, stored)
         except ContentTooLong:
             return False
         with self._database.write() as connection:
-            now_us = self._database.now_us(connection)
-            connection.execute(
-                insert(schema.responses).values(
-                    id=stored.id,
-                    tenant_id=stored.tenant_id,
-                    adapter_id=stored.adapter_id,
-                    created_us=now_us,
-                    expires_us=now_us + days * DAY_US,
-                    content=sealed,
-                )
-            )
+            insert_response(connection, stored, content, self._database.now_us(connection), days)
         return True
 
     def get(self, tenant_id: str, response_id: str) -> StoredResponse | None:
@@ -64,14 +76,57 @@ class ResponseStore:
         with self._database.read() as connection:
             query = select(table).where(table.c.id == response_id, table.c.tenant_id == tenant_id)
             row = connection.execute(query).one_or_none()
-            if row is None or row.expires_us <= self._database.now_us(connection):
+            now_us = self._database.now_us(connection)
+            if row is None or row.expires_us <= now_us:
                 return None
+            is_lost = row.background_state in UNFINISHED and is_request_lost(connection, row, now_us)
         document = self._sealing.open(tenant_id, response_id, row.content)
         if document is None:
             return None
-        return StoredResponse(id=response_id, tenant_id=tenant_id, adapter_id=row.adapter_id, **document)
+        state = row.background_state
+        if state in UNFINISHED:
+            document["response"]["status"] = "cancelled" if state == "cancelling" else state
+        return StoredResponse(
+            id=response_id,
+            tenant_id=tenant_id,
+            adapter_id=row.adapter_id,
+            state=state,
+            num_events=row.num_events,
+            is_lost=is_lost,
+            **document,
+        )
 
     def delete(self, tenant_id: str, response_id: str) -> None:
         table = schema.responses
         with self._database.write() as connection:
             connection.execute(delete(table).where(table.c.id == response_id, table.c.tenant_id == tenant_id))
+
+
+def sealed_content(sealing: Sealing, stored: StoredResponse) -> bytes:
+    """Return the encrypted content of a response's row. Raises ContentTooLong."""
+    return sealing.seal(stored.tenant_id, stored.id, {"input": stored.input, "response": stored.response})
+
+
+def insert_response(connection: Connection, stored: StoredResponse, content: bytes, now_us: int, days: int) -> None:
+    connection.execute(
+        insert(schema.responses).values(
+            id=stored.id,
+            tenant_id=stored.tenant_id,
+            adapter_id=stored.adapter_id,
+            created_us=now_us,
+            expires_us=now_us + days * DAY_US,
+            content=content,
+            background_state=stored.state,
+            num_events=stored.num_events,
+        )
+    )
+
+
+def is_request_lost(connection: Connection, row: Row[*tuple[Any, ...]], now_us: int) -> bool:
+    """Return whether the request of an unfinished response was recovered or never began.
+
+    A server stores the finished response before it settles the request, so the caller must then read the row again.
+    """
+    table = schema.reservations
+    query = select(table.c.id).where(table.c.id == request_id_of(row.id), table.c.state == "open")
+    return connection.execute(query).first() is None and row.created_us < now_us - START_GRACE_US

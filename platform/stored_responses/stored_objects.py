@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.migrations.database import Database
+from loramux.platform.stored_responses.background_store import BackgroundStore
+from loramux.platform.stored_responses.changes import Changes
 from loramux.platform.stored_responses.chat_store import ChatStore
 from loramux.platform.stored_responses.response_store import ResponseStore
 from loramux.platform.stored_responses.sealing import Sealing
@@ -16,9 +18,17 @@ class StoredObjects:
 
     is_open: bool
     responses: ResponseStore
+    background: BackgroundStore
     chats: ChatStore
+    changes: Changes
 
     @staticmethod
     def over(database: Database, secret: bytes | None) -> StoredObjects:
         sealing = Sealing(secret)
-        return StoredObjects(sealing.is_open, ResponseStore(database, sealing), ChatStore(database, sealing))
+        return StoredObjects(
+            is_open=sealing.is_open,
+            responses=ResponseStore(database, sealing),
+            background=BackgroundStore(database, sealing),
+            chats=ChatStore(database, sealing),
+            changes=Changes(),
+        )

@@ -37,7 +37,7 @@ MEANINGS = {
     "add_special_tokens": "completion prompts always get special tokens, and chat templates write their own",
     "allowed_token_ids": "the only tokens that the answer can contain, up to 1,024, including the end of sequence",
     "audio": "the server generates text only",
-    "background": "a response ends with its connection",
+    "background": "the response is made without a connection, and retrieved later",
     "bad_words": "up to 64 words that the answer must not contain, with and without a space before them",
     "best_of": "generates this many choices and returns the `n` with the highest mean log-probability; all are billed",
     "bootstrap_host": "prefill and decoding run in one engine",

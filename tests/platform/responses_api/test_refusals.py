@@ -36,7 +36,7 @@ def lark(definition: str) -> dict[str, Any]:
             "invalid_value",
             "structured_outputs.regex",
         ),
-        ({"background": True}, 400, "unsupported_parameter", "background"),
+        ({"background": True}, 400, "storage_not_allowed", "background"),
         ({"prompt": {"id": "pmpt_1"}}, 400, "unsupported_parameter", "prompt"),
         ({"tools": [{"type": "web_search"}]}, 400, "unsupported_tool", "tools[0].type"),
         ({"tools": [WEATHER, {"type": "code_interpreter"}]}, 400, "unsupported_tool", "tools[1].type"),
