@@ -94,6 +94,39 @@ response_events = Table(
     Index("ix_response_events_expires_us", "expires_us"),
 )
 
+# Conversations of `/v1/conversations`.
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    # The adapters that have answered in the conversation. null stands for the base.
+    Column("adapter_ids", JSON, nullable=False),
+    Column("num_items", Integer, nullable=False),
+    # Length of the metadata and the items before they were compressed and encrypted.
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("next_position", Integer, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    # Encrypted.
+    Column("metadata", LargeBinary, nullable=False),
+    Index("ix_conversations_tenant_id", "tenant_id"),
+    Index("ix_conversations_expires_us", "expires_us"),
+)
+
+conversation_items = Table(
+    "conversation_items",
+    metadata,
+    Column("conversation_id", ID, ForeignKey("conversations.id", ondelete="CASCADE"), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    # A keyed hash of the item's ID.
+    Column("item_key", String(32), nullable=False),
+    Column("num_bytes", Integer, nullable=False),
+    # The item, encrypted.
+    Column("content", LargeBinary, nullable=False),
+    UniqueConstraint("conversation_id", "item_key"),
+)
+
 # Chat completions that a tenant keeps.
 chat_completions = Table(
     "chat_completions",

@@ -11,6 +11,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.schema import (
     chat_completions,
     console_sessions,
+    conversations,
     idempotency_keys,
     login_failures,
     response_events,
@@ -24,6 +25,7 @@ UNTIL: Sequence[Column[int]] = (
     responses.c.expires_us,
     response_events.c.expires_us,
     chat_completions.c.expires_us,
+    conversations.c.expires_us,
 )
 """The expiry column of each table. Every column is indexed."""
 

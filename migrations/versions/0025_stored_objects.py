@@ -1,4 +1,4 @@
-"""Add stored chat completions, and responses in the background."""
+"""Add stored chat completions, conversations, and responses in the background."""
 
 from __future__ import annotations
 
@@ -49,6 +49,33 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("response_id", "end_sequence"),
     )
     op.create_index("ix_response_events_expires_us", "response_events", ["expires_us"])
+    op.create_table(
+        "conversations",
+        sa.Column("id", _ID, nullable=False),
+        sa.Column("tenant_id", _ID, nullable=False),
+        sa.Column("adapter_ids", sa.JSON(), nullable=False),
+        sa.Column("num_items", sa.Integer(), nullable=False),
+        sa.Column("num_bytes", _BIG, nullable=False),
+        sa.Column("next_position", sa.Integer(), nullable=False),
+        sa.Column("created_us", _BIG, nullable=False),
+        sa.Column("expires_us", _BIG, nullable=False),
+        sa.Column("metadata", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"]),
+        sa.PrimaryKeyConstraint("id"),
+    )
+    op.create_index("ix_conversations_tenant_id", "conversations", ["tenant_id"])
+    op.create_index("ix_conversations_expires_us", "conversations", ["expires_us"])
+    op.create_table(
+        "conversation_items",
+        sa.Column("conversation_id", _ID, nullable=False),
+        sa.Column("position", sa.Integer(), nullable=False),
+        sa.Column("item_key", sa.String(32), nullable=False),
+        sa.Column("num_bytes", sa.Integer(), nullable=False),
+        sa.Column("content", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(["conversation_id"], ["conversations.id"], ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("conversation_id", "position"),
+        sa.UniqueConstraint("conversation_id", "item_key"),
+    )
 
 
 def downgrade() -> None:

@@ -57,7 +57,7 @@ class InvalidSlug(InvalidRequest):
 class Tenant:
     """One account. `weight` is its entitlement in fair scheduling, and `timezone` defines its days and months.
 
-    Responses and chat completions are stored for `response_days` days. If it is 0, they are not stored.
+    Responses, chat completions and conversations are stored for `response_days` days. If it is 0, they are not stored.
     """
 
     id: str
@@ -334,7 +334,7 @@ def _delete_rows(connection: Connection, tenant_id: str) -> None:
     connection.execute(
         delete(lines).where(lines.c.batch_id.in_(select(batches.c.id).where(batches.c.tenant_id == tenant_id)))
     )
-    stored = (schema.responses, schema.chat_completions)
+    stored = (schema.responses, schema.chat_completions, schema.conversations)
     owned = (batches, schema.files, policies, schema.api_keys, schema.adapter_grants, *stored)
     # The sweep deletes the blobs of files without rows.
     for table in owned:

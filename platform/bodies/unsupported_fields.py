@@ -98,7 +98,6 @@ RESPONSES: Neutral = {
     # OpenAI
     "access_programs": (),
     "context_management": ([],),
-    "conversation": (),
     "image": ({},),
     "moderation": (),
     "prompt": (),

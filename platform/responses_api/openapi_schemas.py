@@ -115,6 +115,12 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
+class ConversationName(TypedDict):
+    """The conversation that a response belongs to."""
+
+    id: str
+
+
 class ResponseDocument(TypedDict):
     """A response object. `store` says whether it is stored."""
 
@@ -124,6 +130,7 @@ class ResponseDocument(TypedDict):
     completed_at: int | None
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
+    conversation: ConversationName | None
     error: ResponseErrorDocument | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -156,6 +163,33 @@ class DeletedResponse(TypedDict):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class ConversationDocument(TypedDict):
+    """A conversation, without its items."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(TypedDict):
+    """A conversation that was deleted."""
+
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]
+
+
+class ConversationItemList(TypedDict):
+    """A page of the items of a conversation. `last_id` is the `after` of the next page."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class InputItemList(TypedDict):

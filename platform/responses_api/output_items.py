@@ -17,9 +17,12 @@ Event = Document
 """An event without its sequence number."""
 
 
-def new_item_id(prefix: str, home: str) -> str:
-    """Return the ID of an item that is stored in `home`, the part of an object's ID after the underscore."""
-    return f"{prefix}_{home}{secrets.token_hex(8)}"
+def new_item_id(prefix: str, home: str, number: int | None = None) -> str:
+    """Return the ID of an item that is stored in `home`, the part of an object's ID after the underscore.
+
+    The ID ends with `number`, or with a random number.
+    """
+    return f"{prefix}_{home}{secrets.randbits(64) if number is None else number:016x}"
 
 
 def home_of(item_id: str) -> str:

@@ -46,9 +46,8 @@ class ResponseRules:
     now_s: Callable[[], int]
     home: str
     """The part of the response's ID after the underscore, by which the IDs of its items name it."""
-    store: Callable[[Document], Awaitable[Document]] | None
-    """Stores the complete response object, and returns it with what has been stored. None if nothing is to be stored.
-    """
+    keep: Callable[[Document], Awaitable[Document]]
+    """Stores what is to be stored of the complete response object, and returns it as it turned out."""
 
 
 class ResponseAnswer:
@@ -92,10 +91,7 @@ class ResponseAnswer:
         for delta in deltas:
             for _ in self._feed(delta):
                 pass
-        document = self._finished(usage)
-        if self._rules.store is not None:
-            document = await self._rules.store(document)
-        self._kept = document
+        self._kept = await self._rules.keep(self._finished(usage))
 
     def end(self, usage: Usage) -> bytes:
         return self._encoded([_last_event(self._kept or self._finished(usage))])

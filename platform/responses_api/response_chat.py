@@ -20,7 +20,7 @@ from loramux.platform.responses_api.response_tools import chat_tool_choice, offe
 class ResponseChat(ChatRequest):
     """A chat request with the response request that it was.
 
-    `places` says which field each message comes from, and `earlier` are the items of the previous responses.
+    `places` says which field each message comes from, and `earlier` are the items before its own.
     """
 
     asked: ResponseRequest
@@ -46,7 +46,8 @@ def chat_of(asked: ResponseRequest, earlier: Sequence[InputItem] = ()) -> Respon
 
     Raises InvalidRequest.
     """
-    messages = messages_of(asked.instructions, asked.input, earlier)
+    place = "previous_response_id" if asked.conversation is None else "conversation"
+    messages = messages_of(asked.instructions, asked.input, earlier, place)
     chat = {
         **{name: getattr(asked, name) for name in SamplingFields.model_fields},
         "messages": messages.documents,

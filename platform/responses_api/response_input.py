@@ -15,12 +15,14 @@ from loramux.platform.requests.answers import Document
 from loramux.platform.requests.endpoint import Received
 from loramux.platform.requests.error_responses import request_id_of
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.responses_api.conversations import find_conversation
 from loramux.platform.responses_api.input_items import InputItem
 from loramux.platform.responses_api.output_items import home_of
 from loramux.platform.responses_api.response_chat import ResponseChat, chat_of, read_response_request
 from loramux.platform.responses_api.response_request import ResponseRequest
 from loramux.platform.responses_api.stored_items import read_items
 from loramux.platform.responses_api.stored_responses import find_response
+from loramux.platform.stored_responses.conversation_store import MAX_BYTES, MAX_ITEMS
 
 MAX_REFERENCED = 64
 """Maximum number of stored objects whose items a request can refer to."""
@@ -51,6 +53,12 @@ def read_line(document: Document) -> ResponseChat:
             param="previous_response_id",
             code="unsupported_parameter",
         )
+    if asked.conversation is not None:
+        raise InvalidRequest(
+            "a line of a batch cannot continue a conversation: send its items in input",
+            param="conversation",
+            code="unsupported_parameter",
+        )
     if asked.background:
         raise InvalidRequest(
             "a line of a batch cannot be a response in the background",
@@ -63,7 +71,11 @@ def read_line(document: Document) -> ResponseChat:
 
 
 async def _earlier(services: GatewayServices, caller: Principal, asked: ResponseRequest) -> list[InputItem]:
-    """Return the items of the previous response's conversation. Raises NotFound or PermissionDenied."""
+    """Return the items of the conversation or of the previous response's. Raises InvalidRequest, NotFound or
+    PermissionDenied.
+    """
+    if asked.conversation is not None:
+        return await _conversation_items(services, caller, asked, asked.conversation)
     if asked.previous_response_id is None:
         return []
     missing = NotFound(
@@ -79,6 +91,22 @@ async def _earlier(services: GatewayServices, caller: Principal, asked: Response
     return await services.compute(read_items, [*found.input, *found.response["output"]])
 
 
+async def _conversation_items(
+    services: GatewayServices, caller: Principal, asked: ResponseRequest, conversation_id: str
+) -> list[InputItem]:
+    missing = NotFound("there is no such conversation", param="conversation", code="conversation_not_found")
+    found = await find_conversation(services, caller, conversation_id, missing)
+    num_new = 1 + (1 if isinstance(asked.input, str) else len(asked.input))
+    if found.num_items + num_new > MAX_ITEMS or found.num_bytes > MAX_BYTES:
+        raise InvalidRequest(
+            f"the conversation is longer than {MAX_ITEMS} items or {MAX_BYTES} bytes: delete items, or begin another",
+            param="conversation",
+            code="conversation_full",
+        )
+    items = await services.call(services.stored.conversations.items, found)
+    return await services.compute(read_items, items)
+
+
 async def _with_items(
     services: GatewayServices, caller: Principal, asked: ResponseRequest, earlier: Sequence[InputItem]
 ) -> ResponseRequest:
@@ -92,7 +120,9 @@ async def _with_items(
     found: dict[str | None, Any] = {item.id: item for item in earlier}
     homes = {home_of(reference.id): index for index, reference in references if reference.id not in found}
     if len(homes) > MAX_REFERENCED:
-        raise InvalidRequest(f"the items must be those of at most {MAX_REFERENCED} responses", param="input")
+        raise InvalidRequest(
+            f"the items must be those of at most {MAX_REFERENCED} responses and conversations", param="input"
+        )
     for home, index in homes.items():
         items = await _stored_items(services, caller, home, _no_item(index))
         for item in await services.compute(read_items, items):
@@ -106,11 +136,17 @@ async def _with_items(
 
 
 async def _stored_items(services: GatewayServices, caller: Principal, home: str, missing: NotFound) -> list[Document]:
-    response = await find_response(services, caller, f"resp_{home}", missing)
+    try:
+        response = await find_response(services, caller, f"resp_{home}", missing)
+    except NotFound:
+        conversation = await find_conversation(services, caller, f"conv_{home}", missing)
+        return await services.call(services.stored.conversations.items, conversation)
     return [*response.input, *response.response["output"]]
 
 
 def _no_item(index: int) -> NotFound:
     return NotFound(
-        "no stored response has such an item: send the item itself", param=f"input[{index}].id", code="item_not_found"
+        "no stored response or conversation has such an item: send the item itself",
+        param=f"input[{index}].id",
+        code="item_not_found",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.chat_request import MAX_CHAT_LOGPROBS, Metadata, ReasoningEffort
@@ -30,6 +30,18 @@ Includable = Literal[
     "web_search_call.results",
 ]
 """The values of `include`. Those after the second have no effect, because answers have no items of these types."""
+
+
+def _conversation_id(value: Any) -> Any:
+    match value:
+        case {"id": str(conversation_id), **others} if not others:
+            return conversation_id
+        case None | str():
+            return value
+    raise ValueError('must be an ID or {"id": ...}')
+
+
+ConversationId = Annotated[str, BeforeValidator(_conversation_id)]
 
 
 class PlainFormat(StrictModel):
@@ -101,6 +113,7 @@ class ResponseRequest(SamplingFields):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    conversation: ConversationId | None = None
     user: str | None = None
 
     client_metadata: dict[str, Any] | None = None
@@ -128,6 +141,10 @@ class ResponseRequest(SamplingFields):
 
     def check(self) -> None:
         """Raise InvalidRequest for fields that contradict each other."""
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequest(
+                "a request continues either a conversation or a previous response", param="previous_response_id"
+            )
         if self.top_logprobs and not self.includes(LOGPROBS):
             raise InvalidRequest(f"top_logprobs needs {LOGPROBS} in include", param="top_logprobs")
         if self.stream_options is not None and not self.stream:

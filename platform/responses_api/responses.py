@@ -93,8 +93,6 @@ async def _shape(
     services: GatewayServices, target: Target, received: Received[ResponseChat], prepared: Prepared
 ) -> ResponseAnswer:
     body, tool_format = received.body, prepared.tool_format
-    # A response in the background has a row from the start.
-    keeps = is_stored(services, target, received) and not body.asked.background
     parser = None if tool_format is None else find_parser(tool_format)
     rules = ResponseRules(
         head=_head(services, target, received, int(time.time())),
@@ -105,7 +103,7 @@ async def _shape(
         note_call=None if tool_format is None else services.metrics.api.tool_calls.labels(tool_format).inc,
         home=home(received),
         now_s=lambda: int(time.time()),
-        store=Keeping(services, target, received).store if keeps else None,
+        keep=Keeping(services, target, received).keep,
     )
     return ResponseAnswer(rules, MessageReader(None if parser is None else parser()))
 
@@ -125,6 +123,7 @@ def _head(services: GatewayServices, target: Target, received: Received[Response
         "object": "response",
         "created_at": created_s,
         "completed_at": None,
+        "conversation": None if asked.conversation is None else {"id": asked.conversation},
         "background": bool(asked.background),
         "error": None,
         "incomplete_details": None,

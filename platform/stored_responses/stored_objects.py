@@ -8,6 +8,7 @@ from loramux.migrations.database import Database
 from loramux.platform.stored_responses.background_store import BackgroundStore
 from loramux.platform.stored_responses.changes import Changes
 from loramux.platform.stored_responses.chat_store import ChatStore
+from loramux.platform.stored_responses.conversation_store import ConversationStore
 from loramux.platform.stored_responses.response_store import ResponseStore
 from loramux.platform.stored_responses.sealing import Sealing
 
@@ -20,6 +21,7 @@ class StoredObjects:
     responses: ResponseStore
     background: BackgroundStore
     chats: ChatStore
+    conversations: ConversationStore
     changes: Changes
 
     @staticmethod
@@ -30,5 +32,6 @@ class StoredObjects:
             responses=ResponseStore(database, sealing),
             background=BackgroundStore(database, sealing),
             chats=ChatStore(database, sealing),
+            conversations=ConversationStore(database, sealing),
             changes=Changes(),
         )

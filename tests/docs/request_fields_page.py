@@ -49,7 +49,7 @@ MEANINGS = {
     "client_metadata": "any object; Codex sends it",
     "context_management": "the server does not compact conversations",
     "continue_final_message": "whether the answer continues the last message",
-    "conversation": "the server has no conversations; use `previous_response_id` or send all items",
+    "conversation": "continues and extends a stored conversation",
     "custom_labels": "metrics have no labels that a client chooses",
     "custom_logit_processor": "requests cannot run code in the engine",
     "custom_params": "requests cannot run code in the engine",

@@ -27,7 +27,7 @@ class TenantDocument(TypedDict):
     In an engine's host memory, other tenants cannot evict this tenant's adapters below `host_floor_bytes`. If the
     floors of all tenants do not fit, the floors that were set first take precedence.
 
-    Responses and chat completions are stored for `response_days` days. If it is 0, they are not stored.
+    Responses, chat completions and conversations are stored for `response_days` days. If it is 0, they are not stored.
     """
 
     id: str

@@ -171,6 +171,8 @@ def test_unsupported_content_is_named() -> None:
     ("change", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
         ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input[1].id"),
     ],
 )

@@ -28,8 +28,16 @@ def lark(definition: str) -> dict[str, Any]:
         ({"max_output_tokens": 0}, 400, "invalid_value", "max_output_tokens"),
         ({"max_output_tokens": 4000}, 400, "context_length_exceeded", "max_output_tokens"),
         ({"previous_response_id": "resp_1"}, 404, "previous_response_not_found", "previous_response_id"),
-        ({"conversation": "conv_1"}, 400, "unsupported_parameter", "conversation"),
-        ({"conversation": {"id": "conv_1"}}, 400, "unsupported_parameter", "conversation"),
+        ({"conversation": "conv_1"}, 404, "conversation_not_found", "conversation"),
+        ({"conversation": {"id": "conv_1"}}, 404, "conversation_not_found", "conversation"),
+        ({"conversation": {"id": "conv_1", "x": 1}}, 400, "invalid_value", "conversation"),
+        ({"conversation": 5}, 400, "invalid_value", "conversation"),
+        (
+            {"conversation": "conv_1", "previous_response_id": "resp_1"},
+            400,
+            "invalid_value",
+            "previous_response_id",
+        ),
         (
             {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
             400,

@@ -214,7 +214,7 @@ async def test_streams_cannot_be_resumed(storing: Gateway) -> None:
 NO_ITEM = (
     404,
     {
-        "message": "no stored response has such an item: send the item itself",
+        "message": "no stored response or conversation has such an item: send the item itself",
         "type": "invalid_request_error",
         "param": "input[0].id",
         "code": "item_not_found",
