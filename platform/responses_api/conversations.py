@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -24,6 +24,7 @@ from loramux.platform.requests.services import GatewayServices
 from loramux.platform.responses_api.input_items import InputItem, ItemReference, refuse_other_items
 from loramux.platform.responses_api.openapi_schemas import (
     ConversationDocument,
+    ConversationItemDocument,
     ConversationItemList,
     DeletedConversation,
 )
@@ -160,7 +161,7 @@ async def list_items(
 @router.get(
     "/v1/conversations/{conversation_id}/items/{item_id}",
     tags=["conversations"],
-    response_model=dict[str, Any],
+    response_model=ConversationItemDocument,
     responses=errors(404),
 )
 async def retrieve_item(conversation_id: str, item_id: str, caller: Caller, services: Services) -> Response:

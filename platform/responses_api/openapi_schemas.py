@@ -5,7 +5,7 @@ The bodies are built by `response_answer.py` and `output_items.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -182,11 +182,30 @@ class DeletedConversation(TypedDict):
     deleted: Literal[True]
 
 
+class ConversationItemDocument(TypedDict):
+    """An item of a conversation. Its `type` decides which of the other fields it has."""
+
+    id: str
+    type: str
+    status: NotRequired[ItemStatus]
+    role: NotRequired[str]
+    content: NotRequired[list[dict[str, Any]]]
+    summary: NotRequired[list[dict[str, Any]]]
+    encrypted_content: NotRequired[str | None]
+    call_id: NotRequired[str]
+    name: NotRequired[str]
+    namespace: NotRequired[str]
+    arguments: NotRequired[str]
+    input: NotRequired[str]
+    output: NotRequired[str | list[dict[str, Any]]]
+    phase: NotRequired[str]
+
+
 class ConversationItemList(TypedDict):
     """A page of the items of a conversation. `last_id` is the `after` of the next page."""
 
     object: Literal["list"]
-    data: list[dict[str, Any]]
+    data: list[ConversationItemDocument]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -59,7 +59,7 @@ class Stand:
     deployment: Deployment
     key: str
     limited_key: str
-    storing_key: str
+    storing_key: str = ""
 
     @property
     def url(self) -> str:
