@@ -239,8 +239,8 @@ class Settings(ModelSettings):
     """
     metrics_token: SecretStr | None = None
     response_key: SecretStr | None = None
-    """Secret of at least 32 characters that encrypts stored responses. All servers on a database need the same. Without
-    it, no responses are stored.
+    """Secret of at least 32 characters that encrypts stored answers. All servers on a database need the same. Without
+    it, no answers are stored.
     """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     quantization: Literal["int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"] | None = None

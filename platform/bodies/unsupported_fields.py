@@ -97,9 +97,7 @@ COMPLETIONS: Neutral = {
 RESPONSES: Neutral = {
     # OpenAI
     "access_programs": (),
-    "background": (False,),
     "context_management": ([],),
-    "conversation": (),
     "image": ({},),
     "moderation": (),
     "prompt": (),

@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from loramux.platform.accounts.tenants import DELETED
 from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
-from loramux.platform.admission.records import Extension, Reservation, ReservationRequest
+from loramux.platform.admission.records import Extension, RequestCheckpoint, Reservation, ReservationRequest
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.generation.cold_loads import ColdLoads
@@ -164,6 +164,9 @@ class RunningRequests:
 
     def progress(self) -> Mapping[str, int]:
         return {generation.plan.request_id: generation.num_received for generation in self._tasks.values()}
+
+    def checkpoints(self) -> list[RequestCheckpoint]:
+        return [RequestCheckpoint(one.plan.request_id, one.num_checkpointed) for one in self._tasks.values()]
 
     def cancel(self, request_id: str) -> bool:
         """End a request for an administrator and charge committed tokens. Return False if it is not running here."""

@@ -19,11 +19,11 @@ from loramux.platform.listener.openapi_route import ListenerDocument
 from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
-from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, tokenization
+from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, stored_chats, tokenization
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
-from loramux.platform.responses_api import responses, stored_responses
+from loramux.platform.responses_api import conversations, responses, stored_responses
 from loramux.platform.runtime_adapters import routes as runtime_routes
 from loramux.platform.runtime_adapters.runtime_adapters import RuntimeAdapters
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
@@ -35,6 +35,7 @@ ENDPOINTS = {
     "/v1/batches": "batches",
     "/v1/responses": "responses",
     "/v1/responses/input_tokens": "input_tokens",
+    "/v1/conversations": "conversations",
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "count_tokens",
     "/v1/chat/completions/batch": "chat",
@@ -93,7 +94,17 @@ def create_openai_app(
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services, app.state.batches = services, kept
-    surfaces = (completions, chat, batch_chat, invocations, responses, stored_responses, messages)
+    surfaces = (
+        completions,
+        chat,
+        batch_chat,
+        stored_chats,
+        invocations,
+        responses,
+        stored_responses,
+        conversations,
+        messages,
+    )
     for surface in (*surfaces, models, tokenization, load):
         app.include_router(surface.router)
     if kept is not None:

@@ -144,6 +144,60 @@ class ChatDocument(TypedDict):
     prompt_logprobs: list[dict[str, Any] | None] | None
 
 
+class StoredChatDocument(ChatDocument):
+    """A stored chat completion. The fields of its own repeat the request."""
+
+    request_id: str
+    metadata: dict[str, str]
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    tools: list[dict[str, Any]] | None
+    tool_choice: str | dict[str, Any] | None
+    response_format: dict[str, Any] | None
+    service_tier: str
+    input_user: str | None
+
+
+class StoredChatList(TypedDict):
+    """A page of the stored chat completions. `last_id` is the `after` of the next page."""
+
+    object: Literal["list"]
+    data: list[StoredChatDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedChat(TypedDict):
+    """A stored chat completion that was deleted."""
+
+    id: str
+    object: Literal["chat.completion.deleted"]
+    deleted: Literal[True]
+
+
+class StoredMessageDocument(TypedDict):
+    """A message of the request of a stored chat completion. `content_parts` is null if the content was a string."""
+
+    id: str
+    role: str
+    content: str | None
+    content_parts: list[dict[str, Any]] | None
+
+
+class StoredMessageList(TypedDict):
+    """A page of the messages of a stored chat completion. `last_id` is the `after` of the next page."""
+
+    object: Literal["list"]
+    data: list[StoredMessageDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class TokenizeDocument(TypedDict):
     """The token ids of a prompt. `token_strs` has their spellings in the vocabulary if the request asks for them."""
 

@@ -54,7 +54,7 @@ async def serve_received(
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
     generation = services.run.requests.start(plan, partial(run_and_settle, services))
-    generation.abandon_when(_disconnected(request.receive))
+    generation.abandon_when(disconnected(request.receive))
     try:
         return await answer(services, generation, received.body, endpoint, shape, headers, started_s)
     except ApiError as error:
@@ -224,6 +224,6 @@ async def _events(
     yield shape.end(generation.usage)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

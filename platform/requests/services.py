@@ -34,7 +34,7 @@ from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.generation.settler import Settler
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.requests.chat_prompt import ChatPrompts
-from loramux.platform.stored_responses.response_store import ResponseStore
+from loramux.platform.stored_responses.stored_objects import StoredObjects
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.threads import call_on
@@ -80,7 +80,7 @@ class GatewaySettings:
     base_parsers: AnswerParsers = NO_CHOICE
     """The answer parsers for prompts rendered with the base's template."""
     response_key: bytes | None = field(default=None, repr=False)
-    """The secret that encrypts stored responses. None if no responses are stored."""
+    """The secret that encrypts what is stored for tenants. None if nothing is stored."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages can call the API. `*` means every origin."""
     forces_usage: bool = False
@@ -175,7 +175,7 @@ class GatewayServices:
     callers: CallerServices
     prompts: PromptServices
     run: RunServices
-    responses: ResponseStore
+    stored: StoredObjects
     engine: EngineClient
     model: ModelInfo
     metrics: GatewayMetrics
@@ -239,7 +239,7 @@ class GatewayServices:
                 grammars=grammars,
             ),
             run=run,
-            responses=ResponseStore(database, settings.response_key),
+            stored=StoredObjects.over(database, settings.response_key),
             engine=engine,
             model=model,
             metrics=metrics,
