@@ -21,13 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.adapter_store.formats.version_files.pooling_files import base_pooling
 from loramux.adapter_store.formats.version_files.tokenizer_files import special_tokens_of
 from loramux.adapter_store.pulling.named_model import model_path
 from loramux.engine.architectures.gguf_model import model_directory
@@ -45,6 +48,7 @@ from loramux.engine.offline.answer import Answer, Generation, Piece, RequestFail
 from loramux.engine.offline.engine_thread import EngineClosed, EngineThread, Event
 from loramux.engine.offline.local_adapter import LocalAdapter, read_adapter
 from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.engine.sequences.embedding import embedding_of
 from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = ["LLM", "EngineClosed", "Generation", "Piece", "RequestFailed", "SamplingParams", "Score"]
@@ -183,12 +187,8 @@ class LLM:
         (Lark or GBNF) restricts the answers. Raises RequestFailed or EngineClosed, and ValueError or GrammarRefused for
         arguments that cannot be used.
         """
-        listed = _listed(prompts)
-        names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
-        if len(names) != len(listed):
-            raise ValueError(f"there are {len(listed)} prompts, but {len(names)} adapters")
         options = _Options(max_tokens, _checked(sampling), _stops(stop), _grammar(schema, regex, choice, grammar))
-        answers = [self._answer(prompt, name, options) for prompt, name in zip(listed, names, strict=True)]
+        answers = self._answers(prompts, adapter, options)
         return [answer.generation() for answer in self._finished(answers, show_progress)]
 
     def stream(
@@ -222,6 +222,40 @@ class LLM:
             Score(one.prompt_token_ids, (None, *(found.logprob for found in one.prompt_logprobs)), one.adapter)
             for one in scored
         ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        pooling: Literal["auto", "last", "mean", "cls"] = "auto",
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        show_progress: bool = False,
+    ) -> list[npt.NDArray[np.float32]]:
+        """Return an embedding of each prompt, float32 `[dimensions]`, by default of the size of the hidden states.
+
+        `pooling` takes the hidden state of the last or the first token (`cls`) after the final norm, or the mean of
+        all. `auto` follows the base's `modules.json`, and takes the last token's without one. Embeddings have unit
+        length, unless `normalize` is False or the base's `modules.json` does not normalise. Raises what `generate`
+        raises, and AdapterRejected if the base's files cannot be used.
+        """
+        if dimensions is not None and not 1 <= dimensions <= self._model.hidden_size:
+            raise ValueError(f"dimensions must be from 1 to {self._model.hidden_size}")
+        found = base_pooling(self._directory, pooling)
+        options = _Options(0, DEFAULT_SAMPLING, (), "", found.kind)
+        answers = self._finished(self._answers(prompts, adapter, options), show_progress)
+        is_normalized = found.is_normalized if normalize is None else normalize
+        return [embedding_of(answer.pooled, dimensions, is_normalized) for answer in answers]
+
+    def _answers(
+        self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None, options: _Options
+    ) -> list[Answer]:
+        listed = _listed(prompts)
+        names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(names) != len(listed):
+            raise ValueError(f"there are {len(listed)} prompts, but {len(names)} adapters")
+        return [self._answer(prompt, name, options) for prompt, name in zip(listed, names, strict=True)]
 
     def _pieces(self, answer: Answer) -> Generator[Piece, None, None]:
         events = self._engine.add(answer.add)
@@ -267,7 +301,8 @@ class LLM:
         add = Add(
             sequence_id=str(next(self._ids)),
             prompt=ids,
-            max_tokens=max(1, min(options.max_tokens, self.max_model_len - len(ids))),
+            max_tokens=0 if options.pooling else max(1, min(options.max_tokens, self.max_model_len - len(ids))),
+            pooling=options.pooling,
             sampling=sampling,
             digest=None if used is None else used.packed.digest,
             activation=start or 0,
@@ -309,6 +344,7 @@ class _Options:
     sampling: SamplingParams
     stops: tuple[str, ...]
     grammar: str
+    pooling: str | None = None
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

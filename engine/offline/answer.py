@@ -76,6 +76,8 @@ class Answer:
         self._stops = StopStrings(stops)
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[PromptLogprob] = []
+        self.pooled = b""
+        """The prompt's pooled state, if the sequence is to return it: see `SequenceOutput.pooled`."""
         self._finished: Finished | None = None
 
     def take(self, event: Event) -> bool:
@@ -86,6 +88,7 @@ class Answer:
         match event:
             case SequenceOutput():
                 self._prompt_logprobs += event.prompt_logprobs
+                self.pooled += event.pooled
                 return self._take_tokens(event)
             case Finished():
                 self._take_end(event)

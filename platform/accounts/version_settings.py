@@ -22,6 +22,7 @@ from loramux.adapter_store.formats.version_files.generation_config import (
     SamplingDefaults,
     parse_generation_config,
 )
+from loramux.adapter_store.formats.version_files.pooling_files import DEFAULT_POOLING, Pooling
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.adapter_store.registry.version_files import read_further_files
 from loramux.migrations.database import Database
@@ -42,6 +43,8 @@ class VersionSettings:
     vocabulary: AddedVocabulary | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer, in addition to the base's."""
+    pooling: Pooling = DEFAULT_POOLING
+    """How embeddings are made."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -65,9 +68,10 @@ class VersionSettingsCache:
         applies_adapter_defaults: bool = True,
         base_parsers: AnswerParsers = NO_CHOICE,
         is_copied_template: Callable[[str, SpecialTokens], bool] = lambda _source, _special_tokens: False,
+        base_pooling: Pooling = DEFAULT_POOLING,
     ) -> None:
         self._database = database
-        self._base = VersionSettings(None, base, base_parsers)
+        self._base = VersionSettings(None, base, base_parsers, pooling=base_pooling)
         self._applies_adapter_defaults = applies_adapter_defaults
         self._is_copied_template = is_copied_template
         self._lock = threading.Lock()

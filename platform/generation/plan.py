@@ -106,6 +106,8 @@ class Plan:
     end_user: str | None
     priority: int = 0
     """Order among the requests of one share. Lower values run first."""
+    pooling: str | None = None
+    """How each prompt is pooled (see `Add.pooling`), or None if the request generates tokens."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -155,6 +157,7 @@ class Plan:
             share_key=share.key,
             weight=share.weight,
             isolation_key=share.isolation_key,
+            pooling=self.pooling,
             priority=self.priority,
             traceparent=traceparent,
             host_floor_bytes=share.host_floor_bytes,

@@ -20,6 +20,7 @@ from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
 from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, tokenization
+from loramux.platform.pooling_api import embeddings
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
@@ -29,6 +30,7 @@ from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoi
 ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
     "/v1/files": "files",
     "/v1/batches": "batches",
     "/v1/responses": "responses",
@@ -88,7 +90,7 @@ def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> 
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services, app.state.batches = services, kept
-    surfaces = (completions, chat, batch_chat, invocations, responses, stored_responses, messages)
+    surfaces = (completions, chat, batch_chat, invocations, embeddings, responses, stored_responses, messages)
     for surface in (*surfaces, models, tokenization, load):
         app.include_router(surface.router)
     if kept is not None:
@@ -101,6 +103,7 @@ def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> 
     handlers = {
         "/v1/completions": completions.create_completion,
         "/v1/chat/completions": chat.create_chat_completion,
+        "/v1/embeddings": embeddings.create_embeddings,
         "/v1/responses": responses.create_response,
         "/v1/messages": messages.create_message,
     }

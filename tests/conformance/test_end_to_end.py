@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -97,13 +98,19 @@ def serve(made: Deployment, blobs: Any) -> Iterator[Stand]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[tuple[str | None, str], str]:
-    """The bfloat16 answers of transformers and peft to each demo prompt, by adapter. None stands for the base."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
+def reference() -> Any:
+    """The demo's base with its adapters, in peft."""
     base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, DEMO / "adapters" / "pirate", adapter_name="pirate")
     for name in ("formal", "json"):
         model.load_adapter(DEMO / "adapters" / name, adapter_name=name)
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Any) -> dict[tuple[str | None, str], str]:
+    """The bfloat16 answers of transformers and peft to each demo prompt, by adapter. None stands for the base."""
+    tokenizer, model = AutoTokenizer.from_pretrained(DEMO / "base"), reference
     answers: dict[tuple[str | None, str], str] = {}
     for prompt in DEMO_PROMPTS:
         text = tokenizer.apply_chat_template(
@@ -177,6 +184,33 @@ def test_every_tenant_gets_its_own_answers_and_its_own_bill(
     for tenant in ADAPTERS:
         billed = [now - then for now, then in zip(usage(stand, tenant), before[tenant], strict=True)]
         assert billed == spent[tenant]
+
+
+def test_embeddings_are_the_last_hidden_states_of_transformers_and_peft(stand: Stand, reference: Any) -> None:
+    tokenizer, texts = AutoTokenizer.from_pretrained(DEMO / "base"), [*DEMO_PROMPTS[:3], "A harbour " * 60]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    before = usage(stand, "harbour")
+    client = stand.deployment.client(stand.keys["harbour"])
+    for name, model in (("pirate", "pirate"), (None, "demo-base")):
+        found = client.embeddings.create(model=model, input=texts)
+        assert found.usage.prompt_tokens == sum(map(len, ids))
+        assert client.embeddings.create(model=model, input=ids).data == found.data
+        short = client.embeddings.create(model=model, input=texts[0], dimensions=16).data[0].embedding
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if name is None:
+                stack.enter_context(reference.disable_adapter())
+            else:
+                reference.set_adapter(name)
+            for one, tokens in zip(found.data, ids, strict=True):
+                run = reference(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+                state = run.hidden_states[-1][0, -1]
+                embedding = torch.tensor(one.embedding)
+                # The served K, V and adapters are in bfloat16.
+                assert embedding @ (state / state.norm()) > 0.9999
+                if one.index == 0:
+                    torch.testing.assert_close(torch.tensor(short), embedding[:16] / embedding[:16].norm())
+    spent = [now - then for now, then in zip(usage(stand, "harbour"), before, strict=True)]
+    assert spent == [6, 4 * sum(map(len, ids)) + 2 * len(ids[0]), 0]
 
 
 def test_models_are_the_tenants_own(stand: Stand) -> None:

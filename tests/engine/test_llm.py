@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,14 +44,23 @@ def reference() -> Any:
 
 
 @torch.no_grad()
-def reference_logits(model: Any, ids: tuple[int, ...], adapter: str | None) -> torch.Tensor:
+def run_reference(model: Any, ids: tuple[int, ...], adapter: str | None) -> Any:
     with contextlib.ExitStack() as stack:
         if adapter is None:
             stack.enter_context(model.disable_adapter())
         else:
             model.set_adapter(adapter)
-        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
-        return logits
+        return model(torch.tensor([ids]), output_hidden_states=True)
+
+
+def reference_logits(model: Any, ids: tuple[int, ...], adapter: str | None) -> torch.Tensor:
+    logits: torch.Tensor = run_reference(model, ids, adapter).logits[0]
+    return logits
+
+
+def reference_states(model: Any, ids: tuple[int, ...], adapter: str | None) -> torch.Tensor:
+    states: torch.Tensor = run_reference(model, ids, adapter).hidden_states[-1][0]
+    return states
 
 
 def test_a_mixed_batch_equals_peft(llm: LLM, reference: Any) -> None:
@@ -73,6 +83,25 @@ def test_scores_equal_peft(llm: LLM, reference: Any) -> None:
         assert score.logprobs[0] is None
         assert score.logprobs[1:] == pytest.approx(expected, abs=1e-4)
         assert score.total == pytest.approx(sum(expected), abs=1e-3)
+
+
+def test_embeddings_equal_peft(llm: LLM, reference: Any) -> None:
+    prompts = [PROMPT, PROMPT + " Then we sail.", list(range(2, 90))]
+    for adapter, pooling in (("pirate", "last"), (None, "mean")):
+        ids = [llm.tokenize(one) if isinstance(one, str) else tuple(one) for one in prompts]
+        found = llm.embed(prompts, adapter=adapter, pooling=pooling)  # type: ignore[arg-type]
+        for tokens, embedding in zip(ids, found, strict=True):
+            states = reference_states(reference, tokens, adapter)
+            state = states[-1] if pooling == "last" else states.mean(dim=0)
+            torch.testing.assert_close(torch.from_numpy(embedding), state / state.norm(), atol=1e-5, rtol=0)
+    [short], [raw] = (llm.embed(PROMPT, dimensions=9), llm.embed(PROMPT, normalize=False))
+    assert short.shape == (9,)
+    assert float(raw @ raw) > 1.5
+    np.testing.assert_allclose(short, raw[:9] / np.linalg.norm(raw[:9]), rtol=1e-5)
+    with pytest.raises(ValueError, match="dimensions must be from 1 to"):
+        llm.embed(PROMPT, dimensions=0)
+    with pytest.raises(RequestFailed):
+        llm.embed([[1] * (llm.max_model_len + 1)])
 
 
 def test_pieces_join_to_the_answer(llm: LLM) -> None:

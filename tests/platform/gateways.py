@@ -113,6 +113,7 @@ async def open_gateway(
         templates=TenantTemplates(read_special_tokens(DEMO_BASE), tokenizer.chat_template),
         grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
         model=ModelInfo(
+            hidden_size=3,
             served_name="base",
             max_model_len=max(1024, max_model_len),
             vocab_size=1024,

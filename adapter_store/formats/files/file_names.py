@@ -16,5 +16,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PARSERS_FILE = "parsers.json"
 VOCABULARY_FILE = "added_vocabulary.json"
+MODULES_FILE = "modules.json"
+"""The list of steps that sentence-transformers writes beside a model."""
 FURTHER_FILES = (TEMPLATE_FILE, GENERATION_FILE, PARSERS_FILE, VOCABULARY_FILE)
 """The names of an upload's optional files, in the order in which a version's digest covers them."""

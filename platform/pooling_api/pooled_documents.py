@@ -1,0 +1,33 @@
+"""Schemas of the answers to pooled requests, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+
+class PooledUsageDocument(TypedDict):
+    """The tokens charged for the request."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingDocument(TypedDict):
+    """The vector of one input: numbers, or little-endian float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsDocument(TypedDict):
+    """A response of `/v1/embeddings`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EmbeddingDocument]
+    usage: PooledUsageDocument
