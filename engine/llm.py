@@ -30,6 +30,7 @@ import numpy.typing as npt
 from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.formats.version_files.pooling_files import base_pooling
 from loramux.adapter_store.formats.version_files.tokenizer_files import special_tokens_of
 from loramux.adapter_store.pulling.named_model import model_path
@@ -44,14 +45,15 @@ from loramux.engine.loop.config import (
     resolve_device,
     resolve_dtype,
 )
-from loramux.engine.offline.answer import Answer, Generation, Piece, RequestFailed, Score
+from loramux.engine.offline.answer import Answer, Classes, Generation, Piece, RequestFailed, Score
 from loramux.engine.offline.engine_thread import EngineClosed, EngineThread, Event
 from loramux.engine.offline.local_adapter import LocalAdapter, read_adapter
 from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.engine.sequences.class_probabilities import class_probabilities
 from loramux.engine.sequences.embedding import embedding_of
 from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
 
-__all__ = ["LLM", "EngineClosed", "Generation", "Piece", "RequestFailed", "SamplingParams", "Score"]
+__all__ = ["LLM", "Classes", "EngineClosed", "Generation", "Piece", "RequestFailed", "SamplingParams", "Score"]
 
 Item = TypeVar("Item")
 
@@ -248,6 +250,29 @@ class LLM:
         is_normalized = found.is_normalized if normalize is None else normalize
         return [embedding_of(answer.pooled, dimensions, is_normalized) for answer in answers]
 
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str], show_progress: bool = False
+    ) -> list[Classes]:
+        """Return the classes of each prompt, by adapters that were trained for sequence classification.
+
+        Raises what `generate` raises, and ValueError for an adapter that is not a classifier.
+        """
+        options = _Options(0, DEFAULT_SAMPLING, (), "", "last", classifies=True)
+        answers = self._answers(prompts, adapter, options)
+        found = []
+        for answer in self._finished(answers, show_progress):
+            task = self._classifier(answer.adapter)
+            probabilities = class_probabilities(answer.pooled, task.activation)
+            found.append(Classes(task.labels[int(probabilities.argmax())], task.labels, probabilities, answer.adapter))
+        return found
+
+    def _classifier(self, name: str | None) -> AdapterTask:
+        adapter = self._adapter(name)
+        task = None if adapter is None else adapter.report.task
+        if task is None or not task.labels:
+            raise ValueError(f"{name or 'the base'} is not a classifier: its adapter needs the task type SEQ_CLS")
+        return task
+
     def _answers(
         self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None, options: _Options
     ) -> list[Answer]:
@@ -303,6 +328,7 @@ class LLM:
             prompt=ids,
             max_tokens=0 if options.pooling else max(1, min(options.max_tokens, self.max_model_len - len(ids))),
             pooling=options.pooling,
+            num_labels=len(self._classifier(name).labels) if options.classifies else None,
             sampling=sampling,
             digest=None if used is None else used.packed.digest,
             activation=start or 0,
@@ -345,6 +371,7 @@ class _Options:
     stops: tuple[str, ...]
     grammar: str
     pooling: str | None = None
+    classifies: bool = False
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

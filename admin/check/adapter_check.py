@@ -132,6 +132,7 @@ def _facts(accepted: Accepted, further: FurtherFiles, target: PackTarget) -> dic
         "digest": accepted.digest,
         **{name: accepted.report[name] for name in REPORTED},
         "invocation_tokens": list(accepted.invocation_tokens) or None,
+        "task": None if accepted.task is None else accepted.task.document(),
         "page_bytes": target.geometry.total_page_bytes,
         "dtype": target.dtype,
         **further.report(),

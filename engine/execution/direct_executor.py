@@ -95,7 +95,17 @@ class DirectExecutor:
             return logits_of(num_samples + begin, num_samples + end)
 
         scored = score_prompts(batch.scores, scored_logits, self._accelerator) if batch.scores else None
-        pools = pool_prompts(batch.pooled, hidden[num_scored:], self._accelerator) if batch.pooled else None
+        pooled_hidden = hidden[num_scored:]
+
+        def class_logits(chosen: list[int]) -> torch.Tensor:
+            slots = batch.slots[pooled_rows[chosen]]
+            max_rows, segments = self._tables.max_rows(slots, HEAD), self._segments(slots)
+            head = HeadAdapters(self._kernels, self._tables.device, segments, max_rows)
+            return self._decoder.class_logits(pooled_hidden[chosen], head)
+
+        pools = None
+        if batch.pooled:
+            pools = pool_prompts(batch.pooled, pooled_hidden, class_logits, self._accelerator)
         return logits_of(0, num_samples), scored, pools
 
     def _logits_of(

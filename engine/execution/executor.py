@@ -26,8 +26,8 @@ class StepResult(Protocol):
         ...
 
     def pooled(self) -> list[npt.NDArray[np.float64]]:
-        """Return the sum of the hidden states, float64 `[hidden_size]`, for each entry of `Batch.pooled`. Call `tokens`
-        first.
+        """Return the sum of the hidden states, float64 `[hidden_size]`, or the logits of the classes, float64
+        `[num_labels]`, for each entry of `Batch.pooled`. Call `tokens` first.
         """
         ...
 

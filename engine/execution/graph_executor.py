@@ -247,8 +247,8 @@ class GraphExecutor:
         """Run a step, and score and pool its prompt rows. No graph is used, because a graph's output does not include
         these rows.
         """
-        scored_rows = batch.scored_rows
-        prompt_rows = torch.from_numpy(np.concatenate([scored_rows, batch.pooled_rows]))
+        scored_rows, pooled_rows = batch.scored_rows, batch.pooled_rows
+        prompt_rows = torch.from_numpy(np.concatenate([scored_rows, pooled_rows]))
         rows = torch.cat([layout.inputs.sample_rows, self._accelerator.stage(prompt_rows)])
         inputs = replace(layout.inputs, tokens=self._sampler.resolve(layout.inputs.tokens), sample_rows=rows)
         hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device)
@@ -261,7 +261,15 @@ class GraphExecutor:
             return self._decoder.logits(hidden[num_sequences + begin : num_sequences + end], head)
 
         pooled_hidden = hidden[num_sequences + len(scored_rows) :]
-        pools = pool_prompts(batch.pooled, pooled_hidden, self._accelerator) if batch.pooled else None
+
+        def class_logits(chosen: list[int]) -> torch.Tensor:
+            head = self._scored_head(batch.slots[pooled_rows[chosen]], layout.shape.max_rank)
+            assert head is not None, "every row has a classifier"
+            return self._decoder.class_logits(pooled_hidden[chosen], head)
+
+        pools = None
+        if batch.pooled:
+            pools = pool_prompts(batch.pooled, pooled_hidden, class_logits, self._accelerator)
         return score_prompts(batch.scores, logits_of, self._accelerator) if batch.scores else None, pools
 
     def _scored_head(self, slots: npt.NDArray[np.int32], max_rank: int) -> HeadAdapters | None:
@@ -269,7 +277,8 @@ class GraphExecutor:
         rows, starts, segment_slots = group_rows(slots, SEGMENT_ROWS)
         if not len(segment_slots):
             return None
-        padding = next(size for size in HEAD_SEGMENTS if size >= len(segment_slots)) - len(segment_slots)
+        num_segments = len(segment_slots)
+        padding = next((size for size in HEAD_SEGMENTS if size >= num_segments), num_segments) - num_segments
         starts = np.pad(starts, (0, padding), constant_values=len(rows))
         segment_slots = np.pad(segment_slots, (0, padding), constant_values=-1)
         stage = self._accelerator.stage

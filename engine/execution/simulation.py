@@ -98,7 +98,12 @@ class SimulatedExecutor:
         if batch.pooled:
             rows = batch.pooled_rows.tolist()
             hidden = torch.tensor([self._hidden(states[row], slots[row]) for row in rows], dtype=torch.float64)
-            pools = pool_prompts(batch.pooled, hidden.view(-1, 1), HostAccelerator())
+
+            def class_logits(chosen: list[int]) -> torch.Tensor:
+                most = max(one.num_labels or 0 for one in batch.pooled)
+                return hidden[chosen, None] + torch.arange(most)
+
+            pools = pool_prompts(batch.pooled, hidden.view(-1, 1), class_logits, HostAccelerator())
         sample_slots = [slots[row] for row in sample_rows]
         return SimulatedForward(self, batch, likeliest(sample_rows), sample_slots, scored, pools)
 
@@ -233,15 +238,19 @@ def _salt(digest: str | None) -> int:
 
 
 def simulated_adapters(
-    num_pages: Mapping[str, int], vocab_sizes: Mapping[str, int] | None = None
+    num_pages: Mapping[str, int],
+    vocab_sizes: Mapping[str, int] | None = None,
+    num_labels: Mapping[str, int] | None = None,
 ) -> dict[str, PackedAdapter]:
     """Empty adapters by digest, with the numbers of pages in `num_pages`. `vocab_sizes` lists the vocabulary sizes that
-    differ from the base's.
+    differ from the base's. `num_labels` lists the numbers of classes of classifiers.
     """
     ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
-    offsets, sizes = np.zeros((0, 0, 3), np.int32), vocab_sizes or {}
+    offsets, sizes, labels = np.zeros((0, 0, 3), np.int32), vocab_sizes or {}, num_labels or {}
     layouts = {
-        digest: AdapterLayout(ranks, offsets, number, rows=RowCounts(vocab_size=sizes.get(digest)))
+        digest: AdapterLayout(
+            ranks, offsets, number, rows=RowCounts(vocab_size=sizes.get(digest), num_labels=labels.get(digest))
+        )
         for digest, number in num_pages.items()
     }
     return {digest: PackedAdapter(digest, layout, scales, payload) for digest, layout in layouts.items()}

@@ -575,7 +575,8 @@ class Engine:
             message = "the request and its adapter together need more pages than the pool can provide"
             self._end(sequence, "error", "request_too_large", message)
         for sequence in self._scheduler.take_misstated():
-            self._end(sequence, "error", "invalid_request", "vocab_size is not the size of the adapter's vocabulary")
+            message = "vocab_size or num_labels is not that of the adapter"
+            self._end(sequence, "error", "invalid_request", message)
 
     def stats(self, request: StatsRequest) -> Stats:
         return self._stats.snapshot(request.call_id, request.with_tiers)

@@ -82,6 +82,7 @@ def read_adapter(
             report.invocation_tokens,
             report.trained,
             report.vocab_size,
+            report.num_labels,
         )
         packed = pack(canonical, target, base)
     own_tokenizer = None

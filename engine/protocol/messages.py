@@ -125,6 +125,10 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One of POOLINGS if the sequence is to return its prompt's pooled hidden state instead of generating tokens.
     `max_tokens` is then 0. Such a sequence neither uses nor fills the prefix cache.
     """
+    num_labels: int | None = None
+    """Number of classes of the adapter, which must be a classifier. The sequence returns the logits of the classes in
+    place of the last token's hidden state. None for other sequences.
+    """
 
 
 class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -233,8 +237,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     which is sent before the first new token.
     """
     pooled: bytes = b""
-    """The pooled hidden state of a sequence with `Add.pooling`, after the final norm, as little-endian float32. It is
-    sent once, whole.
+    """The pooled hidden state of a sequence with `Add.pooling`, after the final norm, or the logits of its classes, as
+    little-endian float32. It is sent once, whole.
     """
 
 

@@ -52,6 +52,11 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
         return "invalid_request", f"token ids must be in [0, {vocab_size})"
     if not 0 <= add.activation < len(add.prompt) or (add.activation and add.digest is None):
         return "invalid_request", "activation must be a position in the prompt, and 0 without an adapter"
+    if add.num_labels is not None and (add.num_labels < 1 or add.digest is None or add.pooling != "last"):
+        return (
+            "invalid_request",
+            "num_labels must be at least 1, and needs an adapter and the last token's pooling",
+        )
     if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
         return "invalid_request", "timeout_s and pause_s must be finite and not negative"
     if add.host_floor_bytes < 0:

@@ -72,12 +72,14 @@ class ScoredRows(msgspec.Struct, frozen=True, gc=False):
 class PooledRows(msgspec.Struct, frozen=True, gc=False):
     """Adjacent rows `[begin, begin + num_rows)` of one sequence's prompt, whose hidden states are added up.
 
-    `num_rows` is 0 if none of the step's rows are pooled. `is_last` is True if the step ends the prompt.
+    `num_rows` is 0 if none of the step's rows are pooled. `is_last` is True if the step ends the prompt. With
+    `num_labels`, the logits of these classes are wanted instead, and there is at most one row.
     """
 
     begin: int
     num_rows: int
     is_last: bool
+    num_labels: int | None = None
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
@@ -301,7 +303,8 @@ def _pooled_rows(sequence: Sequence, first_row: int, num_tokens: int) -> PooledR
     end_of_step = sequence.num_computed + num_tokens
     begin = max(first, sequence.num_computed, sequence.num_reached)
     num_rows = max(0, min(last, end_of_step) - begin)
-    return PooledRows(first_row + begin - sequence.num_computed, num_rows, end_of_step == sequence.num_prompt)
+    is_last = end_of_step == sequence.num_prompt
+    return PooledRows(first_row + begin - sequence.num_computed, num_rows, is_last, sequence.add.num_labels)
 
 
 def _running_sum(counts: array[int]) -> npt.NDArray[np.int32]:

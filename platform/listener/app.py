@@ -20,7 +20,7 @@ from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
 from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, tokenization
-from loramux.platform.pooling_api import embeddings
+from loramux.platform.pooling_api import classification, embeddings, scores
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
@@ -31,6 +31,10 @@ ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
     "/v1/embeddings": "embeddings",
+    "/classify": "classify",
+    "/v1/classify": "classify",
+    "/score": "score",
+    "/v1/score": "score",
     "/v1/files": "files",
     "/v1/batches": "batches",
     "/v1/responses": "responses",
@@ -90,8 +94,9 @@ def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> 
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services, app.state.batches = services, kept
-    surfaces = (completions, chat, batch_chat, invocations, embeddings, responses, stored_responses, messages)
-    for surface in (*surfaces, models, tokenization, load):
+    surfaces = (completions, chat, batch_chat, invocations, responses, stored_responses, messages)
+    pooled = (embeddings, classification, scores)
+    for surface in (*surfaces, *pooled, models, tokenization, load):
         app.include_router(surface.router)
     if kept is not None:
         app.include_router(files.router)

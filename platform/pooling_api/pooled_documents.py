@@ -31,3 +31,42 @@ class EmbeddingsDocument(TypedDict):
     model: str
     data: list[EmbeddingDocument]
     usage: PooledUsageDocument
+
+
+class ClassDocument(TypedDict):
+    """The likeliest class of one input, and the probabilities of all, or their logits."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassesDocument(TypedDict):
+    """A response of `/classify`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassDocument]
+    usage: PooledUsageDocument
+
+
+class ScoreDocument(TypedDict):
+    """The score of one pair of texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoresDocument(TypedDict):
+    """A response of `/score`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreDocument]
+    usage: PooledUsageDocument

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.engine.protocol.messages import SamplingParams
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Plan, Target, TextRules
 from loramux.platform.pooling_api.pooled_request import PooledRequest
 from loramux.platform.requests.endpoint import Prompts, Received
-from loramux.platform.requests.planning import end_user_label
+from loramux.platform.requests.planning import check_generates, end_user_label
 from loramux.platform.requests.request_life import activated
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.tracing import traced
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that become one prompt, as the tokenizer joins a pair."""
+
+    first: str
+    second: str
+
+
+Text: TypeAlias = str | tuple[int, ...] | TextPair
+"""A prompt, as text, as token ids, or as a pair of texts."""
 
 
 async def pooled_plan(
@@ -20,14 +35,18 @@ async def pooled_plan(
     name: str,
     target: Target,
     received: Received[PooledRequest],
-    texts: Sequence[str | tuple[int, ...]],
+    texts: Sequence[Text],
     pooling: str,
     param: str = "input",
+    num_labels: int | None = None,
 ) -> Plan:
-    """Return the plan of a request of the endpoint `name` that pools each of `texts`, given as text or token ids.
+    """Return the plan of a request of the endpoint `name` that pools each of `texts`.
 
-    Errors name the field `param`. Raises InvalidRequest.
+    Errors name the field `param`. With `num_labels`, the prompts are classified by the head of the model's adapter.
+    Raises InvalidRequest.
     """
+    if num_labels is None:
+        check_generates(target)
     body = received.body
     if (body.truncate_prompt_tokens or 0) > services.max_model_len:
         raise InvalidRequest(
@@ -54,26 +73,35 @@ async def pooled_plan(
         end_user=end_user_label(body.user),
         priority=body.priority or 0,
         pooling=pooling,
+        num_labels=num_labels,
     )
+
+
+def classifier_of(target: Target) -> AdapterTask | None:
+    """Return the task of a model that is a classifier, or None."""
+    adapter = target.model.adapter
+    task = None if adapter is None else adapter.task
+    return task if task is not None and task.kind == "classification" else None
 
 
 def _encoded(
     services: GatewayServices,
     target: Target,
     body: PooledRequest,
-    texts: Sequence[str | tuple[int, ...]],
+    texts: Sequence[Text],
     param: str,
 ) -> Prompts:
     longest = services.max_model_len if body.truncate_prompt_tokens is None else None
     return tuple(_kept(services, body, _ids(target, body, text, longest, param)) for text in texts)
 
 
-def _ids(
-    target: Target, body: PooledRequest, text: str | tuple[int, ...], longest: int | None, param: str
-) -> tuple[int, ...]:
+def _ids(target: Target, body: PooledRequest, text: Text, longest: int | None, param: str) -> tuple[int, ...]:
+    adds_special_tokens = body.add_special_tokens is not False
     if isinstance(text, str):
-        return target.tokenizer.encode(
-            text, longest, add_special_tokens=body.add_special_tokens is not False, param=param
+        return target.tokenizer.encode(text, longest, add_special_tokens=adds_special_tokens, param=param)
+    if isinstance(text, TextPair):
+        return target.tokenizer.encode_pair(
+            text.first, text.second, longest, add_special_tokens=adds_special_tokens, param=param
         )
     if not all(token < target.vocab_size for token in text):
         raise InvalidRequest(f"token ids must be from 0 to {target.vocab_size - 1}", param=param)

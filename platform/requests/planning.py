@@ -23,6 +23,18 @@ mean less work for the gateway.
 """
 
 
+def check_generates(target: Target) -> None:
+    """Raise InvalidRequest for a version that has a head for classes in place of the one for tokens."""
+    adapter = target.model.adapter
+    if adapter is not None and adapter.task is not None and adapter.task.kind == "classification":
+        raise InvalidRequest(
+            f"{target.model.name} is a classifier: call /classify"
+            + (" or /score" if len(adapter.task.labels) == 1 else ""),
+            param="model",
+            code="wrong_task",
+        )
+
+
 def check_untokenised(services: GatewayServices, target: Target, body: GenerationRequest) -> None:
     """Raise InvalidRequest for errors that can be found before the prompts are tokenised."""
     if body.num_prompts * body.num_generated > services.settings.max_choices:

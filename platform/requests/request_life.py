@@ -35,7 +35,7 @@ from loramux.platform.requests.endpoint import (
     Received,
 )
 from loramux.platform.requests.error_responses import engine_unavailable, json_response, request_id_of
-from loramux.platform.requests.planning import check_untokenised, make_plan, truncated
+from loramux.platform.requests.planning import check_generates, check_untokenised, make_plan, truncated
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.tracing import describe, traced
 
@@ -80,6 +80,7 @@ async def planned(
         plan, answer = await endpoint.plan(services, target, received)
         # Nothing else of the answer is used, because these bodies have no stream.
         return plan, cast(Answer, answer)
+    check_generates(target)
     prepared = await prepare(services, endpoint, target, received)
     grammar = await constrain(services, target, endpoint.constraint(target, received.body, prepared))
     plan = make_plan(services, endpoint, received, target, prepared, grammar)

@@ -64,6 +64,14 @@ class ModelTokenizer(TextTokenizer):
         self._check_length(text, max_tokens, param)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_pair(
+        self, first: str, second: str, max_tokens: int | None, *, add_special_tokens: bool, param: str
+    ) -> tuple[int, ...]:
+        """Encode two texts as one prompt, as the tokenizer joins a pair. Raises InvalidRequest as `encode` does."""
+        # Each of the two is only roughly as long as its part of the prompt, so both together are checked.
+        self._check_length(first + second, max_tokens, param)
+        return self.joined(first, second, add_special_tokens=add_special_tokens)
+
     def encode_rendered(
         self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = False
     ) -> tuple[int, ...]:

@@ -20,11 +20,11 @@ import openai
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from loramux.admin.demo.prompts import DEMO_PROMPTS
 from tests.adapter_store.waiting import wait_until
@@ -372,6 +372,47 @@ def test_a_dora_adapter_is_packed_with_the_servers_base(
     for prompt in DEMO_PROMPTS:
         text, _, _ = ask(stand, "harbour", "dora", prompt, stream=False)
         assert text == expected["pirate", prompt]
+
+
+def test_a_classifier_is_pushed_and_only_classifies(stand: Stand, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        DEMO / "base", num_labels=3, dtype=torch.float32, pad_token_id=0
+    )
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    model = get_peft_model(base, config).eval()
+    model.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "adapter_config.json").read_text())
+    document["id2label"] = {"0": "bad", "1": "so-so", "2": "good"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(document))
+    made = stand.deployment
+    checked = made.json("check", str(tmp_path), "--model", str(DEMO / "base"))
+    assert checked["facts"]["task"]["labels"] == ["bad", "so-so", "good"]
+    pushed = made.json("adapters", "push", str(tmp_path), "--tenant", "harbour", "--name", "mood")
+    assert pushed["model"] == "harbour/mood"
+    version = made.json("adapters", "show", "harbour/mood@1")
+    assert version["task"] == {"kind": "classification", "labels": ["bad", "so-so", "good"], "activation": "softmax"}
+    assert "classification" in made.command("adapters", "show", "harbour/mood@1").stdout
+    texts = [*DEMO_PROMPTS[:3], "A harbour " * 60]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    client, before = made.client(stand.keys["harbour"]), usage(stand, "harbour")
+    body = {"model": "mood", "input": texts}
+    headers = {"authorization": f"Bearer {stand.keys['harbour']}"}
+    answer = httpx.post(f"http://127.0.0.1:{made.port}/classify", json=body, headers=headers, timeout=60).json()
+    for one, tokens in zip(answer["data"], ids, strict=True):
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([tokens])).logits[0].softmax(-1)
+        # The served K, V and adapters are in bfloat16.
+        torch.testing.assert_close(torch.tensor(one["probs"]), expected, atol=0.03, rtol=0)
+        assert one["label"] == version["task"]["labels"][int(torch.tensor(one["probs"]).argmax())]
+    with pytest.raises(openai.BadRequestError, match="is a classifier: call /classify"):
+        client.chat.completions.create(model="mood", messages=[{"role": "user", "content": "Hello"}])
+    spent = [now - then for now, then in zip(usage(stand, "harbour"), before, strict=True)]
+    assert spent == [1, sum(map(len, ids)), 0]
+    tasks = {one.id: (one.model_extra or {})["task"] for one in client.models.list()}
+    assert tasks["harbour/mood"] == "classification"
+    assert tasks["demo-base"] == tasks["harbour/pirate"] == "generation"
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

@@ -104,6 +104,33 @@ def test_embeddings_equal_peft(llm: LLM, reference: Any) -> None:
         llm.embed([[1] * (llm.max_model_len + 1)])
 
 
+def test_classes_equal_peft(tmp_path: Path, llm: LLM) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        DEMO_BASE, num_labels=4, dtype=torch.float32, pad_token_id=0
+    )
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    wrapped = get_peft_model(model, config).eval()
+    wrapped.save_pretrained(tmp_path)
+    llm.add_adapter("mood", tmp_path)
+    ids = llm.tokenize(PROMPT)
+    [found] = llm.classify(PROMPT, adapter="mood")
+    with torch.no_grad():
+        expected = wrapped(input_ids=torch.tensor([ids])).logits[0].softmax(-1)
+    np.testing.assert_allclose(found.probabilities, expected, atol=1e-5)
+    assert found.label == f"LABEL_{int(expected.argmax())}" == found.labels[int(expected.argmax())]
+    with pytest.raises(RequestFailed, match="num_labels"):
+        llm.embed(PROMPT, adapter="mood")
+    with pytest.raises(RequestFailed, match="num_labels"):
+        llm.generate(PROMPT, adapter="mood")
+    with pytest.raises(ValueError, match="pirate is not a classifier"):
+        llm.classify(PROMPT, adapter="pirate")
+    llm.remove_adapter("mood")
+
+
 def test_pieces_join_to_the_answer(llm: LLM) -> None:
     [whole] = llm.generate(PROMPT, adapter="pirate", max_tokens=20, sampling=GREEDY)
     pieces = list(llm.stream(PROMPT, adapter="pirate", max_tokens=20, sampling=GREEDY))

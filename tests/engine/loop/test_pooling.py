@@ -19,8 +19,10 @@ def states_of(simulation: Simulation) -> tuple[dict[str, list[float]], dict[str,
     """Run each sequence to its end, and return its pooled states and its end."""
     states: dict[str, list[float]] = defaultdict(list)
     ends: dict[str, Finished] = {}
-    while simulation.engine.has_work:
+    has_more = True
+    while has_more:
         simulation.engine.step()
+        has_more = simulation.engine.has_work
         for outbound in simulation.engine.take_outbox():
             match outbound.message:
                 case StepOutput(outputs=outputs):
@@ -170,3 +172,45 @@ def test_a_state_held_for_a_slow_gateway_arrives_before_the_end() -> None:
     assert isinstance(sent[0], StepOutput)
     assert sent[0].outputs[0].pooled == b"1234"
     assert sent[1:] == [end]
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["at-once", "a-step-ahead"])
+def test_a_classifier_returns_the_logits_of_its_classes_beside_other_sequences(lookahead: bool) -> None:
+    simulation = simulate_engine(
+        adapters={"a": 2, "b": 1, "c": 1}, num_labels={"a": 3, "b": 1}, lookahead=lookahead, max_batch_tokens=9
+    )
+    adds = [
+        add_pooled(simulation, f"{digest}{length}", digest=digest, num_labels=count, num_prompt=length)
+        for length in (1, 9, 40)
+        for digest, count in (("a", 3), ("b", 1), ("c", None), (None, None))
+    ]
+    generated = simulation.add("g", num_prompt=30, digest="c")
+    states, ends = states_of(simulation)
+    for add in adds:
+        # The simulated head adds a class's number to the hidden state.
+        labels = range(add.num_labels or 1)
+        assert states[add.sequence_id] == [expected(simulation, add) + label for label in labels]
+        assert ends[add.sequence_id].reason == "stop"
+    assert simulation.tokens["g"] == simulation.expected(generated)
+
+
+@pytest.mark.parametrize(
+    ("digest", "fields"),
+    [
+        ("a", {"pooling": "last"}),
+        ("a", {"pooling": "last", "num_labels": 2}),
+        ("a", {"max_tokens": 2}),
+        ("b", {"pooling": "last", "num_labels": 3}),
+        ("a", {"pooling": "mean", "num_labels": 3}),
+        ("a", {"max_tokens": 2, "num_labels": 3}),
+        (None, {"pooling": "last", "num_labels": 3}),
+        ("a", {"pooling": "last", "num_labels": 0}),
+    ],
+    ids=["embedding", "fewer classes", "tokens", "no head", "mean", "tokens with classes", "the base", "no classes"],
+)
+def test_a_classifier_does_nothing_else(digest: str | None, fields: dict[str, object]) -> None:
+    simulation = simulate_engine(adapters={"a": 2, "b": 1}, num_labels={"a": 3})
+    simulation.engine.add(b"", simulation.make_add("s", (1, 2), **{"max_tokens": 0, "digest": digest, **fields}))  # type: ignore[arg-type]
+    states, ends = states_of(simulation)
+    assert not states
+    assert ends["s"].code == "invalid_request"
