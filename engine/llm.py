@@ -238,17 +238,23 @@ class LLM:
         """Return an embedding of each prompt, float32 `[dimensions]`, by default of the size of the hidden states.
 
         `pooling` takes the hidden state of the last or the first token (`cls`) after the final norm, or the mean of
-        all. `auto` follows the base's `modules.json`, and takes the last token's without one. Embeddings have unit
-        length, unless `normalize` is False or the base's `modules.json` does not normalise. Raises what `generate`
-        raises, and AdapterRejected if the base's files cannot be used.
+        all. `auto` follows the `modules.json` of the adapter, or else of the base, and takes the last token's without
+        one. Embeddings have unit length, unless `normalize` is False or that file does not normalise. Raises what
+        `generate` raises, and AdapterRejected if the base's files cannot be used.
         """
         if dimensions is not None and not 1 <= dimensions <= self._model.hidden_size:
             raise ValueError(f"dimensions must be from 1 to {self._model.hidden_size}")
-        found = base_pooling(self._directory, pooling)
-        options = _Options(0, DEFAULT_SAMPLING, (), "", found.kind)
-        answers = self._finished(self._answers(prompts, adapter, options), show_progress)
-        is_normalized = found.is_normalized if normalize is None else normalize
-        return [embedding_of(answer.pooled, dimensions, is_normalized) for answer in answers]
+        of_base = base_pooling(self._directory, pooling)
+        listed, poolings, answers = _listed(prompts), [], []
+        for prompt, name in zip(listed, _names(listed, adapter), strict=True):
+            own = self._adapter(name)
+            chosen = own.pooling if own is not None and own.pooling is not None and pooling == "auto" else of_base
+            poolings.append(chosen)
+            answers.append(self._answer(prompt, name, _Options(0, DEFAULT_SAMPLING, (), "", chosen.kind)))
+        return [
+            embedding_of(answer.pooled, dimensions, chosen.is_normalized if normalize is None else normalize)
+            for answer, chosen in zip(self._finished(answers, show_progress), poolings, strict=True)
+        ]
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str], show_progress: bool = False
@@ -277,9 +283,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None, options: _Options
     ) -> list[Answer]:
         listed = _listed(prompts)
-        names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
-        if len(names) != len(listed):
-            raise ValueError(f"there are {len(listed)} prompts, but {len(names)} adapters")
+        names = _names(listed, adapter)
         return [self._answer(prompt, name, options) for prompt, name in zip(listed, names, strict=True)]
 
     def _pieces(self, answer: Answer) -> Generator[Piece, None, None]:
@@ -380,6 +384,14 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     listed: list[Any] = list(prompts)
     # Token ids have no length, but every prompt has one.
     return [listed] if listed and not hasattr(listed[0], "__len__") else listed
+
+
+def _names(listed: Sequence[Prompt], adapter: str | Sequence[str | None] | None) -> list[str | None]:
+    """Return the name of each prompt's adapter. Raises ValueError."""
+    names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
+    if len(names) != len(listed):
+        raise ValueError(f"there are {len(listed)} prompts, but {len(names)} adapters")
+    return names
 
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.files.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.files.file_names import (
+    GENERATION_FILE,
+    PARSERS_FILE,
+    POOLING_FILE,
+    TEMPLATE_FILE,
+    VOCABULARY_FILE,
+)
 from loramux.adapter_store.formats.version_files.added_vocabulary import (
     AddedVocabulary,
     SpecialTokens,
@@ -22,7 +28,7 @@ from loramux.adapter_store.formats.version_files.generation_config import (
     SamplingDefaults,
     parse_generation_config,
 )
-from loramux.adapter_store.formats.version_files.pooling_files import DEFAULT_POOLING, Pooling
+from loramux.adapter_store.formats.version_files.pooling_files import DEFAULT_POOLING, Pooling, parse_pooling
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.adapter_store.registry.version_files import read_further_files
 from loramux.migrations.database import Database
@@ -116,6 +122,8 @@ class VersionSettingsCache:
             settings = replace(settings, eos_token_ids=generation.eos_token_ids)
             if self._applies_adapter_defaults:
                 settings = replace(settings, defaults=generation.defaults.over(settings.defaults))
+        if POOLING_FILE in contents:
+            settings = replace(settings, pooling=parse_pooling(contents[POOLING_FILE]))
         if PARSERS_FILE in contents:
             chosen = _stored_parsers(contents[PARSERS_FILE])
             settings = replace(settings, parsers=chosen.over(settings.parsers))

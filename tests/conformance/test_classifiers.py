@@ -84,6 +84,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return plain_backend(HostAccelerator())
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("step_tokens", [24, 256], ids=["chunks", "whole prompts"])
 def test_logits_of_classes_equal_transformers_and_peft_beside_generation(
     subject: Classifiers, backend: Backend | None, step_tokens: int

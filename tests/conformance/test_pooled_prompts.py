@@ -99,6 +99,7 @@ def reference_states(subject: Subject, name: str | None, prompt: tuple[int, ...]
     return seen[0][0]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("step_tokens", [24, 256], ids=["chunks", "whole prompts"])
 def test_pooled_states_equal_transformers_and_peft_and_change_no_answer(
     subject: Subject, backend: Backend | None, step_tokens: int

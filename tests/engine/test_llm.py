@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,24 @@ def test_embeddings_equal_peft(llm: LLM, reference: Any) -> None:
         llm.embed(PROMPT, dimensions=0)
     with pytest.raises(RequestFailed):
         llm.embed([[1] * (llm.max_model_len + 1)])
+
+
+def test_an_adapters_own_files_choose_its_pooling(tmp_path: Path, llm: LLM) -> None:
+    directory = tmp_path / "search"
+    shutil.copytree(ADAPTERS["pirate"], directory)
+    modules = [
+        {"type": f"sentence_transformers.models.{name}", "path": "1_Pooling"} for name in ("Transformer", "Pooling")
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    llm.add_adapter("search", directory)
+    own, plain = llm.embed([PROMPT, PROMPT], adapter=["search", "pirate"])
+    [mean] = llm.embed(PROMPT, adapter="pirate", pooling="mean", normalize=False)
+    [last] = llm.embed(PROMPT, adapter="search", pooling="last")
+    np.testing.assert_allclose(own, mean, atol=1e-5)
+    np.testing.assert_allclose(last, plain, atol=1e-6)
+    llm.remove_adapter("search")
 
 
 def test_classes_equal_peft(tmp_path: Path, llm: LLM) -> None:

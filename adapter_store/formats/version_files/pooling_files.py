@@ -1,18 +1,21 @@
 """How the hidden states of a prompt become its embedding, as the files of a directory say.
 
 sentence-transformers writes `modules.json`, a list of the steps, and the configuration of the step that pools, usually
-`1_Pooling/config.json` (https://sbert.net/docs/package_reference/sentence_transformer/models.html).
+`1_Pooling/config.json` (https://sbert.net/docs/package_reference/sentence_transformer/models.html). An adapter's
+version has a `pooling.json` instead, such as `{"normalize": true, "pooling": "mean"}`, which a push makes of the
+directory's files.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.files.file_names import MODULES_FILE
+from loramux.adapter_store.formats.files.file_names import MODULES_FILE, POOLING_FILE
 from loramux.adapter_store.formats.files.strict_json import InvalidJson, parse_strict_json
 
 PoolingKind = Literal["last", "mean", "cls"]
@@ -43,8 +46,41 @@ class Pooling:
     kind: PoolingKind = "last"
     is_normalized: bool = True
 
+    def document(self) -> dict[str, Any]:
+        """Return the contents of a `pooling.json`."""
+        return {"normalize": self.is_normalized, "pooling": self.kind}
+
 
 DEFAULT_POOLING = Pooling()
+
+
+def parse_pooling(text: bytes) -> Pooling:
+    """Read an adapter's `pooling.json`: the keys `pooling` and, optionally, `normalize`. Raises AdapterRejected, whose
+    `param` is the key at fault or the file's name.
+    """
+    try:
+        document = parse_strict_json(text)
+    except InvalidJson as error:
+        raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", POOLING_FILE) from None
+    if not isinstance(document, dict) or not {"pooling"} <= document.keys() <= {"pooling", "normalize"}:
+        message = f"{POOLING_FILE} must be a JSON object with pooling and, optionally, normalize"
+        raise AdapterRejected("invalid_pooling", message, POOLING_FILE)
+    for kind in get_args(PoolingKind):
+        if document["pooling"] == kind and isinstance(document.get("normalize", True), bool):
+            return Pooling(kind, document.get("normalize", True))
+    key = "normalize" if document["pooling"] in get_args(PoolingKind) else "pooling"
+    allowed = "true or false" if key == "normalize" else f"one of {', '.join(get_args(PoolingKind))}"
+    raise AdapterRejected("invalid_pooling", f"{key} must be {allowed}", key)
+
+
+def pooling_file(directory: Path) -> dict[str, bytes]:
+    """Return the `pooling.json` that follows from the files of sentence-transformers in a directory, by its name.
+
+    Empty without such files, or if the directory has a `pooling.json`. Raises AdapterRejected if the files cannot be
+    used.
+    """
+    found = None if (directory / POOLING_FILE).exists() else directory_pooling(directory)
+    return {} if found is None else {POOLING_FILE: json.dumps(found.document(), sort_keys=True).encode() + b"\n"}
 
 
 def base_pooling(directory: Path, setting: str) -> Pooling:

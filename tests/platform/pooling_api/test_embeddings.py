@@ -108,6 +108,14 @@ async def test_an_adapter_makes_the_vectors_of_its_name(gateway: Gateway) -> Non
     assert gateway.usage()[0].model == "acme/search@1"
 
 
+async def test_a_versions_own_file_chooses_its_pooling(gateway: Gateway) -> None:
+    gateway.add_adapter("acme", "search", files={"pooling.json": b'{"pooling": "cls", "normalize": false}'})
+    body = {"model": "search", "input": "Yes"}
+    [one] = (await gateway.http.post("/v1/embeddings", json=body)).json()["data"]
+    assert one["embedding"] == [3.0, 0.0, -4.0]
+    assert gateway.engine.adds[0].pooling == "cls"
+
+
 async def test_long_inputs_are_truncated_only_if_asked(gateway: Gateway) -> None:
     async def tokens(**fields: Any) -> tuple[int, ...]:
         ids = list(range(2, 302))

@@ -13,6 +13,8 @@ from loramux.adapter_store.formats.version_files.pooling_files import (
     Pooling,
     base_pooling,
     directory_pooling,
+    parse_pooling,
+    pooling_file,
 )
 
 STEPS = "sentence_transformers.models."
@@ -92,3 +94,14 @@ def test_other_files_are_refused(tmp_path: Path, case: str) -> None:
         directory_pooling(write(tmp_path, modules, pooling))
     assert refused.value.code == "unsupported_pooling"
     assert str(tmp_path) in str(refused.value)
+
+
+def test_a_push_makes_a_file_that_says_the_same(tmp_path: Path) -> None:
+    assert pooling_file(tmp_path) == {}
+    write(tmp_path, steps("Transformer", "Pooling"), MEAN)
+    [(name, content)] = pooling_file(tmp_path).items()
+    assert name == "pooling.json"
+    assert parse_pooling(content) == Pooling("mean", is_normalized=False)
+    (tmp_path / name).write_bytes(b'{"pooling": "cls"}')
+    assert pooling_file(tmp_path) == {}
+    assert parse_pooling((tmp_path / name).read_bytes()) == Pooling("cls", is_normalized=True)
