@@ -199,6 +199,8 @@ adapter_versions = Table(
     Column("num_pages", Integer, nullable=True),
     # The token ids that activate the adapter; NULL if it is always active.
     Column("invocation_tokens", JSON(none_as_null=True), nullable=True),
+    # What the adapter was trained for, other than generation: classes with their labels, or embeddings.
+    Column("task", JSON(none_as_null=True), nullable=True),
     Column("canonical_bytes", BigInteger, nullable=True),
     Column("upload_id", ID, nullable=False),
     # SHA-256 of the uploaded files' checksums. Uploads of identical files to an adapter become one version, unless it

@@ -12,6 +12,7 @@ import structlog
 from sqlalchemy import Connection, select, update
 
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.formats.version_files.further_files import NO_FURTHER_FILES, FurtherFiles, version_digest
 from loramux.adapter_store.ingest.purge_rows import refuse_purged
 from loramux.adapter_store.ingest.upload_rows import (
@@ -63,6 +64,8 @@ class Verdict:
     files: FurtherFiles = NO_FURTHER_FILES
     invocation_tokens: Sequence[int] = ()
     """The tokens that activate the adapter, or () if it is always active."""
+    task: AdapterTask | None = None
+    """What the adapter is for, or None for generation."""
 
 
 class VersionClaims:
@@ -179,6 +182,7 @@ class VersionClaims:
             "max_rank": verdict.max_rank,
             "num_pages": verdict.num_pages,
             "invocation_tokens": list(verdict.invocation_tokens) or None,
+            "task": None if verdict.task is None else verdict.task.document(),
             "canonical_bytes": verdict.canonical_bytes,
             "report": dict(verdict.report),
         }
@@ -215,7 +219,7 @@ class VersionClaims:
 
     def reject(self, version_id: str, report: Mapping[str, Any]) -> None:
         """Reject a version permanently. Raises ClaimLost."""
-        unset = ("digest", "version_digest", "max_rank", "num_pages", "invocation_tokens", "canonical_bytes")
+        unset = ("digest", "version_digest", "max_rank", "num_pages", "invocation_tokens", "task", "canonical_bytes")
         nothing = dict.fromkeys(unset)
         with self._database.write() as connection:
             self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})

@@ -135,6 +135,7 @@ class VersionProcessor:
                 accepted.report | valid.further.report() | facts,
                 valid.further,
                 accepted.invocation_tokens,
+                accepted.task,
             ),
         )
         self._at_failpoint(Failpoint.ACCEPTED)

@@ -32,6 +32,7 @@ from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.rearranged_places import places_in_file
 from loramux.adapter_store.formats.packed.trained_rows import max_row_counts, outer_weight_names
 from loramux.adapter_store.formats.packed.trained_vectors import TrainedVector
+from loramux.adapter_store.formats.version_files.adapter_task import EMBEDDING_TASK
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
 from loramux.adapter_store.validation.expected_vectors import expected_vectors
 from loramux.adapter_store.validation.peft_config import PeftConfig, parse_peft_config
@@ -157,8 +158,9 @@ def validate_files(
         num_trained_rows={
             module.name: parts.rows[module.name].max_count(target.tokens(module, parts.vocab_size))
             for module in target.outer_modules
-            if module.name in parts.rows
+            if module.name in parts.rows and (parts.task is None or module.name != HEAD)
         },
+        task=EMBEDDING_TASK if parsed.is_for_embeddings else parts.task,
         num_trained_vectors=Counter(f"{one.place.kind}.{name.rpartition('.')[2]}" for name, one in vectors.items()),
         names=names.originals,
         max_rank=max(expectation.total_ranks.values()),
@@ -259,7 +261,8 @@ def _num_pages(
             ranks[module.layer, module.module] += module.rank
     with_affine: list[ModulePlace] = [vector.place for vector in vectors.values()]
     # The products with replaced rows of a head lack the base's bias, which the affine adds.
-    with_affine += [place for place in shared_places(target) if place.shape.has_bias and place.key in parts.rows]
+    if parts.task is None:
+        with_affine += [place for place in shared_places(target) if place.shape.has_bias and place.key in parts.rows]
     for place in with_affine:
         # A module without a LoRA needs rank 1 for its affine.
         if place.layer is None:

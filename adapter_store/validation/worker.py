@@ -51,6 +51,7 @@ def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = No
             report.invocation_tokens,
             report.trained,
             report.vocab_size,
+            report.num_labels,
         )
         if report.invocation_tokens and report.trained and base is not None:
             with CanonicalAdapter(job.canonical) as file:
@@ -58,7 +59,13 @@ def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = No
         if not needs_base(job.canonical):
             write_packed(job.packed, pack(job.canonical, target), target)
     return Accepted(
-        digest, report.max_rank, report.num_pages, report.document(), report.invocation_tokens, report.vocab_size
+        digest,
+        report.max_rank,
+        report.num_pages,
+        report.document(),
+        report.invocation_tokens,
+        report.vocab_size,
+        report.task,
     )
 
 

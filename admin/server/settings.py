@@ -72,6 +72,7 @@ FLAGS = frozenset(
         "served_name",
         "generation_config",
         "adapter_generation_config",
+        "pooling",
         "tool_call_parser",
         "reasoning_parser",
         "engine",
@@ -193,6 +194,10 @@ class Settings(ModelSettings):
     """`auto`: fields that a request leaves out take their defaults from the model's `generation_config.json`."""
     adapter_generation_config: Literal["auto", "off"] = "auto"
     """`auto`: the `generation_config.json` uploaded with an adapter's version takes precedence over the model's."""
+    pooling: Literal["auto", "last", "mean", "cls"] = "auto"
+    """How the hidden states of a prompt become its embedding: the last token's, the mean of all, or the first token's.
+    `auto`: the model's `modules.json` decides, or the last token's is taken if there is none.
+    """
     tool_call_parser: str = AUTO
     """How tool calls are found in answers to prompts rendered with the model's own chat template. `auto`: the template
     decides. `off`: calls are part of the text. Other values: `functiongemma`, `gemma4`, `harmony`, `hermes`,

@@ -283,10 +283,7 @@ class Decoder:
             logits = vocabularies.widened(logits)
         if adapters is not None and adapters.segments.num_segments:
             if adapters.max_rows:
-                assert adapters.tables.trained_rows is not None
-                segments = replace(adapters.segments, max_rank=adapters.max_rows)
-                call = LoraCall(0, self._head_group, adapters.tables.trained_rows, segments)
-                adapters.kernels.outer.replace_columns(hidden, call, logits)
+                self._replace_columns(hidden, adapters, logits)
             call = LoraCall(0, self._head_group, _outer(adapters.tables), adapters.segments)
             adapters.kernels.outer.lora_add(hidden, call, logits)
         if self.config.logit_scale != 1.0:
@@ -297,6 +294,23 @@ class Decoder:
         if vocabularies is not None:
             vocabularies.forbid_others(logits)
         return logits
+
+    @torch.inference_mode()
+    def class_logits(self, hidden: torch.Tensor, adapters: HeadAdapters) -> torch.Tensor:
+        """Logits of classes for rows of `hidden`, `[num_rows, adapters.max_rows]`, in the dtype of the activations.
+
+        Every row's adapter is a classifier. The logits of classes that a row's adapter lacks are 0.
+        """
+        logits = hidden.new_zeros(hidden.shape[0], adapters.max_rows)
+        self._replace_columns(hidden, adapters, logits)
+        return logits
+
+    def _replace_columns(self, hidden: torch.Tensor, adapters: HeadAdapters, logits: torch.Tensor) -> None:
+        """Compute the logits of the rows that adapters replace or, in classifiers, of their classes."""
+        assert adapters.tables.trained_rows is not None
+        segments = replace(adapters.segments, max_rank=adapters.max_rows)
+        call = LoraCall(0, self._head_group, adapters.tables.trained_rows, segments)
+        adapters.kernels.outer.replace_columns(hidden, call, logits)
 
 
 def _replaces_norms(inputs: StepInputs) -> bool:

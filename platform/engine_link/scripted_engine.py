@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,9 +65,13 @@ class Script:
     """The end-of-sequence token."""
     logprob: float = -0.5
     """The log-probability of each token."""
+    state: tuple[float, ...] = (3.0, 0.0, -4.0)
+    """The pooled state of the prompt, if the Add message asks for it."""
 
 
 def echo(add: Add) -> Script:
+    if add.pooling is not None:
+        return Script(token_ids=())
     times = -(-add.max_tokens // len(add.prompt))
     return Script(token_ids=(add.prompt * times)[: add.max_tokens])
 
@@ -249,6 +254,9 @@ class ScriptedEngine:
             if script.stall_after is not None and sequence.num_committed >= script.stall_after:
                 await sequence.ends_within(None)
             end = sequence.finished()
+            if add.pooling is not None and end.reason == "stop":
+                state = struct.pack(f"<{len(script.state)}f", *script.state)
+                yield SequenceOutput(sequence_id=add.sequence_id, token_ids=(), pooled=state)
             self._num_committed += end.completion_tokens
             yield end
         finally:
@@ -308,6 +316,8 @@ class _Sequence:
             reason = "abort"
         elif self.ending is not None or self.script.error is not None:
             reason, code = "error", self.ending or self.script.error
+        elif self.add.pooling is not None:
+            reason = "stop"
         elif committed < self._max_tokens:
             reason, committed = "stop", committed + 1
         stop_token_id = self.script.stop_token_id if reason == "stop" else None

@@ -124,7 +124,8 @@ class RunningRequests:
             endpoint=plan.endpoint,
             prompt_tokens=plan.prompt_tokens,
             reserved_tokens=plan.reserved_tokens,
-            num_sequences=plan.num_sequences,
+            # Without tokens to generate, no smaller max_tokens would fit into a quota.
+            num_sequences=0 if plan.pooling is not None else plan.num_sequences,
             base=plan.base,
             end_user=plan.end_user,
             loads_adapter=loads_adapter,

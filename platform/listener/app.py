@@ -20,6 +20,7 @@ from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
 from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, stored_chats, tokenization
+from loramux.platform.pooling_api import classification, embeddings, scores
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
@@ -31,6 +32,11 @@ from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoi
 ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
+    "/classify": "classify",
+    "/v1/classify": "classify",
+    "/score": "score",
+    "/v1/score": "score",
     "/v1/files": "files",
     "/v1/batches": "batches",
     "/v1/responses": "responses",
@@ -105,7 +111,8 @@ def create_openai_app(
         conversations,
         messages,
     )
-    for surface in (*surfaces, models, tokenization, load):
+    pooled = (embeddings, classification, scores)
+    for surface in (*surfaces, *pooled, models, tokenization, load):
         app.include_router(surface.router)
     if kept is not None:
         app.include_router(files.router)
@@ -120,6 +127,7 @@ def create_openai_app(
     handlers = {
         "/v1/completions": completions.create_completion,
         "/v1/chat/completions": chat.create_chat_completion,
+        "/v1/embeddings": embeddings.create_embeddings,
         "/v1/responses": responses.create_response,
         "/v1/messages": messages.create_message,
     }

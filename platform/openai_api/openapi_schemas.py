@@ -14,7 +14,7 @@ class ModelDocument(TypedDict):
     """A model that the caller may name. `root` is the version that it currently resolves to.
 
     `quantization` is the format of the base's weights, such as `int4`. It is null for floating-point weights, and while
-    no engine is running.
+    no engine is running. `task` is what the model is for.
     """
 
     id: str
@@ -25,6 +25,7 @@ class ModelDocument(TypedDict):
     parent: str | None
     max_model_len: int
     quantization: str | None
+    task: Literal["generation", "classification", "embedding"]
 
 
 class ModelList(TypedDict):

@@ -147,16 +147,19 @@ def simulate_engine(
     cache: CacheLayout | None = None,
     vocab_sizes: dict[str, int] | None = None,
     reads: ReadsPerStep | None = None,
+    num_labels: dict[str, int] | None = None,
     **waiting: float,
 ) -> Simulation:
     """`cache` replaces the layout that follows from `windows` and `num_state_pages`.
 
-    `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, by digest. Steps wait for masks
+    `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, and `num_labels` the numbers of
+    classes of classifiers, by digest. Steps wait for masks
     without end unless there is a `grammar_clock`.
     """
     pages = PagePool(num_pages)
     policy, queue = LeastRecentlyUsed(), FairQueue()
-    stager, adapter_pages = MemoryStager(simulated_adapters(adapters or {}, vocab_sizes)), SimulatedPages()
+    stager = MemoryStager(simulated_adapters(adapters or {}, vocab_sizes, num_labels))
+    adapter_pages = SimulatedPages()
     pool = AdapterPool(pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
     prefixes = PrefixCache(pages, policy, 16)
     if cache is None:

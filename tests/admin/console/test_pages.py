@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.console.app import create_console
 from loramux.admin.serving.app import create_admin_app
-from loramux.migrations.schema import base_servers, version_bases
+from loramux.migrations.schema import adapter_versions, base_servers, version_bases
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
 from tests.admin.app_client import client_of
@@ -242,6 +242,26 @@ async def test_optional_files_of_a_version_are_shown(operator: Browser, make_ada
     assert 'title="Tokens 5 6">activated</span>' in page
     assert 'title="tool calls hermes, reasoning off">parsers</span>' in page
     assert 'title="temperature 0.5, top_k 3">settings</span>' in page
+
+
+async def test_what_a_version_is_for_is_shown(
+    operator: Browser, console_side: AdminSide, make_adapter: Callable[..., Path]
+) -> None:
+    await operator.post("/tenants", slug="searcher")
+    await operator.post("/adapters", tenant="searcher", name="vectors")
+    listed = (await operator.get("/adapters?tenant=searcher")).text
+    here = f"/adapters/{first_match(r'/console/adapters/(ada_[0-9a-f]{32})', listed)}"
+    await _upload(operator, here, make_adapter(config={"task_type": "FEATURE_EXTRACTION"}))
+    assert "<dt>Made for</dt><dd>embedding</dd>" in await _until_ready(operator, f"{here}/versions/1")
+    assert ">embedding</span>" in (await operator.get(here)).text
+    task = {"kind": "classification", "labels": ["<b>", "\"'&"], "activation": "softmax"}
+    with console_side.services.database.write() as connection:
+        connection.execute(update(adapter_versions).values(task=task))
+    for path in (here, f"{here}/versions/1"):
+        page = (await operator.get(path)).text
+        assert "classification" in page
+        assert "<b>" not in page
+        assert "&lt;b&gt;, &#34;&#39;&amp;" in page
 
 
 async def test_adapter_page_shows_how_clients_call_the_adapter(operator: Browser) -> None:

@@ -40,6 +40,23 @@ def ids(lines: list[dict[str, Any]]) -> list[str]:
     return [one["custom_id"] for one in lines]
 
 
+async def test_batch_of_embeddings_is_answered_and_charged(lab: BatchLab) -> None:
+    url = "/v1/embeddings"
+    bodies = [{"model": "base", "input": [[4], [1, 2, 3]]}, {"model": "base", "input": [[2] * 300]}]
+    lines = [{"custom_id": str(n), "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
+    batch = await lab.create(lines, endpoint=url)
+    async with lab.running():
+        batch = await lab.finished(batch)
+    [answer], [error] = await lab.outputs(batch)
+    body = answer["response"]["body"]
+    assert [one["index"] for one in body["data"]] == [0, 1]
+    assert body["data"][0]["embedding"] == pytest.approx([0.6, 0.0, -0.8])
+    assert error["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    [event] = lab.gateway.usage()
+    assert (event.endpoint, event.completion_tokens) == ("batches", 0)
+    assert event.prompt_tokens == body["usage"]["prompt_tokens"]
+
+
 async def test_batch_is_answered_and_charged(lab: BatchLab) -> None:
     batch = await lab.create([line(f"line {number}") for number in range(30)], metadata={"job": "nightly"})
     assert (batch.status, batch.errors, batch.output_file_id) == ("validating", None, None)
@@ -262,7 +279,7 @@ async def test_lists_are_paged(lab: BatchLab) -> None:
 
 async def test_wrong_calls_are_refused(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadRequestError, match="endpoint"):
-        await lab.create([line("a")], endpoint="/v1/embeddings")
+        await lab.create([line("a")], endpoint="/v1/moderations")
     with pytest.raises(BadRequestError, match="metadata"):
         await lab.create([line("a")], metadata={f"{number}": "x" for number in range(17)})
     batch = await lab.create([line("a")])
