@@ -662,6 +662,8 @@ prices = Table(
     Column("prompt_nanos", BigInteger, nullable=False),
     Column("cached_nanos", BigInteger, nullable=False),
     Column("completion_nanos", BigInteger, nullable=False),
+    # What requests of batches pay, in percent of these amounts.
+    Column("batch_percent", Integer, nullable=False, server_default="100"),
     # In force from this time until the next price for the same tenant and scope.
     Column("effective_us", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),

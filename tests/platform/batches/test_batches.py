@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import pytest
 from openai import BadRequestError, ConflictError, NotFoundError, RateLimitError
+from sqlalchemy import insert
 
 from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import prices
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.batches import batch_rows
 from loramux.platform.batches.tenant_files import Owner
 from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.ledger.prices import Price
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.gateways import open_gateway
@@ -146,6 +151,53 @@ async def test_spent_quota_delays_the_lines(lab: BatchLab) -> None:
         batch = await lab.finished(await lab.create([line(f"{number}") for number in range(12)]))
     assert (batch.status, batch.request_counts and batch.request_counts.completed) == ("completed", 12)
     assert len(lab.gateway.usage()) == 12
+
+
+async def test_tokens_of_batches_have_a_quota_of_their_own(lab: BatchLab) -> None:
+    async with lab.running():
+        await lab.finished(await lab.create([line("a")]))
+        used = lab.tokens()
+        # Room for one more line. Requests reserve max_tokens, and the scripted answers are shorter.
+        lab.gateway.limit("batch_tokens_per_day", used + 4)
+        batch = await lab.create([line("b"), line("c")])
+        await lab.until(batch, lambda now: now.request_counts.completed == 1)
+        await asyncio.sleep(0.2)
+        assert (await lab.gateway.openai.batches.retrieve(batch.id)).status == "in_progress"
+        # Other requests do not count, and pass.
+        for _ in range(3):
+            await lab.gateway.openai.chat.completions.create(
+                model="base", max_tokens=4, messages=[{"role": "user", "content": "a"}]
+            )
+        lab.gateway.limit("batch_tokens_per_day", 10 * used)
+        batch = await lab.finished(batch)
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 2
+
+
+async def test_batches_pay_a_part_of_the_price(lab: BatchLab) -> None:
+    listed = Price(
+        id=new_id("prc"),
+        tenant_id=None,
+        scope="all",
+        currency="USD",
+        prompt_nanos=4_000_000,
+        cached_nanos=4_000_000,
+        completion_nanos=8_000_000,
+        batch_percent=50,
+        effective_us=0,
+        created_us=0,
+    )
+    with lab.gateway.database.write() as connection:
+        connection.execute(insert(prices).values(asdict(listed)))
+    async with lab.running():
+        await lab.finished(await lab.create([line("a")]))
+    await lab.gateway.openai.chat.completions.create(
+        model="base", max_tokens=4, messages=[{"role": "user", "content": "a"}]
+    )
+    batch, chat = lab.gateway.usage()
+    assert (batch.endpoint, chat.endpoint, batch.price_id, chat.price_id) == ("batches", "chat", listed.id, listed.id)
+    assert batch.cost_nanos == 2 * batch.prompt_tokens + 4 * batch.completion_tokens
+    assert chat.cost_nanos == 4 * chat.prompt_tokens + 8 * chat.completion_tokens
 
 
 async def test_request_above_a_quota_fails(lab: BatchLab) -> None:
