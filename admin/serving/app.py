@@ -29,7 +29,7 @@ from loramux.admin.rest.engine import bases, engine_state, replicas, requests_in
 from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.rest.store_errors import api_error
-from loramux.admin.rest.usage import costs, prices, quotas, usage
+from loramux.admin.rest.usage import batches, costs, prices, quotas, usage
 from loramux.admin.server.metrics_route import metrics_router
 from loramux.platform.listener.health import HEALTH_PATHS, health_router
 from loramux.platform.listener.openapi_route import ListenerDocument
@@ -52,6 +52,7 @@ ROUTERS = (
     replicas,
     bases,
     requests_in_flight,
+    batches,
     jobs,
     quotas,
     prices,
