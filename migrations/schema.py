@@ -349,6 +349,15 @@ files = Table(
 )
 
 # Files of requests that run when the engine has room.
+# Purged tenants, until the blobs of their files are deleted.
+file_purges = Table(
+    "file_purges",
+    metadata,
+    # Not a foreign key, because the tenant does not exist any more.
+    Column("tenant_id", ID, primary_key=True),
+    Column("purged_us", BigInteger, nullable=False),
+)
+
 batches = Table(
     "batches",
     metadata,
