@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from loramux.platform.batches.tenant_files import Owner
 from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.ledger.prices import Price
+from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.gateways import open_gateway
@@ -172,6 +173,24 @@ async def test_tokens_of_batches_have_a_quota_of_their_own(lab: BatchLab) -> Non
         batch = await lab.finished(batch)
     assert batch.request_counts is not None
     assert batch.request_counts.completed == 2
+
+
+async def test_spent_quota_of_an_adapter_delays_only_its_lines(lab: BatchLab) -> None:
+    policies, spent = QuotaPolicies(lab.gateway.database), lab.gateway.add_adapter("acme", "a")
+    lab.gateway.add_adapter("acme", "b")
+    policies.set(spent, "tokens_per_day", 12)
+    # A pause of the whole batch would outlast the test.
+    lab.pace = replace(lab.pace, retry_s=3600.0)
+    async with lab.running():
+        batch = await lab.create([line(f"{number}", model=f"acme/{'ab'[number % 2]}") for number in range(40)])
+        # All lines of b, and the one of a that the quota admits.
+        await lab.until(batch, lambda now: now.request_counts.completed == 21)
+    policies.set(spent, "tokens_per_day", 100_000)
+    async with lab.running():
+        batch = await lab.finished(batch)
+    answers, errors = await lab.outputs(batch)
+    assert (ids(answers), errors) == ([f"{number}" for number in range(40)], [])
+    assert len(lab.gateway.usage()) == 40
 
 
 async def test_batches_pay_a_part_of_the_price(lab: BatchLab) -> None:
