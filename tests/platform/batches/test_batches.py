@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from openai import BadRequestError, ConflictError, NotFoundError, RateLimitError
 from sqlalchemy import insert
 
+from loramux.adapter_store.errors import RequestsRunning
+from loramux.adapter_store.ingest.purge_rows import PurgeRows
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import prices
@@ -298,18 +301,46 @@ async def test_lines_fail_without_their_caller(lab: BatchLab, how: str) -> None:
     assert lab.gateway.engine.adds == []
 
 
-async def test_adapter_that_is_disabled_midway_fails_its_lines(lab: BatchLab) -> None:
+@pytest.mark.parametrize("how", ["disabled", "purged"])
+async def test_adapter_that_goes_midway_fails_its_lines(lab: BatchLab, how: str) -> None:
     adapter_id = lab.gateway.add_adapter("acme", "support")
     lab.gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
     async with lab.running():
         batch = await lab.create([line(f"{number}", model="acme/support") for number in range(100)])
         await lab.until(batch, lambda now: now.request_counts.completed > 3)
-        with lab.gateway.database.write() as connection:
-            connection.exec_driver_sql(f"UPDATE adapters SET disabled_us = 1 WHERE id = '{adapter_id}'")
+        if how == "purged":
+            # A purge waits for running requests, so the batch must rest.
+            policy = QuotaPolicies(lab.gateway.database).set(lab.gateway.tenant.id, "concurrent_requests", 0)
+            async with asyncio.timeout(20):
+                while True:
+                    with suppress(RequestsRunning):
+                        PurgeRows(lab.gateway.database).purge_adapter(adapter_id)
+                        break
+                    await asyncio.sleep(0.01)
+            QuotaPolicies(lab.gateway.database).delete(policy.id)
+        else:
+            with lab.gateway.database.write() as connection:
+                connection.exec_driver_sql(f"UPDATE adapters SET disabled_us = 1 WHERE id = '{adapter_id}'")
         batch = await lab.finished(batch)
     answers, errors = await lab.outputs(batch)
     assert len(answers) + len(errors) == 100
     assert {one["response"]["body"]["error"]["code"] for one in errors} == {"model_not_found"}
+
+
+async def test_tenant_that_is_suspended_midway_keeps_its_answers(lab: BatchLab) -> None:
+    lab.gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
+    owner = Owner(lab.gateway.tenant.id, "", is_limited=False)
+    async with lab.running():
+        batch = await lab.create([line(f"{number}") for number in range(100)])
+        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+        Tenants(lab.gateway.database).update(lab.gateway.tenant.id, TenantChanges(state="suspended"), lambda _: None)
+        async with asyncio.timeout(20):
+            while not (found := lab.gateway.kept.batches.get(owner, batch.id)).is_finished:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert (found.state, found.num_completed + found.num_failed) == ("completed", 100)
+    assert found.num_completed > 3
+    assert found.num_failed > 50
+    assert len(lab.gateway.usage()) == found.num_completed
 
 
 async def test_batches_of_others_are_like_unknown_ones(lab: BatchLab) -> None:
