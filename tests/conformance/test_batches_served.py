@@ -56,7 +56,7 @@ class Site:
         return made.id
 
     def until(self, batch_id: str, num_answers: int) -> Batch:
-        """Wait until so many lines have answers, or the batch ends."""
+        """Wait until `num_answers` lines have answers, or the batch ends."""
         with self.deployment.client(self.key) as client:
             while True:
                 found = client.batches.retrieve(batch_id)
