@@ -431,6 +431,15 @@ files = Table(
 )
 
 # Files of requests that run when the engine has room.
+# Purged tenants, until the blobs of their files are deleted.
+file_purges = Table(
+    "file_purges",
+    metadata,
+    # Not a foreign key, because the tenant does not exist any more.
+    Column("tenant_id", ID, primary_key=True),
+    Column("purged_us", BigInteger, nullable=False),
+)
+
 batches = Table(
     "batches",
     metadata,
@@ -744,6 +753,8 @@ prices = Table(
     Column("prompt_nanos", BigInteger, nullable=False),
     Column("cached_nanos", BigInteger, nullable=False),
     Column("completion_nanos", BigInteger, nullable=False),
+    # What requests of batches pay, in percent of these amounts.
+    Column("batch_percent", Integer, nullable=False, server_default="100"),
     # In force from this time until the next price for the same tenant and scope.
     Column("effective_us", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),

@@ -28,7 +28,7 @@ from loramux.admin.rest.adapters import (
 from loramux.admin.rest.engine import bases, engine_state, replicas, requests_in_flight, residency, server
 from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
 from loramux.admin.rest.services import AdminServices
-from loramux.admin.rest.usage import costs, prices, quotas, usage
+from loramux.admin.rest.usage import batches, costs, prices, quotas, usage
 from loramux.admin.server.metrics_route import SCRAPED_PATHS, RoutingNames, metrics_router
 from loramux.platform.listener.health import HEALTH_PATHS, add_health
 from loramux.platform.listener.openapi_route import ListenerDocument
@@ -53,6 +53,7 @@ ROUTERS = (
     replicas,
     bases,
     requests_in_flight,
+    batches,
     jobs,
     quotas,
     prices,

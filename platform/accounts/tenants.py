@@ -235,8 +235,10 @@ class Tenants:
             connection.execute(delete(calls).where(calls.c.principal.in_(own_keys)))
             for table in (schema.reservations, schema.prices):
                 connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
-            _delete_rows(connection, tenant_id)
             now_us, before = self._database.now_us(connection), {"slug": tenant.slug}
+            _delete_rows(connection, tenant_id)
+            # The sweep of files deletes the blobs.
+            connection.execute(insert(schema.file_purges).values(tenant_id=tenant_id, purged_us=now_us))
             audit(connection, now_us, "tenant.purge", tenant_id, tenant_id=tenant_id, before=before)
         self._shares.pop(tenant_id, None)
         return rows
@@ -336,7 +338,6 @@ def _delete_rows(connection: Connection, tenant_id: str) -> None:
     )
     stored = (schema.responses, schema.chat_completions, schema.conversations)
     owned = (batches, schema.files, policies, schema.api_keys, schema.adapter_grants, *stored)
-    # The sweep deletes the blobs of files without rows.
     for table in owned:
         connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
     connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))

@@ -20,6 +20,7 @@ from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.settler import NEVER_RAN
+from loramux.platform.ledger.prices import BATCHES
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.completions import COMPLETIONS
@@ -30,9 +31,6 @@ from loramux.platform.requests.error_responses import TRANSLATIONS
 from loramux.platform.requests.request_life import planned, reserve, settle
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.responses_api.responses import RESPONSES
-
-ENDPOINT = "batches"
-"""The endpoint of a batch's requests in the ledger and in metrics."""
 
 ENDPOINTS: Mapping[str, AnyEndpoint] = {
     "/v1/chat/completions": CHAT,
@@ -89,7 +87,7 @@ class LineRuns:
                 received = self._received(line)
                 plan, shape = await planned(self._services, caller, self._endpoint, received)
                 # Behind every other request of the tenant.
-                plan = replace(plan, endpoint=ENDPOINT, priority=MAX_PRIORITY)
+                plan = replace(plan, endpoint=BATCHES, priority=MAX_PRIORITY)
                 await reserve(self._services, plan, received.body)
             except Exception as error:
                 refusal = _told(error)

@@ -139,6 +139,8 @@ _BY_NAME: Mapping[str, Any] = {
     "source": None,
     "stream": False,
     "n": 1,
+    "is_batch": False,
+    "batch_percent": 50,
 }
 
 

@@ -209,6 +209,17 @@ def test_stored_answers_conversations_and_the_background(client: str, stand: Sta
     }
 
 
+def test_a_batch_has_the_same_answer(seen: dict[str, Any], plain: dict[str, Any]) -> None:
+    if "batch" not in seen:
+        pytest.skip("this client's script does not run a batch")
+    batch, text, usage = seen["batch"], plain["choices"][0]["message"]["content"], plain["usage"]["total_tokens"]
+    assert (batch["status"], batch["metadata"]) == ("completed", {"job": "test"})
+    assert batch["counts"] == {"total": 2, "completed": 1, "failed": 1}
+    assert (batch["text"], batch["usage"], batch["errors"]) == ([text], [usage], [["bad", 404]])
+    assert (batch["is listed"], batch["file"], batch["files left"]) == (True, True, 0)
+    assert batch["cancelled"][:3] == ["ConflictError", 409, "batch_not_open"]
+
+
 def test_a_structured_answer_is_parsed(seen: dict[str, Any]) -> None:
     fact = seen["structured"]
     assert (sorted(fact), fact["city"] in ("Paris", "Rome"), type(fact["is_capital"])) == (
