@@ -88,7 +88,7 @@ format: $(READY) ## Format the code
 # Run three test files at a time on two cores, because many tests wait for a process or clock. Tests in a file share
 # fixtures.
 # Without the last option, files with few tests, which take longest, would run last, and one process would be idle.
-test: $(WARM) ## Run the tests, 12 minutes on two cores
+test: $(WARM) ## Run the tests, 10 minutes on two cores
 	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(WARM) ## Run the tests that start no process and need no database server, under 90 seconds

@@ -274,7 +274,7 @@ class GraphExecutor:
         return score_prompts(batch.scores, logits_of, self._accelerator) if batch.scores else None, pools
 
     def _scored_head(self, slots: npt.NDArray[np.int32], max_rank: int) -> HeadAdapters | None:
-        """Inputs for the head's adapters, for up to SCORED_AT_ONCE scored rows. `slots` is as in `OuterSlots.head`."""
+        """Inputs for the head's adapters, for scored or classified rows. `slots` is as in `OuterSlots.head`."""
         rows, starts, segment_slots = group_rows(slots, SEGMENT_ROWS)
         if not len(segment_slots):
             return None

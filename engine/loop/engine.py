@@ -237,20 +237,18 @@ class Engine:
         self._follow_grammars()
         scheduled = self._scheduler.schedule()
         self._end_unfit()
-        submitted = self._run(scheduled) if scheduled else None
+        submitted = self._run(scheduled, started_s) if scheduled else None
         if self._lookahead:
             submitted, self._in_flight = self._in_flight, submitted
         if submitted is not None:
-            self._commit(submitted)
-            # With a step in flight, this is the time since the previous step was committed.
-            self._stats.count_decode(submitted.read_bytes, self._clock() - started_s)
+            self._commit_counted(submitted, started_s)
         if scheduled:
             self._last_step_s = self._clock() - started_s
             self._stats.count_step_time(self._last_step_s)
         return submitted is not None or self._in_flight is not None
 
-    def _run(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
-        """Submit the step and choose its tokens.
+    def _run(self, scheduled: list[ScheduledSequence], started_s: float) -> SubmittedStep:
+        """Submit the step, which began at `started_s`, and choose its tokens.
 
         A mask depends on the sequence's previous token. If that token is in flight, the step that chose it is committed
         while the device computes the logits of the new step, so the device does not wait. If the mask is late, the
@@ -261,7 +259,7 @@ class Engine:
         in_flight = self._in_flight
         if in_flight is not None and any(one.is_constrained for one in sampling):
             self._in_flight = None
-            self._commit(in_flight)
+            self._commit_counted(in_flight, started_s)
             self._await_masks(sampling)
         late = {row: one for row, one in enumerate(sampling) if one.is_running and not one.has_mask}
         for sequence in late.values():
@@ -269,6 +267,13 @@ class Engine:
             self._scheduler.preempt(sequence)
         used = [None if row in late else one for row, one in enumerate(sampling)]
         return SubmittedStep(used, scoring, pooling, forward.choose(self._masks(used), late), read_bytes)
+
+    def _commit_counted(self, step: SubmittedStep, started_s: float) -> None:
+        """Commit a step during the step that began at `started_s`. With lookahead, this is the next one, and the time
+        since then is the time since the previous step was committed.
+        """
+        self._commit(step)
+        self._stats.count_decode(step.read_bytes, self._clock() - started_s)
 
     def _masks(self, sampling: list[Sequence | None]) -> Masks:
         """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends."""

@@ -27,7 +27,8 @@ def check_answer(message: FromEngine, streams: Mapping[str, SequenceStream]) -> 
     match message:
         case StepOutput(outputs=outputs):
             # A step can send the scores of a sequence's last prompt tokens, and then its first token.
-            for some in ([one for one in outputs if one.token_ids], [one for one in outputs if one.prompt_logprobs]):
+            tokens, scores = [one for one in outputs if one.token_ids], [one for one in outputs if one.prompt_logprobs]
+            for some in (tokens, scores, [one for one in outputs if one.pooled]):
                 if len({output.sequence_id for output in some}) < len(some):
                     raise FrameRefused("it sent two outputs of a sequence in one message")
             for output in outputs:
@@ -62,6 +63,9 @@ def _check_output(output: SequenceOutput, stream: SequenceStream) -> None:
         raise FrameRefused("it sent a pooled state that was not asked for")
     if output.pooled and not is_state(output.pooled):
         raise FrameRefused("it sent a pooled state that is no vector of finite numbers")
+    num_labels = stream.add.num_labels
+    if output.pooled and num_labels is not None and len(output.pooled) != 4 * num_labels:
+        raise FrameRefused("it sent logits of other classes than the adapter has")
 
 
 def _check_end(end: Finished, stream: SequenceStream) -> None:

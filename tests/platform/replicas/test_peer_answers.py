@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
+from msgspec import structs
 
 from loramux.engine.protocol.messages import Add, Finished, SamplingParams, SequenceOutput, StepOutput
 from loramux.platform.engine_link.sequence_stream import SequenceStream
@@ -46,6 +47,23 @@ def test_a_state_and_its_end_are_believed() -> None:
 def test_anything_else_is_refused(message: StepOutput | Finished) -> None:
     with pytest.raises(FrameRefused):
         check_answer(message, pooled_stream())
+
+
+def test_two_states_in_one_message_are_refused() -> None:
+    (output,) = step(STATE).outputs
+    with pytest.raises(FrameRefused):
+        check_answer(StepOutput(outputs=(output, output)), pooled_stream())
+
+
+@pytest.mark.parametrize(("num_labels", "is_believed"), [(2, True), (1, False), (3, False)])
+def test_logits_are_those_of_the_adapters_classes(num_labels: int, is_believed: bool) -> None:
+    add = structs.replace(pooled_stream()["s"].add, num_labels=num_labels)
+    streams = {"s": SequenceStream(add)}
+    if is_believed:
+        check_answer(step(STATE), streams)
+        return
+    with pytest.raises(FrameRefused):
+        check_answer(step(STATE), streams)
 
 
 def test_a_second_state_is_refused() -> None:
