@@ -430,7 +430,6 @@ files = Table(
     CheckConstraint("purpose IN ('batch', 'batch_output')", name="purpose"),
 )
 
-# Files of requests that run when the engine has room.
 # Purged tenants, until the blobs of their files are deleted.
 file_purges = Table(
     "file_purges",
@@ -440,6 +439,7 @@ file_purges = Table(
     Column("purged_us", BigInteger, nullable=False),
 )
 
+# Files of requests that run when the engine has room.
 batches = Table(
     "batches",
     metadata,

@@ -29,6 +29,9 @@ UNTIL: Sequence[Column[int]] = (
 )
 """The expiry column of each table. Every column is indexed."""
 
+AT_ONCE_BELOW: Mapping[str, int] = {conversations.name: 10, responses.name: 100}
+"""Batches of tables whose rows take many rows of another table with them."""
+
 
 class ExpiredRows:
     """Sweeps the tables in batches of `at_once` rows, so that no transaction holds its locks for long. Blocking."""
@@ -44,6 +47,7 @@ class ExpiredRows:
 
     def _sweep(self, table: Table, until: Column[int]) -> int:
         key = tuple_(*table.primary_key)
+        at_once = min(self._at_once, AT_ONCE_BELOW.get(table.name, self._at_once))
         total = 0
         while True:
             with self._database.write() as connection:
@@ -51,10 +55,10 @@ class ExpiredRows:
                 is_over = until <= now_us
                 if until is console_sessions.c.expires_us:
                     is_over |= until > now_us + MAX_AHEAD_US
-                some = select(*table.primary_key).where(is_over).limit(self._at_once)
+                some = select(*table.primary_key).where(is_over).limit(at_once)
                 # Skip locked rows, which another server is deleting or a request is extending.
                 found = some.with_for_update(skip_locked=True)
                 num_swept = connection.execute(delete(table).where(key.in_(found))).rowcount
             total += num_swept
-            if num_swept < self._at_once:
+            if num_swept < at_once:
                 return total

@@ -200,8 +200,8 @@ class Tenants:
                 ran = select(spent.request_id).where(spent.tenant_id == tenant_id).limit(1)
                 if any(connection.execute(query).first() for query in (usable, runs, ran)):
                     raise in_use
-                _delete_rows(connection, tenant_id)
                 now_us, before = self._database.now_us(connection), _shown(_tenant(row))
+                _delete_rows(connection, tenant_id, now_us)
                 audit(connection, now_us, "tenant.delete", tenant_id, tenant_id=tenant_id, before=before)
         except IntegrityError:
             # Another table still refers to the tenant.
@@ -236,9 +236,7 @@ class Tenants:
             for table in (schema.reservations, schema.prices):
                 connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
             now_us, before = self._database.now_us(connection), {"slug": tenant.slug}
-            _delete_rows(connection, tenant_id)
-            # The sweep of files deletes the blobs.
-            connection.execute(insert(schema.file_purges).values(tenant_id=tenant_id, purged_us=now_us))
+            _delete_rows(connection, tenant_id, now_us)
             audit(connection, now_us, "tenant.purge", tenant_id, tenant_id=tenant_id, before=before)
         self._shares.pop(tenant_id, None)
         return rows
@@ -326,7 +324,9 @@ def _tenant(row: Row[Any]) -> Tenant:
     )
 
 
-def _delete_rows(connection: Connection, tenant_id: str) -> None:
+def _delete_rows(connection: Connection, tenant_id: str, now_us: int) -> None:
+    # The sweep of files deletes the blobs.
+    connection.execute(insert(schema.file_purges).values(tenant_id=tenant_id, purged_us=now_us))
     policies, counters = schema.quota_policies, schema.quota_counters
     own_policies = select(policies.c.id).where(policies.c.tenant_id == tenant_id)
     # Under the platform's policies, the tenant has counters of its own.

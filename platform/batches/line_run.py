@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -26,7 +27,7 @@ from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.completions import COMPLETIONS
 from loramux.platform.pooling_api.embeddings import EMBEDDINGS
 from loramux.platform.requests.answers import Answer
-from loramux.platform.requests.endpoint import AnyEndpoint, Endpoint, Received
+from loramux.platform.requests.endpoint import AnyEndpoint, Body, Endpoint, Received
 from loramux.platform.requests.error_responses import TRANSLATIONS
 from loramux.platform.requests.request_life import planned, reserve, settle
 from loramux.platform.requests.services import GatewayServices
@@ -99,7 +100,7 @@ class LineRuns:
 
             async def life(generation: Generation) -> None:
                 try:
-                    result = await self._live(generation, line, shape)
+                    result = await self._live(generation, line, shape, received.body)
                 except BaseException as error:
                     if not done.done():
                         done.set_exception(error)
@@ -123,7 +124,7 @@ class LineRuns:
         """Store an error as the line's answer, without a request."""
         await self._store(line.waiting, self._answer(line, error.status, error.envelope(), None))
 
-    async def _live(self, generation: Generation, line: ReadLine, shape: Answer) -> Refusal | None:
+    async def _live(self, generation: Generation, line: ReadLine, shape: Answer, asked: Body) -> Refusal | None:
         """Run an admitted request, store the answer, and settle.
 
         An answer that is not stored is not charged. If the database may or may not have stored it, the reservation
@@ -134,8 +135,9 @@ class LineRuns:
         generation.end(settlement)
         refusal, charged = None, settlement
         try:
-            status, body = await _collected(generation, self._endpoint, shape)
-            answer = self._answer(line, status, body, settlement)
+            status, body = await _collected(services, asked, generation, self._endpoint, shape)
+            make = partial(self._answer, line, status, body, settlement)
+            answer = await services.compute(make) if asked.has_long_answer else make()
             await self._store(line.waiting, answer)
         except ApiError as error:
             refusal, charged = Refusal(error, has_reserved=True), NEVER_RAN
@@ -158,7 +160,9 @@ class LineRuns:
         return Received(line.waiting.request_id, body, line.waiting.num_bytes)
 
 
-async def _collected(generation: Generation, endpoint: AnyEndpoint, shape: Answer) -> tuple[int, dict[str, Any]]:
+async def _collected(
+    services: GatewayServices, body: Body, generation: Generation, endpoint: AnyEndpoint, shape: Answer
+) -> tuple[int, dict[str, Any]]:
     """Return the status and the body of an ended request. Raises ApiError if the line can run again."""
     try:
         deltas = [delta async for delta in generation.deltas()]
@@ -170,6 +174,8 @@ async def _collected(generation: Generation, endpoint: AnyEndpoint, shape: Answe
         raise ApiError("the server stops")
     if isinstance(endpoint, Endpoint) and endpoint.keep is not None:
         await endpoint.keep(shape, deltas, generation.usage)
+    if body.has_long_answer:
+        return 200, await services.compute(shape.whole, deltas, generation.usage)
     return 200, shape.whole(deltas, generation.usage)
 
 

@@ -17,6 +17,9 @@ from loramux.platform.requests.request_life import activated
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.tracing import traced
 
+MAX_EXPANSION = 4
+"""Maximum number of characters of all texts and pairs, as a multiple of the largest body."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
@@ -53,6 +56,7 @@ async def pooled_plan(
             f"truncate_prompt_tokens must not exceed the context of {services.max_model_len} tokens",
             param="truncate_prompt_tokens",
         )
+    check_text_sizes(services, texts, param)
     with traced("tokenise"):
         prompts = await services.compute_if_long(received.num_bytes, _encoded, services, target, body, texts, param)
     _check(services, prompts, param)
@@ -75,6 +79,20 @@ async def pooled_plan(
         pooling=pooling,
         num_labels=num_labels,
     )
+
+
+def check_text_sizes(services: GatewayServices, texts: Sequence[Text], param: str) -> None:
+    """Raise InvalidRequest if the texts together are much longer than a body can be.
+
+    A text that is scored against many others is repeated for each of them, and all are tokenised.
+    """
+    most = MAX_EXPANSION * services.settings.max_body_bytes
+    if sum(map(_num_characters, texts)) > most:
+        raise InvalidRequest(f"the texts and pairs must not exceed {most} characters in total", param=param)
+
+
+def _num_characters(text: Text) -> int:
+    return len(text.first) + len(text.second) if isinstance(text, TextPair) else len(text)
 
 
 def classifier_of(target: Target) -> AdapterTask | None:

@@ -41,7 +41,7 @@ async def read_response(request: Request, services: GatewayServices, caller: Pri
     # The length of stored items is not known, so they always count as long.
     size = MAX_TOKENISED_AT_ONCE + 1 if earlier or refers else len(sent)
     chat = await services.compute_if_long(size, chat_of, asked, earlier)
-    return Received(request_id_of(request), chat, len(sent))
+    return Received(request_id_of(request), chat, max(size, len(sent)))
 
 
 def read_line(document: Document) -> ResponseChat:
@@ -117,7 +117,8 @@ async def _with_items(
     references = asked.references
     if not references:
         return asked
-    found: dict[str | None, Any] = {item.id: item for item in earlier}
+    named = {reference.id for _, reference in references}
+    found: dict[str | None, Any] = {item.id: item for item in earlier if item.id in named}
     homes = {home_of(reference.id): index for index, reference in references if reference.id not in found}
     if len(homes) > MAX_REFERENCED:
         raise InvalidRequest(
@@ -126,11 +127,20 @@ async def _with_items(
     for home, index in homes.items():
         items = await _stored_items(services, caller, home, _no_item(index))
         for item in await services.compute(read_items, items):
-            found.setdefault(item.id, item)
+            if item.id in named:
+                found.setdefault(item.id, item)
     replaced: list[Any] = [*asked.input]
+    sizes = {item_id: len(item.model_dump_json(warnings=False)) for item_id, item in found.items()}
+    num_characters = 0
     for index, reference in references:
         if reference.id not in found:
             raise _no_item(index)
+        # An item counts as often as it is named, because it is rendered as often.
+        num_characters += sizes[reference.id]
+        if num_characters > MAX_BYTES:
+            raise InvalidRequest(
+                f"the items that input refers to must not exceed {MAX_BYTES} characters in total", param="input"
+            )
         replaced[index] = found[reference.id]
     return asked.model_copy(update={"input": replaced})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -78,6 +79,7 @@ async def follow(
                 quiet_s += asyncio.get_running_loop().time() - begun_s
                 if quiet_s > LOST_CHECK_S:
                     quiet_s = 0.0
-                    await end_if_lost(services, tenant_id, response_id)
+                    with suppress(SQLAlchemyError, DatabaseTrouble):
+                        await end_if_lost(services, tenant_id, response_id)
     finally:
         gone.cancel()

@@ -217,12 +217,20 @@ class ConversationStore:
 
     def update(self, conversation: StoredConversation, metadata: Mapping[str, str]) -> bool:
         """Replace the metadata. Return False if the conversation has been deleted. Raises ContentTooLong."""
-        sealed = self._sealing.seal(conversation.tenant_id, conversation.id, metadata)
-        more = len(msgspec.json.encode(metadata)) - len(msgspec.json.encode(conversation.metadata))
+        tenant_id, table = conversation.tenant_id, _conversations.c
+        sealed = self._sealing.seal(tenant_id, conversation.id, metadata)
+        is_it = table.id == conversation.id
         with self._database.write() as connection:
-            changed = update(_conversations).where(_conversations.c.id == conversation.id)
-            values = {"metadata": sealed, "num_bytes": _conversations.c.num_bytes + more}
-            return connection.execute(changed.values(**values)).rowcount > 0
+            # Another call may have replaced the metadata that this conversation was read with.
+            locked = select(table.metadata).where(is_it).with_for_update(key_share=True)
+            row = connection.execute(locked).one_or_none()
+            if row is None:
+                return False
+            present = self._sealing.open(tenant_id, conversation.id, row.metadata)
+            more = len(msgspec.json.encode(metadata)) - len(msgspec.json.encode(present))
+            values = {"metadata": sealed, "num_bytes": table.num_bytes + more}
+            connection.execute(update(_conversations).where(is_it).values(**values))
+        return True
 
     def delete(self, conversation: StoredConversation) -> None:
         with self._database.write() as connection:

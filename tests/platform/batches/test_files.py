@@ -172,6 +172,16 @@ async def test_unreachable_store_is_reported(gateway: Gateway, monkeypatch: pyte
         assert answer.headers["retry-after"] == "7"
 
 
+async def test_deleted_tenant_leaves_no_files(gateway: Gateway) -> None:
+    await gateway.http.post("/v1/files", files={**FORM, "file": ("a", b"{}")})
+    with gateway.database.write() as connection:
+        connection.exec_driver_sql("UPDATE api_keys SET revoked_us = 1")
+    assert Tenants(gateway.database).delete(gateway.tenant.id)
+    assert list(gateway.kept.files._blobs.list_keys())
+    gateway.kept.files.clear_up()
+    assert list(gateway.kept.files._blobs.list_keys()) == []
+
+
 async def test_purged_tenant_leaves_no_files(gateway: Gateway) -> None:
     await gateway.http.post("/v1/files", files={**FORM, "file": ("a", b"{}")})
     tenants = Tenants(gateway.database)

@@ -164,3 +164,10 @@ async def test_large_logits_are_probabilities_too(classifiers: Gateway) -> None:
 async def test_openais_client_gets_the_error(classifiers: Gateway) -> None:
     with pytest.raises(BadRequestError, match="is a classifier"):
         await classifiers.openai.chat.completions.create(model="mood", messages=[{"role": "user", "content": "a"}])
+
+
+async def test_a_text_that_is_scored_against_many_counts_with_its_repetitions(classifiers: Gateway) -> None:
+    body = {"model": "acme/rank", "text_1": "x" * 1_000_000, "truncate_prompt_tokens": 8}
+    refused = await classifiers.http.post("/score", json={**body, "text_2": ["y"] * 1000})
+    assert (refused.status_code, refused.json()["error"]["message"].startswith("the texts and pairs")) == (400, True)
+    assert (await classifiers.http.post("/score", json={**body, "text_2": ["y"] * 2})).status_code == 200

@@ -15,6 +15,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.requests.services import GatewaySettings
+from loramux.platform.responses_api import response_input
 from loramux.platform.stored_responses.response_store import ResponseStore
 from loramux.platform.stored_responses.sealing import MAX_CONTENT_BYTES, Sealing
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -246,6 +247,15 @@ async def test_references_stand_for_the_items_of_stored_responses(storing: Gatew
     await storing.openai.responses.delete(first["id"])
     assert await refused_reference(storing, items[1]["id"]) == NO_ITEM
     await respond(storing, input=referring(items[1]["id"]), previous_response_id=second["id"])
+
+
+async def test_an_item_counts_as_often_as_it_is_named(storing: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await respond(storing, input="How is Rome?")
+    references = [{"type": "item_reference", "id": first["output"][0]["id"]}] * 20
+    monkeypatch.setattr(response_input, "MAX_BYTES", 1000)
+    refused = await storing.http.post(RESPONSES, json={"model": "base", "input": references})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    await respond(storing, input=[*references[:1], {"role": "user", "content": "Again"}])
 
 
 async def refused_reference(gateway: Gateway, item_id: str, **sent: Any) -> tuple[int, dict[str, Any]]:
