@@ -84,9 +84,10 @@ from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tokenizer.version_tokenizers import VersionTokenizers
 
 if TYPE_CHECKING:
+    from loramux.admin.serving.cluster import ClusterSharing
     from loramux.admin.serving.sharing import Sharing
 
-OpenSharing: TypeAlias = "Callable[[Database, ReplicaMetrics, Executor, BaseDraw], Sharing]"
+OpenSharing: TypeAlias = "Callable[[Database, ReplicaMetrics, Executor, BaseDraw], Sharing | ClusterSharing]"
 
 log = structlog.get_logger(__name__)
 
@@ -112,7 +113,7 @@ class Assembled:
     upkeep: Upkeep
     evals: EvalRunner
     batches: BatchRunner
-    sharing: Sharing | None
+    sharing: Sharing | ClusterSharing | None
     base_id: str
     own_server: OwnServer
 
@@ -255,7 +256,7 @@ def open_admin(
     stores: Stores,
     gateway: GatewayServices,
     gateway_app: FastAPI,
-    sharing: Sharing | None,
+    sharing: Sharing | ClusterSharing | None,
     executor: Executor,
     report_executor: Executor,
     is_loopback: bool,
