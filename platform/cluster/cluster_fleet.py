@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 class _Replica:
-    """A replica that this gateway uses. It drains once the cluster no longer lists it."""
+    """A replica that this gateway uses."""
 
     def __init__(self, replica_id: str, identity: ReplicaIdentity, engine: ReplicaEngine) -> None:
         self.id = replica_id
@@ -42,6 +42,8 @@ class _Replica:
         self.engine = engine
         self.state = HeldState()
         self.holds: frozenset[int] = frozenset()
+        self.is_leaving = False
+        """True once the cluster stops the replica, or the gateway refuses it."""
         self.is_draining = False
         self.since_s = 0.0
 
@@ -142,17 +144,23 @@ class ClusterFleet:
                 replica = self._replicas[one.id] = _Replica(one.id, identity, engine)
                 engine.follow()
                 log.info("a replica was found", replica=one.id)
-            replica.is_draining = False
             self._note_state(replica, one)
         for name, replica in self._replicas.items():
-            replica.is_draining = name not in names or name in self._refused
+            replica.is_leaving = name not in names or name in self._refused
         self._calls.keep(frozenset(self._replicas))
         self.beat()
 
     def beat(self) -> None:
-        """Close what has drained, and show the replicas that can run sequences to the router."""
+        """Close what has drained, and show the replicas that can run sequences to the router.
+
+        A replica that is being stopped takes sequences until a listed replica is ready. It ends only when this gateway
+        closes its session.
+        """
         now_s = self._clock()
+        others = [one for one in self._replicas.values() if not one.is_leaving]
+        is_needed = bool(others) and not any(one.engine.is_ready for one in others)
         for name, replica in list(self._replicas.items()):
+            replica.is_draining = replica.is_leaving and not is_needed
             if replica.is_draining and replica.engine.num_sequences == 0:
                 del self._replicas[name]
                 self._cluster.stats.forget(name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -50,9 +52,19 @@ def deploy(config: EngineConfig, plan: ReplicaPlan, app: str = APP) -> None:
     options: dict[str, Any] = {"num_replicas": plan.num_replicas}
     if plan.max_replicas is not None:
         options = {"autoscaling_config": autoscaling_config(plan.num_replicas, plan.max_replicas)}
+    settings = msgspec.json.encode(
+        ReplicaSettings(
+            engine=config,
+            start_timeout_s=plan.start_timeout_s,
+            step_timeout_s=plan.step_timeout_s,
+            is_on_loopback=plan.is_on_loopback,
+        )
+    )
     deployment = serve.deployment(
         EngineReplica,
         name=DEPLOYMENT,
+        # Ray Serve replaces replicas of another version. Without a version, it would replace them every time.
+        version=hashlib.sha256(version("loramux").encode() + settings).hexdigest()[:16],
         max_ongoing_requests=MAX_CALLS,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=plan.drain_s,
@@ -64,13 +76,7 @@ def deploy(config: EngineConfig, plan: ReplicaPlan, app: str = APP) -> None:
         ),
         **options,
     )
-    settings = ReplicaSettings(
-        engine=config,
-        start_timeout_s=plan.start_timeout_s,
-        step_timeout_s=plan.step_timeout_s,
-        is_on_loopback=plan.is_on_loopback,
-    )
-    bound = deployment.bind(msgspec.json.encode(settings).decode())
+    bound = deployment.bind(settings.decode())
     # Gateways use handles. Without this, Ray Serve would start HTTP proxies.
     serve.start(proxy_location="Disabled")
     try:

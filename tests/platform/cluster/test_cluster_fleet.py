@@ -115,6 +115,25 @@ async def test_a_replica_that_is_stopped_still_runs_what_it_has(tmp_path: Path) 
         await until(lambda: cluster.calls.kept == {"other"})
 
 
+async def test_a_replica_that_is_stopped_takes_requests_until_another_is_ready(tmp_path: Path) -> None:
+    async with open_cluster(tmp_path) as cluster:
+        old = cluster.calls.open("old")
+        await ready(cluster, 1)
+        # As in a rolling change: the cluster lists the new replica before the gateway has connected to it.
+        new = cluster.calls.open("new")
+        cluster.calls.stop("old")
+        await collect(cluster.engine.submit(add("a")))
+        assert len(old.scripted.adds) == 1
+        await until(lambda: any(view.id == "new" for _ in [cluster.fleet.beat()] for view in cluster.router.views))
+        await collect(cluster.engine.submit(add("b")))
+        assert len(new.scripted.adds) == 1
+        cluster.fleet.beat()
+        assert [report.id for report in cluster.fleet.reports()] == ["new"]
+        # Without other replicas, nobody needs it any more, and the cluster can be stopped.
+        cluster.calls.stop("new")
+        assert cluster.fleet.reports() == []
+
+
 async def test_a_new_replica_gets_requests_at_once(tmp_path: Path) -> None:
     async with open_cluster(tmp_path) as cluster:
         cluster.calls.open("old")
