@@ -63,8 +63,6 @@ def deploy(config: EngineConfig, plan: ReplicaPlan, app: str = APP) -> None:
     deployment = serve.deployment(
         EngineReplica,
         name=DEPLOYMENT,
-        # Ray Serve replaces replicas of another version. Without a version, it would replace them every time.
-        version=hashlib.sha256(version("loramux").encode() + settings).hexdigest()[:16],
         max_ongoing_requests=MAX_CALLS,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=plan.drain_s,
@@ -76,7 +74,9 @@ def deploy(config: EngineConfig, plan: ReplicaPlan, app: str = APP) -> None:
         ),
         **options,
     )
-    bound = deployment.bind(settings.decode())
+    # Ray Serve replaces replicas of another version, and gives each call a version of its own unless it is given one.
+    code_version = hashlib.sha256(version("loramux").encode() + settings).hexdigest()[:16]
+    bound = deployment.options(version=code_version, _internal=True).bind(settings.decode())
     # Gateways use handles. Without this, Ray Serve would start HTTP proxies.
     serve.start(proxy_location="Disabled")
     try:

@@ -78,10 +78,9 @@ class Stand:
         answer = httpx.get(f"http://127.0.0.1:{self.deployment.admin_port}/health/ready", trust_env=False, verify=False)
         return answer.status_code, answer.json().get("reason", "")
 
-    def tokens_of(self, replica_id: str) -> int:
-        url = f"http://127.0.0.1:{self.deployment.admin_port}/admin/v1/stats?replica={replica_id}"
-        headers = {"authorization": f"Bearer {self.deployment.admin_key}"}
-        return int(httpx.get(url, headers=headers, trust_env=False, verify=False).json()["completion_tokens"])
+    def num_cached_pages(self, replica_id: str) -> int:
+        """Return the number of pages in which a replica keeps the prompts of its requests."""
+        return int(self.deployment.json("residency", "--replica", replica_id)["pages"]["prefix"])
 
     async def stream_many(self, number: int, seed: int) -> list[Stream]:
         dice = random.Random(seed)
@@ -243,7 +242,7 @@ async def test_a_new_replica_takes_requests(stand: Stand) -> None:
     (new,) = set(stand.serving()) - before
     stand.check_bills(await stand.stream_many(2 * NUM_STREAMS, seed=7))
 
-    assert await asyncio.to_thread(stand.tokens_of, new) > 0
+    assert await asyncio.to_thread(stand.num_cached_pages, new) > 0
 
 
 async def test_more_work_than_room_is_refused_with_a_time_to_wait(stand: Stand) -> None:
