@@ -29,6 +29,8 @@ from loramux.platform.telemetry.package_metrics import ReplicaMetrics
 
 BEAT_S = 1.0
 """Interval, in seconds, at which the router gets new views, although Ray Serve sends only changes."""
+CONNECTING_BEAT_S = 0.1
+"""The interval, in seconds, while the gateway connects to a replica, which takes requests after the next beat."""
 
 log = structlog.get_logger()
 
@@ -250,7 +252,8 @@ class ClusterFleet:
 
     async def _beat_forever(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
+            is_connecting = any(not one.engine.is_ready for one in self._replicas.values())
+            await asyncio.sleep(CONNECTING_BEAT_S if is_connecting else BEAT_S)
             try:
                 self.beat()
             except Exception:

@@ -276,4 +276,5 @@ async def test_a_server_survives_the_loss_of_the_head(stand: Stand) -> None:
     await asyncio.to_thread(up, stand.deployment, 2)
     heads.append(msgspec.json.decode((stand.deployment.data_dir / "cluster" / "head.json").read_bytes())["pid"])
     await asyncio.to_thread(until, lambda: len(stand.serving()) == 2)
+    await asyncio.to_thread(until, lambda: stand.health()[0] == 200)
     stand.check_bills(await stand.stream_many(8, seed=8))
