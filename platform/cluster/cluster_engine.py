@@ -73,7 +73,8 @@ class ClusterEngine:
 
     @property
     def trouble(self) -> str | None:
-        return self._trouble
+        is_ready = any(engine.is_ready for engine in self._engines.values())
+        return None if is_ready else self._trouble or NO_REPLICA
 
     def submit(self, add: Add, order: BaseOrder | None = None) -> AsyncIterator[SequenceOutput | Finished]:
         raise EngineUnavailable(NO_REPLICA)

@@ -266,6 +266,8 @@ async def test_a_server_survives_the_loss_of_the_head(stand: Stand) -> None:
     os.killpg(heads[-1], signal.SIGKILL)
     streams = await streaming
     await asyncio.to_thread(stand.check_bills, [one for one in streams if one.status == 200])
+    # Replicas that have lost the head may run for some seconds more.
+    await asyncio.to_thread(until, lambda: stand.health()[0] == 503)
     assert stand.server.poll() is None
     refused = (await stand.stream_many(1, seed=6))[0]
     assert refused.status == 503
