@@ -131,7 +131,7 @@ test-strangers: $(WARM) ## Run vLLM's, SGLang's and openai-python's own tests of
 	$(VENV)/bin/python -m tests.environments strangers
 	$(VENV)/bin/python -m tests.strangers $(ARGS)
 
-test-harnesses: $(WARM) ## Compare lm-eval with its own backend and loramux bench with vLLM's, and run guidellm and aiperf (ARGS='--only lm-eval')
+test-harnesses: $(WARM) ## Compare lm-eval with its own backend and loramux bench with vLLM's, and run guidellm, aiperf and TRL (ARGS='--only lm-eval')
 	$(VENV)/bin/python -m tests.environments harnesses
 	$(VENV)/bin/python -m tests.harnesses $(ARGS)
 
@@ -175,3 +175,6 @@ campaign: $(if $(NAME),$(WARM),$(READY)) ## Run a long test (NAME=fleet ARGS=...
 # A GPU machine needs no CPU kernels.
 bench: $(if $(filter-out gpu%,$(NAME)),$(WARM),$(READY)) ## Run a benchmark (NAME=mixed-batch ARGS='--help'), or list them all
 	@$(VENV)/bin/python -m benchmarks $(NAME) $(ARGS)
+
+gpu-plan: $(READY) ## List the runs that a GPU should make next (ARGS='--card h200 --wheels')
+	@$(VENV)/bin/python -m benchmarks.gpu.plan $(ARGS)

@@ -24,6 +24,9 @@ BENCHMARKS = {
     "streams": Benchmark("peers.streams", "Decode speed of 1, 4 and 16 streams, compared with llama.cpp in process"),
     "gateway": Benchmark("gateway", "The gateway in front of a scripted engine, compared with LiteLLM"),
     "serving": Benchmark("serving", "A whole server over HTTP under load, compared with its engine alone", "6 minutes"),
+    "batches": Benchmark(
+        "serving.batches", "A polite tenant beside a full batch, and the throughput of a batch", "10 minutes"
+    ),
     "structured-output": Benchmark("structured_output", "Throughput and first tokens with schemas, compared with vLLM"),
     "s-lora": Benchmark("s_lora", "Throughput over 5 to 2,000 adapters on disk", "9 minutes"),
     "flood": Benchmark("tenants.flood", "Latency of polite tenants while one floods the server"),

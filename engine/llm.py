@@ -21,13 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from loramux.adapter_store.formats.files.file_names import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from loramux.adapter_store.formats.packed.packing import PackedAdapter
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
+from loramux.adapter_store.formats.version_files.pooling_files import base_pooling
 from loramux.adapter_store.formats.version_files.tokenizer_files import special_tokens_of
 from loramux.adapter_store.pulling.named_model import model_path
 from loramux.engine.architectures.gguf_model import model_directory
@@ -41,13 +45,15 @@ from loramux.engine.loop.config import (
     resolve_device,
     resolve_dtype,
 )
-from loramux.engine.offline.answer import Answer, Generation, Piece, RequestFailed, Score
+from loramux.engine.offline.answer import Answer, Classes, Generation, Piece, RequestFailed, Score
 from loramux.engine.offline.engine_thread import EngineClosed, EngineThread, Event
 from loramux.engine.offline.local_adapter import LocalAdapter, read_adapter
 from loramux.engine.protocol.messages import Add, SamplingParams
+from loramux.engine.sequences.class_probabilities import class_probabilities
+from loramux.engine.sequences.embedding import embedding_of
 from loramux.engine.text.text_tokenizer import TextTokenizer, load_tokenizer
 
-__all__ = ["LLM", "EngineClosed", "Generation", "Piece", "RequestFailed", "SamplingParams", "Score"]
+__all__ = ["LLM", "Classes", "EngineClosed", "Generation", "Piece", "RequestFailed", "SamplingParams", "Score"]
 
 Item = TypeVar("Item")
 
@@ -183,12 +189,8 @@ class LLM:
         (Lark or GBNF) restricts the answers. Raises RequestFailed or EngineClosed, and ValueError or GrammarRefused for
         arguments that cannot be used.
         """
-        listed = _listed(prompts)
-        names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
-        if len(names) != len(listed):
-            raise ValueError(f"there are {len(listed)} prompts, but {len(names)} adapters")
         options = _Options(max_tokens, _checked(sampling), _stops(stop), _grammar(schema, regex, choice, grammar))
-        answers = [self._answer(prompt, name, options) for prompt, name in zip(listed, names, strict=True)]
+        answers = self._answers(prompts, adapter, options)
         return [answer.generation() for answer in self._finished(answers, show_progress)]
 
     def stream(
@@ -222,6 +224,67 @@ class LLM:
             Score(one.prompt_token_ids, (None, *(found.logprob for found in one.prompt_logprobs)), one.adapter)
             for one in scored
         ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        pooling: Literal["auto", "last", "mean", "cls"] = "auto",
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        show_progress: bool = False,
+    ) -> list[npt.NDArray[np.float32]]:
+        """Return an embedding of each prompt, float32 `[dimensions]`, by default of the size of the hidden states.
+
+        `pooling` takes the hidden state of the last or the first token (`cls`) after the final norm, or the mean of
+        all. `auto` follows the `modules.json` of the adapter, or else of the base, and takes the last token's without
+        one. Embeddings have unit length, unless `normalize` is False or that file does not normalise. Raises what
+        `generate` raises, and AdapterRejected if the base's files cannot be used.
+        """
+        if dimensions is not None and not 1 <= dimensions <= self._model.hidden_size:
+            raise ValueError(f"dimensions must be from 1 to {self._model.hidden_size}")
+        of_base = base_pooling(self._directory, pooling)
+        listed, poolings, answers = _listed(prompts), [], []
+        for prompt, name in zip(listed, _names(listed, adapter), strict=True):
+            own = self._adapter(name)
+            chosen = own.pooling if own is not None and own.pooling is not None and pooling == "auto" else of_base
+            poolings.append(chosen)
+            answers.append(self._answer(prompt, name, _Options(0, DEFAULT_SAMPLING, (), "", chosen.kind)))
+        return [
+            embedding_of(answer.pooled, dimensions, chosen.is_normalized if normalize is None else normalize)
+            for answer, chosen in zip(self._finished(answers, show_progress), poolings, strict=True)
+        ]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, adapter: str | Sequence[str], show_progress: bool = False
+    ) -> list[Classes]:
+        """Return the classes of each prompt, by adapters that were trained for sequence classification.
+
+        Raises what `generate` raises, and ValueError for an adapter that is not a classifier.
+        """
+        options = _Options(0, DEFAULT_SAMPLING, (), "", "last", classifies=True)
+        answers = self._answers(prompts, adapter, options)
+        found = []
+        for answer in self._finished(answers, show_progress):
+            task = self._classifier(answer.adapter)
+            probabilities = class_probabilities(answer.pooled, task.activation)
+            found.append(Classes(task.labels[int(probabilities.argmax())], task.labels, probabilities, answer.adapter))
+        return found
+
+    def _classifier(self, name: str | None) -> AdapterTask:
+        adapter = self._adapter(name)
+        task = None if adapter is None else adapter.report.task
+        if task is None or not task.labels:
+            raise ValueError(f"{name or 'the base'} is not a classifier: its adapter needs the task type SEQ_CLS")
+        return task
+
+    def _answers(
+        self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None, options: _Options
+    ) -> list[Answer]:
+        listed = _listed(prompts)
+        names = _names(listed, adapter)
+        return [self._answer(prompt, name, options) for prompt, name in zip(listed, names, strict=True)]
 
     def _pieces(self, answer: Answer) -> Generator[Piece, None, None]:
         events = self._engine.add(answer.add)
@@ -267,7 +330,9 @@ class LLM:
         add = Add(
             sequence_id=str(next(self._ids)),
             prompt=ids,
-            max_tokens=max(1, min(options.max_tokens, self.max_model_len - len(ids))),
+            max_tokens=0 if options.pooling else max(1, min(options.max_tokens, self.max_model_len - len(ids))),
+            pooling=options.pooling,
+            num_labels=len(self._classifier(name).labels) if options.classifies else None,
             sampling=sampling,
             digest=None if used is None else used.packed.digest,
             activation=start or 0,
@@ -309,6 +374,8 @@ class _Options:
     sampling: SamplingParams
     stops: tuple[str, ...]
     grammar: str
+    pooling: str | None = None
+    classifies: bool = False
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -317,6 +384,14 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     listed: list[Any] = list(prompts)
     # Token ids have no length, but every prompt has one.
     return [listed] if listed and not hasattr(listed[0], "__len__") else listed
+
+
+def _names(listed: Sequence[Prompt], adapter: str | Sequence[str | None] | None) -> list[str | None]:
+    """Return the name of each prompt's adapter. Raises ValueError."""
+    names = [adapter] * len(listed) if adapter is None or isinstance(adapter, str) else list(adapter)
+    if len(names) != len(listed):
+        raise ValueError(f"there are {len(listed)} prompts, but {len(names)} adapters")
+    return names
 
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:

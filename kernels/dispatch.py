@@ -47,6 +47,14 @@ class LoraKernels(Protocol):
         """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, on planes of its own."""
         ...
 
+    def lora_delta(self, x: torch.Tensor, call: LoraCall, slots: torch.Tensor, y: torch.Tensor) -> None:
+        """`lora_add` on zeros: `y` may be uninitialised, and its rows without an adapter become 0.
+
+        `slots` int32 `[T]` is the slot of each row, or -1 for rows that no segment lists. No listed adapter has affines
+        of these modules, whose columns cover `y`. The group is not one of experts.
+        """
+        ...
+
     def lora_affine(self, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t] = y[t] + gain * y[t] + shift`: only the affine of the group's single module, without A and B."""
         ...

@@ -242,6 +242,8 @@ class RowCounts:
     counts: tuple[int, ...] = ()
     is_shared: bool = False
     vocab_size: int | None = None
+    num_labels: int | None = None
+    """Number of classes of a classifier, whose head is stored as rows of `lm_head`. None for other adapters."""
 
     def __post_init__(self) -> None:
         if self.is_shared and len(set(self.counts)) != 1:

@@ -16,6 +16,7 @@ from sqlalchemy import (
     SmallInteger,
     String,
     Table,
+    Text,
     UniqueConstraint,
     text,
 )
@@ -45,7 +46,7 @@ tenants = Table(
     Column("timezone", String(64), nullable=False, server_default="UTC"),
     # Bytes of host memory that the tenant's adapters keep when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
-    # Number of days for which responses are stored. 0 if they are not stored.
+    # Number of days for which responses and chat completions are stored. 0 if they are not stored.
     Column("response_days", Integer, nullable=False, server_default="0"),
     # Secret from which the tenant's prefix-cache namespace is derived, so that two tenants never share KV pages.
     Column("isolation_secret", LargeBinary(32), nullable=False),
@@ -65,8 +66,87 @@ responses = Table(
     Column("expires_us", BigInteger, nullable=False),
     # The response and its input, encrypted.
     Column("content", LargeBinary, nullable=False),
+    # NULL unless the response was made in the background.
+    Column("background_state", String(16), nullable=True),
+    # Number of stored events. NULL if the response's events are not stored.
+    Column("num_events", Integer, nullable=True),
     Index("ix_responses_tenant_id", "tenant_id"),
     Index("ix_responses_expires_us", "expires_us"),
+    Index(
+        "ix_responses_unfinished",
+        "tenant_id",
+        postgresql_where=text("background_state IN ('queued', 'in_progress', 'cancelling')"),
+        sqlite_where=text("background_state IN ('queued', 'in_progress', 'cancelling')"),
+    ),
+)
+
+# The events of the streams of responses in the background. A row has several consecutive events.
+response_events = Table(
+    "response_events",
+    metadata,
+    Column("response_id", ID, ForeignKey("responses.id", ondelete="CASCADE"), primary_key=True),
+    # The sequence numbers are those from `first_sequence` to before `end_sequence`.
+    Column("end_sequence", Integer, primary_key=True),
+    Column("first_sequence", Integer, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    # The events, encrypted.
+    Column("content", LargeBinary, nullable=False),
+    Index("ix_response_events_expires_us", "expires_us"),
+)
+
+# Conversations of `/v1/conversations`.
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    # The adapters that have answered in the conversation. null stands for the base.
+    Column("adapter_ids", JSON, nullable=False),
+    Column("num_items", Integer, nullable=False),
+    # Length of the metadata and the items before they were compressed and encrypted.
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("next_position", Integer, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    # Encrypted.
+    Column("metadata", LargeBinary, nullable=False),
+    Index("ix_conversations_tenant_id", "tenant_id"),
+    Index("ix_conversations_expires_us", "expires_us"),
+)
+
+conversation_items = Table(
+    "conversation_items",
+    metadata,
+    Column("conversation_id", ID, ForeignKey("conversations.id", ondelete="CASCADE"), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    # A keyed hash of the item's ID.
+    Column("item_key", String(32), nullable=False),
+    Column("num_bytes", Integer, nullable=False),
+    # The item, encrypted.
+    Column("content", LargeBinary, nullable=False),
+    UniqueConstraint("conversation_id", "item_key"),
+)
+
+# Chat completions that a tenant keeps.
+chat_completions = Table(
+    "chat_completions",
+    metadata,
+    Column("id", String(48), primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    # The adapter that answered. NULL for the base.
+    Column("adapter_id", ID, nullable=True),
+    Column("model", String(200), nullable=False),
+    # A keyed hash of each entry of the metadata, separated by spaces.
+    Column("metadata_tags", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    # The chat completion and the messages of its request, encrypted.
+    Column("completion", LargeBinary, nullable=False),
+    Column("messages", LargeBinary, nullable=False),
+    # Length of the chat completion before it was compressed and encrypted.
+    Column("num_bytes", BigInteger, nullable=False),
+    Index("ix_chat_completions_tenant_id_id", "tenant_id", "id"),
+    Index("ix_chat_completions_expires_us", "expires_us"),
 )
 
 api_keys = Table(
@@ -119,6 +199,8 @@ adapter_versions = Table(
     Column("num_pages", Integer, nullable=True),
     # The token ids that activate the adapter; NULL if it is always active.
     Column("invocation_tokens", JSON(none_as_null=True), nullable=True),
+    # What the adapter was trained for, other than generation: classes with their labels, or embeddings.
+    Column("task", JSON(none_as_null=True), nullable=True),
     Column("canonical_bytes", BigInteger, nullable=True),
     Column("upload_id", ID, nullable=False),
     # SHA-256 of the uploaded files' checksums. Uploads of identical files to an adapter become one version, unless it
@@ -349,6 +431,15 @@ files = Table(
 )
 
 # Files of requests that run when the engine has room.
+# Purged tenants, until the blobs of their files are deleted.
+file_purges = Table(
+    "file_purges",
+    metadata,
+    # Not a foreign key, because the tenant does not exist any more.
+    Column("tenant_id", ID, primary_key=True),
+    Column("purged_us", BigInteger, nullable=False),
+)
+
 batches = Table(
     "batches",
     metadata,
@@ -662,6 +753,8 @@ prices = Table(
     Column("prompt_nanos", BigInteger, nullable=False),
     Column("cached_nanos", BigInteger, nullable=False),
     Column("completion_nanos", BigInteger, nullable=False),
+    # What requests of batches pay, in percent of these amounts.
+    Column("batch_percent", Integer, nullable=False, server_default="100"),
     # In force from this time until the next price for the same tenant and scope.
     Column("effective_us", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),

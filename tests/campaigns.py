@@ -187,6 +187,11 @@ CAMPAIGNS: Mapping[str, Campaign] = {
             "LORAMUX_GATEWAY_KILLS": "40",
         },
     ),
+    "batches": Campaign(
+        line="A batch over many adapters on a whole server, undisturbed and with kills "
+        "(LORAMUX_SERVED_LINES=10000 _ADAPTERS=500 _KILLS=50)",
+        commands=(_pytest("tests/conformance/test_batches_served.py", timeout_s=None, is_shown=True),),
+    ),
     "full-disk": Campaign(
         line="A disk that is filled and freed during streams; needs root to mount it (LORAMUX_DISK_RUNS=100 _SEED=1)",
         commands=(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,10 @@ if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
+# Collection creates millions of objects and drops few of them.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Run the garbage collector rarely, and let it ignore the imported modules. It would take a sixth of the tests'
     time.
@@ -38,6 +43,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_statements() -> None:
+    # Kernels and engine are also tested without SQLAlchemy.
+    if "sqlalchemy" in sys.modules:
+        from tests.compiled_statements import share_compiled_statements
+
+        share_compiled_statements()
 
 
 @pytest.fixture

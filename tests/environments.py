@@ -39,7 +39,7 @@ ENVIRONMENTS: Mapping[str, Environment] = {
     "strangers": Environment(folder=".venv-strangers", requirements={".": "tests/strangers/requirements.txt"}),
     "harnesses": Environment(
         folder=".venv-harnesses",
-        requirements={tool: f"tests/harnesses/{tool}.txt" for tool in ("lm-eval", "guidellm", "aiperf", "vllm")},
+        requirements={tool: f"tests/harnesses/{tool}.txt" for tool in ("lm-eval", "guidellm", "aiperf", "vllm", "trl")},
         pinned=TORCH,
     ),
     "cluster": Environment(

@@ -12,6 +12,7 @@ import structlog
 from sqlalchemy import Connection, select, update
 
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.formats.version_files.further_files import NO_FURTHER_FILES, FurtherFiles, version_digest
 from loramux.adapter_store.ingest.purge_rows import refuse_purged
 from loramux.adapter_store.ingest.upload_rows import (
@@ -39,6 +40,8 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
 
 LEASE_S = LEASE_US / 1_000_000
+IDENTICAL_TO = "identical_to"
+"""Key of a rejected version's report: the number of the earlier version with the same bytes."""
 
 _log = structlog.get_logger(__name__)
 
@@ -61,6 +64,8 @@ class Verdict:
     files: FurtherFiles = NO_FURTHER_FILES
     invocation_tokens: Sequence[int] = ()
     """The tokens that activate the adapter, or () if it is always active."""
+    task: AdapterTask | None = None
+    """What the adapter is for, or None for generation."""
 
 
 class VersionClaims:
@@ -159,7 +164,8 @@ class VersionClaims:
             lock_adapter(connection, version.adapter_id)
             found = identical_version(connection, version.adapter_id, sha256, but=version.id)
             if found is not None:
-                raise AdapterRejected("identical_version", f"version {found.number} has the same bytes", "source")
+                message, report = f"version {found.number} has the same bytes", {IDENTICAL_TO: found.number}
+                raise AdapterRejected("identical_version", message, "source", report)
             self._change(connection, version.id, {"files_sha256": sha256})
             declared = [asdict(file) for file in files]
             connection.execute(update(uploads).where(uploads.c.id == claimed.upload.id).values(files=declared))
@@ -176,6 +182,7 @@ class VersionClaims:
             "max_rank": verdict.max_rank,
             "num_pages": verdict.num_pages,
             "invocation_tokens": list(verdict.invocation_tokens) or None,
+            "task": None if verdict.task is None else verdict.task.document(),
             "canonical_bytes": verdict.canonical_bytes,
             "report": dict(verdict.report),
         }
@@ -212,7 +219,7 @@ class VersionClaims:
 
     def reject(self, version_id: str, report: Mapping[str, Any]) -> None:
         """Reject a version permanently. Raises ClaimLost."""
-        unset = ("digest", "version_digest", "max_rank", "num_pages", "invocation_tokens", "canonical_bytes")
+        unset = ("digest", "version_digest", "max_rank", "num_pages", "invocation_tokens", "task", "canonical_bytes")
         nothing = dict.fromkeys(unset)
         with self._database.write() as connection:
             self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})

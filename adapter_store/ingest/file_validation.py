@@ -42,16 +42,17 @@ class FileValidation:
     check_template: TemplateCheck
     check_vocabulary: VocabularyCheck
 
-    def validate(self, directory: Path) -> ValidFiles:
+    def validate(self, directory: Path, *, needs_effect: bool) -> ValidFiles:
         """Validate the files in `directory`, which must be named like the files of an upload.
 
-        Raises AdapterRejected, or StoreError if the validation process fails.
+        `ValidationJob` describes `needs_effect`. Raises AdapterRejected, or StoreError if the validation process fails.
         """
         job = ValidationJob(
             config=directory / CONFIG_FILE,
             tensors=directory / TENSORS_FILE,
             canonical=directory / "canonical",
             packed=directory / "packed",
+            needs_effect=needs_effect,
         )
         further = {name: directory / name for name in FURTHER_FILES if (directory / name).exists()}
         contents = {name: path.read_bytes() for name, path in further.items()}

@@ -1,4 +1,4 @@
-"""Adapter files in an operator's bucket or in a repository of a Hugging Face hub, which the server fetches itself."""
+"""Adapter files in an operator's bucket, a directory, or a repository of a hub, which the server fetches itself."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from loramux.adapter_store.errors import InvalidBlobUrl, SourceUnavailable, Stor
 from loramux.adapter_store.extensions import ExtensionKind
 from loramux.adapter_store.hub.hub_client import HubClient
 from loramux.adapter_store.ingest.bucket_source import BucketSource
+from loramux.adapter_store.ingest.directory_source import FILE_SCHEME, DirectorySource
 from loramux.adapter_store.ingest.hub_source import HubLocation, HubSource
 
 MAX_URL_LENGTH = 1000
-FORMS = "s3://BUCKET/PREFIX or hf://OWNER/NAME@REVISION"
+FORMS = "s3://BUCKET/PREFIX, hf://OWNER/NAME@REVISION or file:///DIRECTORY"
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_][A-Za-z0-9._-]*)*/?")
 _ADDED = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9_][A-Za-z0-9._:@+=~-]*(/[A-Za-z0-9_][A-Za-z0-9._@+=~-]*)*/?")
 """A URL of an extension. No part of its path begins with a dot, so it cannot lead out of an allowed prefix."""
+
+_DIRECTORY = re.compile(r"file://(/(?!\.{1,2}(/|$))[^/\x00-\x1f\x7f]+)+/?")
+"""An absolute path without the parts `.` and `..`."""
 
 _ALLOWED_HUB = re.compile(r"hf://[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?/?")
 
@@ -61,17 +65,19 @@ class AdapterSource(Protocol):
     def open(self, url: str) -> Source: ...
 
 
-ADAPTER_SOURCES = ExtensionKind[AdapterSource]("adapter_sources", "adapter source", AdapterSource, taken=("s3", "hf"))
+ADAPTER_SOURCES = ExtensionKind[AdapterSource](
+    "adapter_sources", "adapter source", AdapterSource, taken=("s3", "hf", "file")
+)
 """Adapter sources of extensions, by the scheme of their URLs. Each is called without arguments, once per process."""
 
 
 class AdapterSources:
     """The locations from which adapters may be fetched; none by default.
 
-    A location is `s3://BUCKET/PREFIX`, `hf://OWNER/NAME@REVISION[#COMMIT]` or a URL of an extension. With a commit, the
-    revision must still point to it. `allowed` contains prefixes such as `s3://BUCKET`, `hf://OWNER` or
-    `hf://OWNER/NAME`. `open_store` opens the store for a bucket's URL; tests replace it. Raises ExtensionRefused if the
-    extension of an allowed scheme cannot be used.
+    A location is `s3://BUCKET/PREFIX`, `hf://OWNER/NAME@REVISION[#COMMIT]`, `file:///DIRECTORY` or a URL of an
+    extension. With a commit, the revision must still point to it. `allowed` contains prefixes such as `s3://BUCKET`,
+    `hf://OWNER`, `hf://OWNER/NAME` or `file:///DIRECTORY`. `open_store` opens the store for a bucket's URL; tests
+    replace it. Raises ExtensionRefused if the extension of an allowed scheme cannot be used.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class AdapterSources:
     def check(self, url: str) -> str:
         """Return the URL without trailing slashes. Raises UploadRefused unless the source is allowed."""
         location = HubLocation.parse(url)
-        form = _ADDED if _scheme(url) in self._added else _BUCKET
+        form = _ADDED if _scheme(url) in self._added else _DIRECTORY if _is_directory(url) else _BUCKET
         if len(url) > MAX_URL_LENGTH or (location is None and not form.fullmatch(url)):
             raise UploadRefused("invalid_source", f"a source must have the form {FORMS}", "source")
         place = url if location is None else location.repository_url
@@ -128,17 +134,25 @@ class AdapterSources:
             return opened
         if location is not None:
             return HubSource(self._hub, location.at(location.resolve(self._hub)))
+        if _is_directory(checked):
+            return self._directory(checked)
         try:
             return BucketSource(self._open_store(url))
         except InvalidBlobUrl as error:
             raise SourceUnavailable(str(error)) from error
+
+    def _directory(self, url: str) -> DirectorySource:
+        """Open a directory below the longest allowed prefix, which alone may contain symbolic links."""
+        prefix = max((allowed for allowed in self._allowed if f"{url}/".startswith(allowed)), key=len)
+        below = url[len(prefix) :]
+        return DirectorySource(Path(prefix.removeprefix(FILE_SCHEME)), tuple(below.split("/")) if below else ())
 
 
 def is_allowable(url: str) -> bool:
     """Return whether a URL is a valid element of `AdapterSources.allowed`. Such a URL allows every source below it."""
     if _scheme(url) in ADAPTER_SOURCES.names:
         return _ADDED.fullmatch(url) is not None
-    return any(form.fullmatch(url) is not None for form in (_BUCKET, _ALLOWED_HUB))
+    return any(form.fullmatch(url) is not None for form in (_BUCKET, _ALLOWED_HUB, _DIRECTORY))
 
 
 def added_forms() -> tuple[str, ...]:
@@ -156,6 +170,10 @@ def _blamed(url: str) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise SourceUnavailable(f"the adapter source {_scheme(url)!r} failed: {reason}") from error
+
+
+def _is_directory(url: str) -> bool:
+    return url.startswith(FILE_SCHEME)
 
 
 def _scheme(url: str) -> str:

@@ -121,7 +121,7 @@ class VersionProcessor:
         else:
             facts = self._fetch_source(claimed, claimed.upload.source_url, scratch)
         self._at_failpoint(Failpoint.FILES_FETCHED)
-        valid = self._validation.validate(scratch)
+        valid = self._validation.validate(scratch, needs_effect=claimed.upload.source_url is None)
         job, accepted = valid.job, valid.accepted
         kept = KeptHeader.of(job.tensors, job.canonical)
         self._at_failpoint(Failpoint.VALIDATED)
@@ -135,6 +135,7 @@ class VersionProcessor:
                 accepted.report | valid.further.report() | facts,
                 valid.further,
                 accepted.invocation_tokens,
+                accepted.task,
             ),
         )
         self._at_failpoint(Failpoint.ACCEPTED)

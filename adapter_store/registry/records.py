@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
+
 VersionState = Literal["pending", "validating", "ready", "rejected", "quarantined", "archived"]
 UploadState = Literal["open", "used"]
 AliasAction = Literal["set", "rollback"]
@@ -59,6 +61,8 @@ class AdapterVersion:
     """The digest of the weights and the optional files. Without optional files, it equals `digest`."""
     invocation_tokens: Sequence[int] | None
     """The tokens that activate the adapter, or None if it is always active."""
+    task: Mapping[str, Any] | None
+    """What the adapter is for (`AdapterTask.document`), or None for generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,5 +185,7 @@ class AdapterRef:
     """The digest of the weights and the optional files. Without optional files, it equals `digest`."""
     invocation_tokens: tuple[int, ...] = ()
     """The tokens that activate the adapter. Empty if it is always active."""
+    task: AdapterTask | None = None
+    """What the adapter is for, or None for generation."""
     base_verdict: BaseVerdict = "ready"
     """Whether the version is valid for the base that this server serves."""

@@ -325,6 +325,7 @@ def select_versions() -> Select[*tuple[Any, ...]]:
         columns.pinned_us,
         version_digest_of(columns),
         columns.invocation_tokens,
+        columns.task,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sqlalchemy import BindParameter, Column, ColumnElement, Row, Select, bindparam, case, exists, func, literal, select
 from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.migrations.schema import (
     adapter_alias_targets,
@@ -105,8 +106,9 @@ def version_digest_of(columns: ReadOnlyColumnCollection[str, Column[Any]]) -> Co
 def adapter_ref(row: Row[*tuple[Any, ...]]) -> AdapterRef:
     """Return the AdapterRef of a row that begins with the columns of `_select_in_service`."""
     ref = AdapterRef(*row[:_NUM_FACTS])
-    # The column is a JSON list, or NULL.
-    return replace(ref, invocation_tokens=tuple(ref.invocation_tokens or ()))
+    # The first column is a JSON list, or NULL, and the second an object, or NULL.
+    task = AdapterTask.from_document(row.task)
+    return replace(ref, invocation_tokens=tuple(ref.invocation_tokens or ()), task=task)
 
 
 def _select_in_service(has_base: bool) -> Select[*tuple[Any, ...]]:
@@ -125,6 +127,7 @@ def _select_in_service(has_base: bool) -> Select[*tuple[Any, ...]]:
             adapter_versions.c.max_rank,
             version_digest_of(adapter_versions.c),
             adapter_versions.c.invocation_tokens,
+            adapter_versions.c.task,
             (verdict if has_base else literal("ready")).label("base_verdict"),
         )
         .select_from(adapter_versions)

@@ -1,4 +1,6 @@
-"""Checks an upload's optional files: the chat template, the generation settings, the parsers and the added tokens."""
+"""Checks an upload's optional files: the chat template, the generation settings, the parsers, the added tokens and
+the pooling.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loramux.adapter_store.errors import AdapterRejected, printable
-from loramux.adapter_store.formats.files.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.files.file_names import (
+    GENERATION_FILE,
+    PARSERS_FILE,
+    POOLING_FILE,
+    TEMPLATE_FILE,
+    VOCABULARY_FILE,
+)
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.version_files.added_vocabulary import (
     AddedVocabulary,
@@ -19,6 +27,7 @@ from loramux.adapter_store.formats.version_files.added_vocabulary import (
 from loramux.adapter_store.formats.version_files.answer_parsers import parse_answer_parsers
 from loramux.adapter_store.formats.version_files.further_files import MAX_FURTHER_BYTES, FurtherFiles
 from loramux.adapter_store.formats.version_files.generation_config import EOS_KEY, parse_generation_config
+from loramux.adapter_store.formats.version_files.pooling_files import parse_pooling
 from loramux.adapter_store.validation.report import Warn
 
 _MAX_REASON = 200
@@ -76,6 +85,7 @@ def check_further_files(
         None if parsers is None else parse_answer_parsers(parsers),
         vocabulary,
         has_template,
+        parse_pooling(contents[POOLING_FILE]) if POOLING_FILE in contents else None,
     )
 
 

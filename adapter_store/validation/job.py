@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 
 _OWN_MEMORY_BYTES = 512 << 20
 """Address space for Python, numpy and the work on one tensor, in bytes; 142 MB is used before the first tensor."""
@@ -34,6 +35,10 @@ class ValidationJob:
     tensors: Path
     canonical: Path
     packed: Path
+    needs_effect: bool = True
+    """Whether to reject an adapter whose products B A are all zero. Trainers publish such a policy before they have
+    trained it, but a person who pushes it has saved the wrong file.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class Accepted:
     """The tokens that activate the adapter; empty if it is always active."""
     vocab_size: int | None = None
     """The adapter's vocabulary size, or None if its embedding and head have as many rows as the base's."""
+    task: AdapterTask | None = None
+    """What the adapter is for, or None for generation."""
 
 
 @dataclass(frozen=True, slots=True)

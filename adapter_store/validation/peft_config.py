@@ -10,7 +10,15 @@ from loramux.adapter_store.errors import AdapterRejected, printable
 from loramux.adapter_store.formats.files.file_names import CONFIG_FILE
 from loramux.adapter_store.formats.files.strict_json import DuplicateKey, InvalidJson, parse_strict_json
 from loramux.adapter_store.formats.files.text_names import text_module
+from loramux.adapter_store.formats.packed.class_head import CLASS_HEADS
 from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
+from loramux.adapter_store.validation.class_head import (
+    FEATURE_EXTRACTION,
+    LABEL_KEYS,
+    SEQUENCE_CLASSIFICATION,
+    LabelConfig,
+    parse_labels,
+)
 from loramux.adapter_store.validation.name_patterns import is_literal
 from loramux.adapter_store.validation.trained_config import parse_modules_to_save, parse_token_indices
 from loramux.kernels.layout import MAX_RANK
@@ -43,6 +51,7 @@ _UNDERSTOOD = frozenset(
         "modules_to_save",
         "trainable_token_indices",
         "ensure_weight_tying",
+        *LABEL_KEYS,
     }
 )
 
@@ -100,7 +109,8 @@ _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 _CHANGES_BASE = ("corda", "lora_ga", "olora", "pissa")
 """Prefixes of the initialisations that change the base's weights. An adapter does not contain the changed weights."""
-_CLASSIFICATION = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+_OTHER_HEADS = ("TOKEN_CLS", "QUESTION_ANS")
+"""Task types whose heads are not served."""
 _LAYERS_PATTERNS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
 """The values of `layers_pattern` that stand for the list of layers in every supported base."""
 
@@ -117,6 +127,8 @@ class PeftConfig:
     (`targets_from_tensors`) never runs, because the tensors of the file show what it selected. `invocation_tokens` is
     empty unless the adapter is an activated LoRA (aLoRA). With `trains_biases`, the file can replace biases of the
     base.
+
+    With `has_class_head`, the file has the head of a classifier, whose labels `labels` can name.
 
     `target_parameters` names tensors of the base that the adapter changes like modules, such as the stacked weights of
     experts. With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT does not
@@ -141,6 +153,9 @@ class PeftConfig:
     saved_norms: tuple[tuple[int, str], ...]
     token_indices: tuple[tuple[str, tuple[int, ...]], ...]
     ensure_weight_tying: bool
+    has_class_head: bool
+    labels: LabelConfig
+    is_for_embeddings: bool
     recorded: dict[str, str | None]
 
     @property
@@ -149,7 +164,7 @@ class PeftConfig:
         used = {
             "use_dora": self.use_dora,
             "lora_bias": self.lora_bias,
-            "modules_to_save": self.modules_to_save or self.saved_norms,
+            "modules_to_save": self.modules_to_save or self.saved_norms or self.has_class_head,
             "trainable_token_indices": self.token_indices,
         }
         return tuple(name for name, value in used.items() if value)
@@ -184,6 +199,10 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     ranks = _pattern(document, "rank_pattern")
     alphas = _pattern(document, "alpha_pattern")
     modules_to_save, saved_norms = parse_modules_to_save(document.get("modules_to_save"))
+    has_class_head = False
+    if document.get("task_type") == SEQUENCE_CLASSIFICATION:
+        has_class_head = any(name in CLASS_HEADS for _, name in saved_norms)
+        saved_norms = tuple(one for one in saved_norms if one[1] not in CLASS_HEADS)
     targets, exclusions = document.get("target_modules"), document.get("exclude_modules")
     layers = _layers(document.get("layers_to_transform"))
     is_regex = isinstance(targets, str) and targets.lower() != ALL_LINEAR
@@ -207,6 +226,9 @@ def parse_peft_config(text: bytes) -> PeftConfig:
         saved_norms=saved_norms,
         token_indices=parse_token_indices(document.get("trainable_token_indices")),
         ensure_weight_tying=_switch(document, "ensure_weight_tying"),
+        has_class_head=has_class_head,
+        labels=parse_labels(document),
+        is_for_embeddings=document.get("task_type") == FEATURE_EXTRACTION,
         recorded={key: _recorded(document.get(key)) for key in _RECORDED},
     )
 
@@ -288,12 +310,12 @@ def _layers_pattern(value: Any) -> Any:
 
 
 def _check_task(document: dict[str, Any]) -> None:
-    """Refuse classifiers, whose head PEFT adds to the modules that it saves."""
-    if document.get("task_type") in _CLASSIFICATION and document.get("modules_to_save"):
+    """Refuse heads for single tokens, which PEFT adds to the modules that it saves."""
+    if document.get("task_type") in _OTHER_HEADS and document.get("modules_to_save"):
         _refuse(
             "unsupported_config",
-            "the adapter has a trained head for classification, but only adapters for text generation are served "
-            "(task_type CAUSAL_LM)",
+            "the adapter has a trained head for single tokens, but only adapters for text generation, embeddings and "
+            "classes of texts are served (task_type CAUSAL_LM, FEATURE_EXTRACTION or SEQ_CLS)",
             "task_type",
         )
 

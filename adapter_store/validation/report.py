@@ -11,6 +11,7 @@ from typing import Any
 from loramux.adapter_store.errors import AdapterRejected, printable
 from loramux.adapter_store.formats.files.ignored_tensors import is_of_training
 from loramux.adapter_store.formats.packed.trained_rows import TrainedRows
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.validation.weight_checks import Effect
 
 CHECKS = ("configuration", "container", "modules", "names", "shapes", "weights", "effect", "packing")
@@ -90,6 +91,13 @@ class Report:
     recorded: Mapping[str, str | None]
     warnings: Sequence[Warn]
     checks: CheckList
+    task: AdapterTask | None = None
+    """What the adapter is for, or None for generation."""
+
+    @property
+    def num_labels(self) -> int | None:
+        """Number of classes of a classifier, or None."""
+        return len(self.task.labels) if self.task is not None and self.task.labels else None
 
     @property
     def largest_effect(self) -> float:
@@ -111,6 +119,8 @@ class Report:
             "checks": self.checks.document(),
             "recorded": dict(self.recorded),
         }
+        if self.task is not None:
+            facts["task"] = self.task.document()
         if self.num_trained_vectors:
             facts["trained_vectors"] = dict(self.num_trained_vectors)
         return {**facts, "invocation_tokens": list(self.invocation_tokens)} if self.invocation_tokens else facts

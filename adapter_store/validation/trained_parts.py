@@ -27,6 +27,8 @@ from loramux.adapter_store.formats.packed.trained_rows import (
     WEIGHT_SUFFIX,
     TrainedRows,
 )
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
+from loramux.adapter_store.validation.class_head import find_class_head
 from loramux.adapter_store.validation.peft_config import PeftConfig
 from loramux.adapter_store.validation.trained_config import EMBEDDING, HEAD
 from loramux.adapter_store.validation.vocab_size import ResizedVocabulary, resized_vocabulary
@@ -46,6 +48,8 @@ class TrainedParts:
     base_copies: list[str] = field(default_factory=list)
     """Current names of the tensors in which PEFT saved copies of the base's weights."""
     vocabulary: ResizedVocabulary | None = None
+    task: AdapterTask | None = None
+    """The task of a classifier, whose head is among `rows` as `lm_head`. None if the file has no such head."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -154,6 +158,11 @@ def trained_parts(
         if is_there(HEAD, DELTA_SUFFIX):
             twin = named(HEAD, DELTA_SUFFIX, (len(tokens[EMBEDDING]), modules[HEAD][1]))
             parts.twins.append((TENSOR_PREFIX + EMBEDDING + DELTA_SUFFIX, twin))
+    if config.has_class_head:
+        others = frozenset((*config.modules_to_save, *tokens, *adapted))
+        head = find_class_head(config.labels, target, entries, others, parts.vocab_size)
+        parts.shapes.update(head.shapes)
+        parts.rows[HEAD], parts.task = head.rows, head.task
     return parts
 
 

@@ -32,6 +32,7 @@ from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.rearranged_places import places_in_file
 from loramux.adapter_store.formats.packed.trained_rows import max_row_counts, outer_weight_names
 from loramux.adapter_store.formats.packed.trained_vectors import TrainedVector
+from loramux.adapter_store.formats.version_files.adapter_task import EMBEDDING_TASK
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
 from loramux.adapter_store.validation.expected_vectors import expected_vectors
 from loramux.adapter_store.validation.peft_config import PeftConfig, parse_peft_config
@@ -46,10 +47,17 @@ _EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
 _LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
 
 
-def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, checks: CheckList | None = None) -> Report:
+def validate_files(
+    config: bytes,
+    tensors: Path | bytes,
+    target: PackTarget,
+    checks: CheckList | None = None,
+    needs_effect: bool = True,
+) -> Report:
     """Check an upload against the base. Raises AdapterRejected. Needs only the base's shapes, not its weights.
 
-    Records its checks in `checks`, to which the caller can add its own.
+    Records its checks in `checks`, to which the caller can add its own. Without `needs_effect`, an adapter whose
+    products are all zero is valid.
     """
     checks = checks or CheckList()
     with checks.check("configuration"):
@@ -114,7 +122,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                 _check_tied(file, entries, expected)
             rounded = sorted(entry.name for entry in entries.values() if file.is_rounded(entry.name))
     with checks.check("effect"):
-        if weights.largest_effect == 0.0 and not weights.has_vectors and not parts.rows:
+        is_idle = weights.largest_effect == 0.0 and not weights.has_vectors and not parts.rows
+        if needs_effect and is_idle:
             raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
     warnings = without_effect(weights.effects) + unmatched(expectation.unmatched)
     warnings += tensor_warnings(ignored, unused, rounded)
@@ -149,8 +158,9 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         num_trained_rows={
             module.name: parts.rows[module.name].max_count(target.tokens(module, parts.vocab_size))
             for module in target.outer_modules
-            if module.name in parts.rows
+            if module.name in parts.rows and (parts.task is None or module.name != HEAD)
         },
+        task=EMBEDDING_TASK if parsed.is_for_embeddings else parts.task,
         num_trained_vectors=Counter(f"{one.place.kind}.{name.rpartition('.')[2]}" for name, one in vectors.items()),
         names=names.originals,
         max_rank=max(expectation.total_ranks.values()),
@@ -251,7 +261,8 @@ def _num_pages(
             ranks[module.layer, module.module] += module.rank
     with_affine: list[ModulePlace] = [vector.place for vector in vectors.values()]
     # The products with replaced rows of a head lack the base's bias, which the affine adds.
-    with_affine += [place for place in shared_places(target) if place.shape.has_bias and place.key in parts.rows]
+    if parts.task is None:
+        with_affine += [place for place in shared_places(target) if place.shape.has_bias and place.key in parts.rows]
     for place in with_affine:
         # A module without a LoRA needs rank 1 for its affine.
         if place.layer is None:

@@ -20,6 +20,7 @@ from loramux.adapter_store.errors import AdapterRejected, AdapterUnavailable, St
 from loramux.adapter_store.formats.packed.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.adapter_store.formats.version_files.adapter_task import task_problem
 from loramux.adapter_store.sandbox.fork_server import (
     Ended,
     ForkLimits,
@@ -108,7 +109,8 @@ class SubprocessValidator:
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
         limits = self._limits(job, target)
         request = {
-            "job": {name: str(path.absolute()) for name, path in asdict(job).items()},
+            "job": {name: str(value.absolute()) for name, value in asdict(job).items() if isinstance(value, Path)},
+            "needs_effect": job.needs_effect,
             "target": target.document(),
             "limits": asdict(limits),
             "required": list(self._required),
@@ -165,6 +167,9 @@ class SubprocessValidator:
                 check_invocation_tokens(decoded.accepted.invocation_tokens)
                 if decoded.accepted.vocab_size is not None and decoded.accepted.vocab_size < 1:
                     raise ValueError("the adapter has no tokens")
+                problem = None if decoded.accepted.task is None else task_problem(decoded.accepted.task)
+                if problem is not None:
+                    raise ValueError(problem)
             if (decoded.accepted is None) == (decoded.rejected is None):
                 raise ValueError("the process did not give exactly one verdict")
         except (ValueError, RecursionError, OSError) as error:

@@ -41,7 +41,7 @@ def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = No
     must be equal. Raises AdapterRejected.
     """
     checks = CheckList()
-    report = validate_files(job.config.read_bytes(), job.tensors, target, checks)
+    report = validate_files(job.config.read_bytes(), job.tensors, target, checks, job.needs_effect)
     with checks.check("packing"):
         digest = write_canonical(
             job.tensors,
@@ -51,6 +51,7 @@ def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = No
             report.invocation_tokens,
             report.trained,
             report.vocab_size,
+            report.num_labels,
         )
         if report.invocation_tokens and report.trained and base is not None:
             with CanonicalAdapter(job.canonical) as file:
@@ -58,7 +59,13 @@ def run_job(job: ValidationJob, target: PackTarget, base: WeightRows | None = No
         if not needs_base(job.canonical):
             write_packed(job.packed, pack(job.canonical, target), target)
     return Accepted(
-        digest, report.max_rank, report.num_pages, report.document(), report.invocation_tokens, report.vocab_size
+        digest,
+        report.max_rank,
+        report.num_pages,
+        report.document(),
+        report.invocation_tokens,
+        report.vocab_size,
+        report.task,
     )
 
 
@@ -85,7 +92,8 @@ def answer_to(job: ValidationJob, target: PackTarget, base: WeightRows | None = 
 def main() -> int:
     fork_for_each_request()
     request = json.load(sys.stdin)
-    job = ValidationJob(**{name: Path(path) for name, path in request["job"].items()})
+    paths = {name: Path(path) for name, path in request["job"].items()}
+    job = ValidationJob(**paths, needs_effect=request["needs_effect"])
     target = PackTarget.from_document(request["target"])
     limits = Limits(**request["limits"])
     base = _opened_base(request["base"])

@@ -19,6 +19,7 @@ from loramux.adapter_store.formats.files.file_names import (
 from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
 from loramux.adapter_store.formats.version_files.further_files import MAX_FURTHER_BYTES, FurtherFiles
+from loramux.adapter_store.formats.version_files.pooling_files import pooling_file
 from loramux.adapter_store.formats.version_files.tokenizer_files import tokenizer_files
 from loramux.adapter_store.validation.further_checks import (
     accept_vocabulary,
@@ -66,6 +67,7 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> CheckVerd
         needs_tokenizer = has_tokenizer(directory) or VOCABULARY_FILE in files
         tokenizer = ModelTokenizer.load(base) if needs_tokenizer else None
         contents = {name: path.read_bytes() for name, path in files.items() if name in FURTHER_FILES}
+        contents |= pooling_file(directory)
         if tokenizer is not None and has_tokenizer(directory):
             contents |= tokenizer_files(directory, tokenizer.base_vocabulary(config.vocab_size, special_tokens))
         check_vocabulary = accept_vocabulary if tokenizer is None else VersionTokenizers(tokenizer).check_upload
@@ -132,6 +134,7 @@ def _facts(accepted: Accepted, further: FurtherFiles, target: PackTarget) -> dic
         "digest": accepted.digest,
         **{name: accepted.report[name] for name in REPORTED},
         "invocation_tokens": list(accepted.invocation_tokens) or None,
+        "task": None if accepted.task is None else accepted.task.document(),
         "page_bytes": target.geometry.total_page_bytes,
         "dtype": target.dtype,
         **further.report(),

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.version_files.pooling_files import pooling_file
 from loramux.adapter_store.formats.version_files.tokenizer_files import BaseVocabulary, tokenizer_files
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
 from loramux.admin.client.given_files import has_tokenizer, is_given
@@ -23,7 +24,8 @@ TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_NAME = "generation_config.json"
 PARSERS_NAME = "parsers.json"
 VOCABULARY_NAME = "added_vocabulary.json"
-FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME, PARSERS_NAME, VOCABULARY_NAME)
+POOLING_NAME = "pooling.json"
+FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME, PARSERS_NAME, VOCABULARY_NAME, POOLING_NAME)
 CHUNK_BYTES = 1 << 20
 
 _CAPS = ("too_many_open_uploads", "too_many_pending_versions")
@@ -74,15 +76,17 @@ def push_adapter(
 
     Optional files in the directory are uploaded too, except those named in `without`. `parsers` are settings that take
     precedence over the directory's `parsers.json`. If the directory has a tokenizer, the facts in which it differs from
-    the base's become a `chat_template.jinja` and an `added_vocabulary.json`, unless the directory has these files.
-    `tenant` is a slug or an identifier. A push that fails or is interrupted cancels its upload.
+    the base's become a `chat_template.jinja` and an `added_vocabulary.json`, and files of sentence-transformers become
+    a `pooling.json`, unless the directory has these files. `tenant` is a slug or an identifier. A push that fails or is
+    interrupted cancels its upload.
 
     Raises PushRefused if the directory is not an adapter, the server rejects it, an earlier version with the same files
     is out of service, or `timeout_s` passes. Raises AdminError if the server refuses a call.
     """
     with (
         _with_parsers(adapter_files(directory, without), parsers or {}) as paths,
-        _with_tokenizer(client, directory, paths, without) as completed,
+        _with_pooling(directory, paths, without) as pooled,
+        _with_tokenizer(client, directory, pooled, without) as completed,
     ):
         return _push_files(client, completed, tenant, name, timeout_s, progress)
 
@@ -174,6 +178,19 @@ def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[lis
         path = Path(directory) / PARSERS_NAME
         path.write_text(json.dumps({**chosen, **parsers}, sort_keys=True) + "\n")
         yield [other for other in paths if other != own] + [path]
+
+
+@contextmanager
+def _with_pooling(directory: Path, paths: list[Path], without: Collection[str]) -> Iterator[list[Path]]:
+    """Yield the files, with the `pooling.json` that follows from the files of sentence-transformers."""
+    try:
+        files = {} if POOLING_NAME in without else pooling_file(directory)
+    except AdapterRejected as error:
+        raise PushRefused(error.message, error.code, error.param) from None
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, content in files.items():
+            (Path(scratch) / name).write_bytes(content)
+        yield [*paths, *(Path(scratch) / name for name in files)]
 
 
 @contextmanager

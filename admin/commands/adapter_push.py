@@ -26,7 +26,7 @@ PARSER_OPTIONS = {"tool_call_parser": "--tool-parser", "reasoning_parser": "--re
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="DIRECTORY|FILE.gguf|s3://BUCKET/PREFIX|hf://OWNER/NAME@REVISION",
+        metavar="DIRECTORY|FILE.gguf|s3://BUCKET/PREFIX|hf://OWNER/NAME@REVISION|file:///DIRECTORY",
         help="Output of PEFT's save_pretrained, a llama.cpp LoRA file, or a source that the server fetches.",
     ),
 ]
@@ -108,9 +108,9 @@ def push(
 
     A chat template, a generation_config.json and a parsers.json in the directory become part of the version, and so do
     the facts in which the directory's tokenizer differs from the base's: added and renamed tokens, and special tokens.
-    --tool-parser and --reasoning-parser take precedence over parsers.json. On this machine, a .gguf file is converted,
-    and shards of the tensors are joined. The server itself fetches all files of an s3:// or hf:// source, which its
-    operator must allow.
+    Files of sentence-transformers become a pooling.json. --tool-parser and --reasoning-parser take precedence over
+    parsers.json. On this machine, a .gguf file is converted, and shards of the tensors are joined. The server itself
+    fetches all files of an s3://, hf:// or file:// source, which its operator must allow.
     """
     from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
     from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers

@@ -63,6 +63,8 @@ def print_version(adapter: Document, version: Document) -> None:
     rows += [("size", _shown_size(version)), ("chat_template", version["chat_template"])]
     if version["invocation_tokens"] is not None:
         rows.append(("invocation_tokens", " ".join(map(str, version["invocation_tokens"]))))
+    if version["task"] is not None:
+        rows.append(("task", _shown_task(version["task"])))
     if version["added_tokens"]:
         rows.append(("added_tokens", _shown_tokens(version["added_tokens"])))
     own = version["report"].get("added_vocabulary", {})
@@ -91,6 +93,13 @@ def _shown_size(version: Document) -> str | None:
     from loramux.platform.amounts import size_text
 
     return None if version["size"] is None else size_text(version["size"])
+
+
+def _shown_task(task: Document) -> str:
+    """Return what a version is for, with its first labels."""
+    labels = task.get("labels", [])
+    shown = " ".join([task["kind"], *map(json.dumps, labels[:_MAX_SHOWN])])
+    return shown if len(labels) <= _MAX_SHOWN else f"{shown} and {len(labels) - _MAX_SHOWN} more"
 
 
 def _shown_tokens(tokens: Mapping[str, int]) -> str:

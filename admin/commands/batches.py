@@ -16,6 +16,7 @@ from loramux.admin.commands.openai_options import ApiKey, OpenAIUrl, openai_serv
 from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import (
     Columns,
+    connected,
     error_document,
     fail,
     print_json,
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
     from loramux.admin.client.batch_client import BatchClient
     from loramux.admin.client.client import Document
 
-app = typer.Typer(no_args_is_help=True, help="List, show and cancel a tenant's batches; 'loramux run' starts one.")
+app = typer.Typer(no_args_is_help=True, help="List, show and cancel batches; 'loramux run' starts one.")
 
 POLL_S = 0.5
 FINAL = ("completed", "failed", "expired", "cancelled")
 FIRST_BYTES = 4 << 20
 """The first line of a file must end within this many bytes."""
 
+Administers = Annotated[
+    bool, typer.Option("--admin", help="Use the admin API, with an administrator's key, for batches of any tenant.")
+]
 BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="The batch's identifier, bat_...", show_default=False)]
 
 
@@ -75,8 +79,22 @@ def run(
 
 
 @app.command("list")
-def list_batches(url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """List the tenant's batches, newest first."""
+def list_batches(
+    is_admin: Administers = False,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="With --admin: only this tenant's.", show_default=False)
+    ] = None,
+    url: OpenAIUrl = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the tenant's batches, newest first, or with --admin those of all tenants."""
+    if tenant is not None and not is_admin:
+        raise typer.BadParameter("--tenant needs --admin")
+    if is_admin:
+        with connected(as_json) as admin:
+            print_list(admin.whole_list("batches", tenant=tenant), _ADMIN_COLUMNS, as_json)
+        return
     with _connected(url, api_key, as_json) as client:
         found: Document = {"object": "list", "data": list(client.list())}
     columns: Columns = {
@@ -92,16 +110,38 @@ def list_batches(url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson 
 
 
 @app.command()
-def show(batch_id: BatchId, url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+def show(
+    batch_id: BatchId,
+    is_admin: Administers = False,
+    url: OpenAIUrl = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
     """Show a batch's progress, or why it failed."""
+    if is_admin:
+        with connected(as_json) as admin:
+            document = admin.get(admin.path("batches", batch_id))
+        print_json(document) if as_json else _print(_as_openai(document))
+        return
     with _connected(url, api_key, as_json) as client:
         found = client.get(batch_id)
     print_json(found) if as_json else _print(found)
 
 
 @app.command()
-def cancel(batch_id: BatchId, url: OpenAIUrl = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+def cancel(
+    batch_id: BatchId,
+    is_admin: Administers = False,
+    url: OpenAIUrl = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
     """Cancel a batch that has not finished. Its answers so far are kept."""
+    if is_admin:
+        with connected(as_json) as admin:
+            document = admin.post(admin.path("batches", batch_id, "cancel"), {})
+        tell(document, f"{document['id']} is {document['state']}", as_json)
+        return
     with _connected(url, api_key, as_json) as client:
         found = client.cancel(batch_id)
     tell(found, f"{found['id']} is {found['status']}", as_json)
@@ -163,6 +203,24 @@ def _progress(as_json: bool) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total or None)
+
+
+_ADMIN_COLUMNS: Columns = {
+    "id": "id",
+    "tenant": "tenant",
+    "state": "state",
+    "endpoint": "endpoint",
+    "requests": "num_requests",
+    "completed": "num_completed",
+    "failed": "num_failed",
+    "made": time_in("created_at"),
+}
+
+
+def _as_openai(found: Document) -> Document:
+    """The fields that are printed, named as in OpenAI's API."""
+    counts = {"total": found["num_requests"], "completed": found["num_completed"], "failed": found["num_failed"]}
+    return {"id": found["id"], "status": found["state"], "request_counts": counts, "errors": {"data": found["errors"]}}
 
 
 def _print(found: Document) -> None:

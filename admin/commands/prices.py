@@ -23,6 +23,9 @@ def add(
     cached: Annotated[
         str | None, typer.Option(help="Price per million cached prompt tokens (default: --prompt).", show_default=False)
     ] = None,
+    batch_percent: Annotated[
+        int, typer.Option(help="What requests of batches pay, in percent of the price.", min=0, max=100)
+    ] = 100,
     tenant: AnyTenant = None,
     scope: Annotated[str, typer.Option(help="all, base, adapters or an adapter's identifier.")] = "all",
     currency: Annotated[str, typer.Option(help="Three-letter currency code, the same for all prices.")] = "USD",
@@ -41,6 +44,7 @@ def add(
         "prompt": given_amount(prompt, NANOS_UNIT, "--prompt"),
         "cached": None if cached is None else given_amount(cached, NANOS_UNIT, "--cached"),
         "completion": given_amount(completion, NANOS_UNIT, "--completion"),
+        "batch_percent": batch_percent,
         "currency": currency,
         "effective_at": effective_at,
     }
@@ -65,6 +69,7 @@ def list_prices(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
         "prompt": _amount_in("prompt"),
         "cached": _amount_in("cached"),
         "completion": _amount_in("completion"),
+        "batches": lambda price: f"{price['batch_percent']}%",
         "currency": "currency",
         "id": "id",
     }

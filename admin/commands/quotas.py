@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, help="Set, list, plot and test quotas.")
 
 METRICS = (
     "requests_per_minute, tokens_per_minute, cold_loads_per_minute, concurrent_requests, tokens_per_day, "
-    "tokens_per_month, cost_per_day, cost_per_month, adapters or adapter_bytes."
+    "batch_tokens_per_day, tokens_per_month, cost_per_day, cost_per_month, adapters or adapter_bytes."
 )
 LIMIT = "The limit: money in the currency of the prices, such as 2.50; bytes as a number or a size such as 5GiB."
 LISTED = (
@@ -171,6 +171,7 @@ def check(
     tenant: AnyTenant = None,
     key: Key = None,
     adapter: Adapter = None,
+    is_batch: Annotated[bool, typer.Option("--batch", help="The request belongs to a batch.")] = False,
     metric: Annotated[
         str | None,
         typer.Option(help="Also test a hypothetical limit on this metric, for --key or --tenant.", show_default=False),
@@ -188,7 +189,7 @@ def check(
         raise typer.BadParameter("--metric and --limit must be given together")
     whom = {"tenant": tenant, "key": key, "adapter": adapter}
     body: dict[str, object] = {name: value for name, value in whom.items() if value is not None}
-    body.update(prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
+    body.update(prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n, is_batch=is_batch)
     if metric is not None and limit is not None:
         # With both, --tenant names the caller, and the hypothetical limit is the key's.
         subject = {"key": key} if key is not None else {"tenant": tenant}

@@ -87,11 +87,11 @@ def set_tenant(
     timezone: Timezone = None,
     response_days: Annotated[
         int | None,
-        typer.Option(min=0, help="Number of days for which responses are stored. 0: not at all.", show_default=False),
+        typer.Option(min=0, help="Number of days for which answers are stored. 0: not at all.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a tenant's name, weight, time zone or storage of responses.
+    """Change a tenant's name, weight, time zone or storage of answers.
 
     A new time zone starts new daily and monthly windows immediately.
     """
@@ -100,7 +100,7 @@ def set_tenant(
         fail("specify what to change: --display-name, --weight, --timezone or --response-days", WRONG_CALL)
     changed = _change(tenant, changes, as_json)
     shown = f"{changed['display_name']}, weight {changed['weight']}, {changed['timezone']}"
-    shown += f", responses stored for {changed['response_days']} days" if changed["response_days"] else ""
+    shown += f", answers stored for {changed['response_days']} days" if changed["response_days"] else ""
     tell(changed, f"{changed['slug']}: {shown}", as_json)
 
 

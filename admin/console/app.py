@@ -19,6 +19,7 @@ from loramux.admin.console.pages import (
     aliases,
     audit,
     bases,
+    batches,
     evals,
     health,
     jobs,
@@ -49,6 +50,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
         oidc = OidcLogin(site, services.oidc, site.provider)
     login = Login(site, oidc)
     overview, requests, resident = Overview(), Requests(), residency.Residency()
+    every_batch = batches.Batches()
 
     def shows(path: str, handler: Handler) -> Route:
         return Route(path, page(site, handler), methods=GET)
@@ -145,6 +147,10 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             shows("/live/requests", requests.live),
             shows("/requests/{request_id}/cancel", confirm_cancel),
             does("/requests/{request_id}/cancel", cancel),
+            shows("/batches", every_batch.show),
+            shows("/live/batches", every_batch.live),
+            shows("/batches/{batch_id}/cancel", batches.confirm_cancel),
+            does("/batches/{batch_id}/cancel", batches.cancel),
             shows("/jobs", jobs.show),
             shows("/audit", audit.show),
             shows("/health", health.show),

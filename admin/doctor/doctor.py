@@ -122,6 +122,20 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
         )
         return
     yield from (Finding.from_document(document) for document in findings)
+    yield from _check_bandwidth(client)
+
+
+def _check_bandwidth(client: AdminClient) -> Iterator[Finding]:
+    """How well decode steps have used a GPU's memory bandwidth. Nothing if the engine has not measured any."""
+    try:
+        # Older servers do not report it.
+        used = client.get("engine").get("bandwidth_utilization")
+    except (AdminError, ServerUnreachable):
+        # The server's own findings say why its engine does not answer.
+        return
+    if used is not None:
+        message = f"decode steps have used {100 * used:.0f} % of the GPU's memory bandwidth"
+        yield Finding(check="bandwidth", grade=Grade.OK, message=message)
 
 
 def _refusal(error: AdminError) -> Finding:

@@ -237,11 +237,14 @@ class QuotaChange(QuotaSubject):
 
 
 class QuotaQuestion(QuotaSubject):
-    """A hypothetical request, checked against the current quotas or, if `quota` is given, with that quota in force."""
+    """A hypothetical request, checked against the current quotas or, if `quota` is given, with that quota in force.
+    `is_batch` says that the request belongs to a batch.
+    """
 
     prompt_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
     max_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
     n: int = Field(default=1, ge=1, le=128)
+    is_batch: bool = False
     quota: QuotaLimit | None = None
 
 
@@ -256,7 +259,7 @@ class PurgeRequest(_Body):
 
 class NewPrice(_Body):
     """Prices in billionths of the currency (nanos) per million tokens. By default, `cached` equals `prompt`, and the
-    price applies once all gateways can have read it.
+    price applies once all gateways can have read it. Requests of batches pay `batch_percent` of it, from 0 to 100.
     """
 
     tenant: str | None = None
@@ -264,6 +267,7 @@ class NewPrice(_Body):
     prompt: int
     cached: int | None = None
     completion: int
+    batch_percent: int = 100
     currency: str = "USD"
     effective_at: int | None = Field(default=None, ge=0, lt=2**40)
 

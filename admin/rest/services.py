@@ -30,6 +30,7 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.batches.every_batch import EveryBatch
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
@@ -128,6 +129,7 @@ class UsageServices:
     prices: PriceList
     ledger: Ledger
     erasure: UsageErasure
+    batches: EveryBatch
 
     @classmethod
     def over(cls, database: Database) -> UsageServices:
@@ -137,6 +139,7 @@ class UsageServices:
             prices=PriceList(database),
             ledger=Ledger(database),
             erasure=UsageErasure(database),
+            batches=EveryBatch(database),
         )
 
 

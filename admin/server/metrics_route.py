@@ -1,9 +1,11 @@
-"""The `/metrics` route for Prometheus, which requires a scrape token or a call from this machine."""
+"""`/metrics` for Prometheus and `/metrics/routing` for routers: with a scrape token, or called from this machine."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response
@@ -14,14 +16,31 @@ from loramux.platform.errors import Unauthenticated
 from loramux.platform.requests.openapi import Responses, errors
 from loramux.platform.telemetry.engine_metrics import render_engine
 from loramux.platform.telemetry.metrics import CONTENT_TYPE, GatewayMetrics
+from loramux.platform.telemetry.routing_metrics import render_routing
 
 STATS_TIMEOUT_S = 2.0
+SCRAPED_PATHS = frozenset({"/metrics", "/metrics/routing"})
+"""Paths that need a scrape token instead of a key."""
 PROXY_HEADERS = ("forwarded", "via", "x-real-ip")
 
 
-def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | None, is_loopback: bool) -> APIRouter:
-    """The `/metrics` route. If a token is set, every call needs it. While the engine does not answer,
-    `loramux_engine_up` is the only engine metric.
+@dataclass(frozen=True, slots=True)
+class RoutingNames:
+    """What `/metrics/routing` calls the base and the adapters with some digests."""
+
+    served_name: str
+    adapters: Callable[[Sequence[str]], Awaitable[Sequence[str]]]
+
+
+def metrics_router(
+    metrics: GatewayMetrics,
+    engine: EngineClient,
+    token: str | None,
+    is_loopback: bool,
+    names: RoutingNames | None = None,
+) -> APIRouter:
+    """The `/metrics` route and, with `names`, `/metrics/routing`. If a token is set, every call needs it. While the
+    engine does not answer, `loramux_engine_up` is the only engine metric.
     """
     router = APIRouter()
 
@@ -31,15 +50,32 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
     @router.get("/metrics", tags=["health"], response_class=Response, responses={**text, **errors(401)})
     async def scrape(request: Request) -> Response:
         """Get metrics for Prometheus. Requires the scrape token if one is set, otherwise a call from this machine."""
-        if token is not None:
-            presented = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(presented.encode(), token.encode()):
-                raise Unauthenticated("send the scrape token: Authorization: Bearer TOKEN")
-        elif not (is_loopback and _is_direct(request)):
-            raise Unauthenticated("this call requires a scrape token: set metrics_token")
+        _check_scraper(request, token, is_loopback)
         return Response(metrics.render() + render_engine(await _stats(engine), engine.info), media_type=CONTENT_TYPE)
 
+    if names is None:
+        return router
+
+    @router.get("/metrics/routing", tags=["health"], response_class=Response, responses={**text, **errors(401, 503)})
+    async def scrape_routing(request: Request) -> Response:
+        """Get the load and the adapters in the engine, under vLLM's names, for routers. Guarded like `/metrics`."""
+        _check_scraper(request, token, is_loopback)
+        stats = await _stats(engine)
+        if stats is None:
+            raise EngineUnavailable("the engine does not answer")
+        adapters = await names.adapters([adapter.digest for adapter in stats.adapters])
+        return Response(render_routing(stats, engine.info, names.served_name, adapters), media_type=CONTENT_TYPE)
+
     return router
+
+
+def _check_scraper(request: Request, token: str | None, is_loopback: bool) -> None:
+    if token is not None:
+        presented = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(presented.encode(), token.encode()):
+            raise Unauthenticated("send the scrape token: Authorization: Bearer TOKEN")
+    elif not (is_loopback and _is_direct(request)):
+        raise Unauthenticated("this call requires a scrape token: set metrics_token")
 
 
 def _is_direct(request: Request) -> bool:

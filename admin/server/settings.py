@@ -46,6 +46,7 @@ from loramux.engine.pages.eviction import policy_names
 from loramux.engine.tracing.spans import TraceConfig
 from loramux.platform.accounts.key_authentication import KEY_AUTHENTICATION
 from loramux.platform.routing.routers import HOMES, router_names
+from loramux.platform.runtime_adapters.load_sources import LoadSources
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
@@ -74,6 +75,7 @@ FLAGS = frozenset(
         "served_name",
         "generation_config",
         "adapter_generation_config",
+        "pooling",
         "tool_call_parser",
         "reasoning_parser",
         "engine",
@@ -207,6 +209,10 @@ class Settings(ModelSettings):
     """`auto`: fields that a request leaves out take their defaults from the model's `generation_config.json`."""
     adapter_generation_config: Literal["auto", "off"] = "auto"
     """`auto`: the `generation_config.json` uploaded with an adapter's version takes precedence over the model's."""
+    pooling: Literal["auto", "last", "mean", "cls"] = "auto"
+    """How the hidden states of a prompt become its embedding: the last token's, the mean of all, or the first token's.
+    `auto`: the model's `modules.json` decides, or the last token's is taken if there is none.
+    """
     tool_call_parser: str = AUTO
     """How tool calls are found in answers to prompts rendered with the model's own chat template. `auto`: the template
     decides. `off`: calls are part of the text. Other values: `functiongemma`, `gemma4`, `harmony`, `hermes`,
@@ -253,8 +259,8 @@ class Settings(ModelSettings):
     """
     metrics_token: SecretStr | None = None
     response_key: SecretStr | None = None
-    """Secret of at least 32 characters that encrypts stored responses. All servers on a database need the same. Without
-    it, no responses are stored.
+    """Secret of at least 32 characters that encrypts stored answers. All servers on a database need the same. Without
+    it, no answers are stored.
     """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     quantization: Literal["int8", "int4", "fp8", "int8+head", "int4+head", "fp8+head"] | None = None
@@ -268,6 +274,10 @@ class Settings(ModelSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
+    load_sources: Annotated[tuple[str, ...], NoDecode] = ()
+    """Directories, buckets and hubs from which tenants' programs can [load adapters](runtime-adapters.md) while the
+    server runs, such as `file:///srv/loras/{tenant}`, separated by commas. By default there are none.
+    """
     presigned_uploads: bool = True
     sandbox: Literal["preferred", "required"] = "preferred"
     """`required`: refuse to start unless uploads can be validated under landlock, seccomp and no_new_privs."""
@@ -469,7 +479,7 @@ class Settings(ModelSettings):
             raise ValueError("single sign-on also requires oidc_issuer")
         return client_id
 
-    @field_validator("adapter_sources", "cors_origins", "oidc_roles", "trusted_proxies", mode="before")
+    @field_validator("adapter_sources", "cors_origins", "load_sources", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
         """Split a comma-separated string. A TOML array is already a list."""
@@ -499,9 +509,19 @@ class Settings(ModelSettings):
     def _are_sources(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
         for source in sources:
             if not is_allowable(source):
-                forms = ("s3://BUCKET, s3://BUCKET/PREFIX, hf://OWNER", *added_forms(), "hf://OWNER/NAME")
+                forms = (
+                    "s3://BUCKET, s3://BUCKET/PREFIX, file:///DIRECTORY, hf://OWNER",
+                    *added_forms(),
+                    "hf://OWNER/NAME",
+                )
                 raise ValueError(f"{source!r} is not a source of adapters: use {', '.join(forms[:-1])} or {forms[-1]}")
         return sources
+
+    @field_validator("load_sources")
+    @classmethod
+    def _are_load_sources(cls, prefixes: tuple[str, ...]) -> tuple[str, ...]:
+        LoadSources(prefixes)
+        return prefixes
 
     @property
     def model_dir(self) -> Path:

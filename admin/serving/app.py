@@ -28,13 +28,14 @@ from loramux.admin.rest.adapters import (
 from loramux.admin.rest.engine import bases, engine_state, replicas, requests_in_flight, residency, server
 from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
 from loramux.admin.rest.services import AdminServices
-from loramux.admin.rest.store_errors import api_error
-from loramux.admin.rest.usage import costs, prices, quotas, usage
-from loramux.admin.server.metrics_route import metrics_router
-from loramux.platform.listener.health import HEALTH_PATHS, health_router
+from loramux.admin.rest.usage import batches, costs, prices, quotas, usage
+from loramux.admin.server.metrics_route import SCRAPED_PATHS, RoutingNames, metrics_router
+from loramux.platform.listener.health import HEALTH_PATHS, add_health
 from loramux.platform.listener.openapi_route import ListenerDocument
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling
+from loramux.platform.requests.store_errors import api_error
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_admin_calls
+from loramux.platform.telemetry.routing_metrics import ResidentNames
 
 ROUTERS = (
     tenants,
@@ -52,6 +53,7 @@ ROUTERS = (
     replicas,
     bases,
     requests_in_flight,
+    batches,
     jobs,
     quotas,
     prices,
@@ -71,7 +73,7 @@ repeated with the same `Idempotency-Key` for 24 hours. An update sends the ETag 
 `If-Match`. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and every response has
 an `x-request-id`.""",
     # `/metrics` can require its own token.
-    public=HEALTH_PATHS | {"/metrics"},
+    public=HEALTH_PATHS | SCRAPED_PATHS,
     readers="Any key of the admin API can read this document.",
     is_idempotent=True,
 )
@@ -108,15 +110,15 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.add_middleware(IdempotentAnswers, services=services)
     app.add_exception_handler(Replayed, answer_again)
     # Prometheus scrapes do not count as admin calls.
-    app.add_middleware(
-        HttpMetrics, count=counting_admin_calls(services.metrics.admin), unmeasured=frozenset({"/metrics"})
-    )
+    app.add_middleware(HttpMetrics, count=counting_admin_calls(services.metrics.admin), unmeasured=SCRAPED_PATHS)
     install_error_handling(app, ErrorResponses({StoreError: api_error}))
     app.router.routes.extend(_rest_routes().routes)
+    resident = ResidentNames.over(services.database)
+    names = RoutingNames(services.engine.self_check.served_name, lambda digests: services.call(resident.of, digests))
     app.include_router(
-        metrics_router(services.metrics, services.engine.client, services.metrics_token, services.is_loopback)
+        metrics_router(services.metrics, services.engine.client, services.metrics_token, services.is_loopback, names)
     )
-    app.include_router(health_router(services.database, services.engine.client, services.trouble, tells_why=True))
+    add_health(app, services.database, services.engine.client, services.trouble, tells_why=True)
     app.add_route("/", to_console, include_in_schema=False)
     app.add_route("/console", to_console, include_in_schema=False)
     app.mount("/console", create_console(services, app))

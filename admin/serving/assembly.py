@@ -74,6 +74,8 @@ from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.listener.app import create_openai_app
 from loramux.platform.quotas.stock import AdapterLimits
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.runtime_adapters.load_sources import LoadSources
+from loramux.platform.runtime_adapters.runtime_adapters import RuntimeAdapters
 from loramux.platform.telemetry.measured_validator import MeasuredValidator
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.package_metrics import IngestMetrics, ReplicaMetrics
@@ -88,6 +90,9 @@ if TYPE_CHECKING:
     from loramux.admin.serving.sharing import Sharing
 
 OpenSharing: TypeAlias = "Callable[[Database, ReplicaMetrics, Executor, BaseDraw], Sharing | ClusterSharing]"
+
+NUM_LOAD_THREADS = 2
+"""Number of threads that look up the sources of adapters which tenants' programs load."""
 
 log = structlog.get_logger(__name__)
 
@@ -164,7 +169,18 @@ def assemble(
             draw,
         )
         kept = open_batches(settings, directory, database, stores.blobs)
-        gateway_app = create_openai_app(gateway, kept)
+        runtime_adapters = None
+        if settings.load_sources:
+            loaders = stack.enter_context(ThreadPoolExecutor(NUM_LOAD_THREADS, thread_name_prefix="loads"))
+            runtime_adapters = RuntimeAdapters(
+                gateway,
+                stores.registry,
+                stores.ingest,
+                LoadSources(settings.load_sources),
+                loaders,
+                config.max_resident_adapters,
+            )
+        gateway_app = create_openai_app(gateway, kept, runtime_adapters)
         admin = open_admin(
             settings=settings,
             directory=directory,
@@ -225,7 +241,7 @@ def open_stores(
         pack_target(model, config.dtype),
         directory.scratch,
         MeasuredValidator(validator, metrics),
-        sources=AdapterSources(settings.adapter_sources, hub=hub),
+        sources=AdapterSources((*settings.adapter_sources, *LoadSources(settings.load_sources).allowed), hub=hub),
         is_presigning=settings.presigned_uploads,
         check_template=templates.check_upload,
         check_vocabulary=VersionTokenizers(tokenizer).check_upload,

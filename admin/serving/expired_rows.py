@@ -1,4 +1,4 @@
-"""Deletes expired rows: idempotency keys, console sessions, failed sign-ins and stored responses."""
+"""Deletes expired rows: idempotency keys, console sessions, failed sign-ins, and what is stored for tenants."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from sqlalchemy import Column, Table, delete, select, tuple_
 
 from loramux.admin.console.sessions.sessions import MAX_AHEAD_US
 from loramux.migrations.database import Database
-from loramux.migrations.schema import console_sessions, idempotency_keys, login_failures, responses
+from loramux.migrations.schema import (
+    chat_completions,
+    console_sessions,
+    conversations,
+    idempotency_keys,
+    login_failures,
+    response_events,
+    responses,
+)
 
 UNTIL: Sequence[Column[int]] = (
     idempotency_keys.c.expires_us,
     console_sessions.c.expires_us,
     login_failures.c.forgiven_us,
     responses.c.expires_us,
+    response_events.c.expires_us,
+    chat_completions.c.expires_us,
+    conversations.c.expires_us,
 )
 """The expiry column of each table. Every column is indexed."""
 

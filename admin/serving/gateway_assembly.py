@@ -18,6 +18,7 @@ from loramux.adapter_store.errors import AdapterRejected, StoreError
 from loramux.adapter_store.formats.files.file_names import GENERATION_FILE
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
 from loramux.adapter_store.formats.version_files.generation_config import NO_DEFAULTS, parse_generation_config
+from loramux.adapter_store.formats.version_files.pooling_files import base_pooling
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
@@ -36,7 +37,7 @@ from loramux.platform.generation.cold_loads import HeldElsewhere, held_nowhere_e
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.listener.app import create_openai_app
-from loramux.platform.listener.health import health_router
+from loramux.platform.listener.health import add_health
 from loramux.platform.requests.error_responses import install_error_handling
 from loramux.platform.requests.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.telemetry.metrics import GatewayMetrics
@@ -167,13 +168,14 @@ def served_model(settings: Settings, model: ModelConfig, max_model_len: int) -> 
         vocab_size=model.vocab_size,
         created_s=int((settings.model_dir / "config.json").stat().st_mtime),
         eos_token_ids=model.eos_token_ids,
+        hidden_size=model.hidden_size,
     )
 
 
 def gateway_settings(settings: Settings) -> GatewaySettings:
-    """Return the gateway's settings, with the model's sampling defaults.
+    """Return the gateway's settings, with the model's sampling defaults and its pooling.
 
-    Raises StartRefused if the defaults cannot be used.
+    Raises StartRefused if the model's files for them cannot be used.
     """
     path = settings.model_dir / GENERATION_FILE
     base_defaults = NO_DEFAULTS
@@ -182,7 +184,14 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
             base_defaults = parse_generation_config(path.read_bytes()).defaults
         except AdapterRejected as error:
             raise StartRefused(f"{path} cannot be used: {error}; correct it, or set generation_config to off") from None
+    try:
+        pooling = base_pooling(settings.model_dir, settings.pooling)
+    except AdapterRejected as error:
+        raise StartRefused(
+            f"{error}; set pooling to last, mean or cls to make embeddings without these files"
+        ) from None
     return GatewaySettings(
+        pooling=pooling,
         logs_answers=settings.log_answers,
         base_defaults=base_defaults,
         applies_adapter_defaults=settings.adapter_generation_config == "auto",
@@ -222,5 +231,5 @@ def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: b
     install_error_handling(app)
     is_open = is_loopback and not settings.trusted_proxies
     app.include_router(metrics_router(gateway.metrics, gateway.engine, revealed(settings.metrics_token), is_open))
-    app.include_router(health_router(gateway.database, gateway.engine, gateway.trouble, tells_why=True))
+    add_health(app, gateway.database, gateway.engine, gateway.trouble, tells_why=True)
     return app

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from benchmarks.gpu.bench import Bench
@@ -59,6 +61,9 @@ class MadeUpTokens:
     def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
         return []
 
+    def pooled(self) -> list[npt.NDArray[np.float64]]:
+        return []
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AwaitedResult:
@@ -75,6 +80,9 @@ class AwaitedResult:
 
     def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
         return self.result.prompt_logprobs()
+
+    def pooled(self) -> list[npt.NDArray[np.float64]]:
+        return self.result.pooled()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,7 +41,7 @@ PARTS = (
     Part("lora", 55, gpu_lora.run, gpu_dry_kernels.lora, gpu_lora.warm),
     Part("step", 70, gpu_step.run, gpu_dry_engine.step, gpu_step.warm),
     Part("s_lora", 215, gpu_s_lora.run, gpu_dry_engine.s_lora, gpu_s_lora.warm, gpu_s_lora.model_of),
-    Part("prefill", 25, gpu_prefill.run, gpu_dry_engine.prefill, gpu_prefill.warm),
+    Part("prefill", 40, gpu_prefill.run, gpu_dry_engine.prefill, gpu_prefill.warm),
     Part("attention", 40, gpu_attention.run, gpu_dry_kernels.attention, gpu_attention.warm),
     Part("codes", 35, gpu_codes.run, gpu_dry_kernels.codes, gpu_codes.warm),
 )

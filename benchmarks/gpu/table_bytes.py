@@ -126,6 +126,8 @@ def _expand(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     pairs = list(zip(ranks, a["OUT"], strict=True))
     weights = sum(rank * out for rank, out in pairs) * a["pool"].itemsize
     y = lora.num_rows * sum(out for rank, out in pairs if rank) * 2 * a["y"].itemsize
+    if a["WRITES"]:
+        y = a["y"].nbytes
     planes = lora.num_rows * a["NUM_SPLITS"] * FLOAT
     blocks = sum(rank * math.ceil(out / a["BLOCK_N"]) for rank, out in pairs)
     return Bytes(lora.num_slots * weights + y + planes * sum(ranks), lora.num_tiles * weights + y + planes * blocks)

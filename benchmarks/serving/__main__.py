@@ -332,10 +332,8 @@ def _window(window: Window) -> dict[str, float]:
     return figures | _percentiles("ttft", window.first_tokens_s) | _percentiles("gap", window.gaps_s)
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that describe the server and its loads."""
     add = parser.add_argument
     add("--out", type=Path, help="write the figures to this JSON file")
     add("--shape", choices=SHAPES, default="8b", help="the base's shape (%(default)s)")
@@ -346,9 +344,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--answer", type=int, default=128, help="tokens of an answer (%(default)s)")
     add("--open", type=int, default=96, help="open requests of the closed loop (%(default)s)")
     add("--sequences", type=int, default=128, help="most sequences that run at once (%(default)s)")
+    add("--seconds", type=float, default=15.0, help="length of each measurement (%(default)s)")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_server(parser)
+    add = parser.add_argument
     add("--batch-tokens", type=int, default=2048, help="tokens of a step, in process (%(default)s)")
     add("--shares", type=float, nargs="+", default=(0.3, 0.6, 0.85), help="shares of the capacity")
-    add("--seconds", type=float, default=15.0, help="length of each measurement (%(default)s)")
     add("--skip", nargs="*", default=(), choices=("cold", "in-process"), help="parts to leave out")
     return parser.parse_args(argv)
 

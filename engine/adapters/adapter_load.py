@@ -45,6 +45,8 @@ class AdapterLoad:
     num_pages: int = 0
     vocab_size: int | None = None
     """Vocabulary size of the adapter, or None if it has the base's vocabulary. Known once the adapter is STAGED."""
+    num_labels: int | None = None
+    """Number of classes of a classifier, or None. Known once the adapter is STAGED."""
     num_users: int = 0
     """Number of running sequences that use the adapter, plus one if the adapter is pinned. An adapter with users cannot
     be evicted."""

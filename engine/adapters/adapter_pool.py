@@ -252,6 +252,7 @@ class AdapterPool:
         load.staged = staged
         load.num_pages = staged.packed.num_pages
         load.vocab_size = staged.packed.layout.rows.vocab_size
+        load.num_labels = staged.packed.layout.rows.num_labels
         if self._fits_beside_pins(load):
             load.phase = AdapterPhase.STAGED
             self._staged.append(load)

@@ -64,6 +64,7 @@ class SlotTables:
         self._written = tuple(table.numpy() for table in _tensors(self._host))
         self._max_ranks = np.zeros(num_slots, np.int32)
         self._has_module = np.zeros((num_slots, len(target.all_modules)), np.bool_)
+        self._has_affines = np.zeros(num_slots, np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
         self._num_rows = np.zeros((num_slots, len(target.outer_modules)), np.int32)
         # If the target has no embedding, no adapter can have its own vocabulary.
@@ -97,6 +98,7 @@ class SlotTables:
             self._has_outer[slot] = True
         self._max_ranks[slot] = layout.max_rank
         self._has_module[slot] = layout.ranks.any(axis=0)
+        self._has_affines[slot] = layout.has_affines
         for staged, table in self._copied:
             table[slot].copy_(staged[slot], non_blocking=True)
 
@@ -118,6 +120,10 @@ class SlotTables:
         """Modules that adapters in `slots` change in any layer, bool `[num_modules]`. Slot -1 is the base."""
         changed: npt.NDArray[np.bool_] = np.logical_or.reduce(self._has_module[slots[slots >= 0]], axis=0)
         return changed
+
+    def has_affines(self, slots: npt.NDArray[np.int32]) -> bool:
+        """True if an adapter in `slots` rescales or shifts the output of a module in a layer. Slot -1 is the base."""
+        return bool(self._has_affines[slots[slots >= 0]].any())
 
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
         """For each row, the slot of the adapter that changes its embedding or logits, or -1.

@@ -22,6 +22,7 @@ from loramux.engine.decoder.layer_adapters import LayerAdapters
 from loramux.engine.decoder.layer_inputs import LayerInputs
 from loramux.engine.decoder.layer_loading import LayerLoader, all_module_groups, module_group, norm_groups
 from loramux.engine.decoder.layers import Residual
+from loramux.engine.decoder.mixture import Mixture
 from loramux.engine.decoder.norms import AdaptableNorm
 from loramux.engine.decoder.placement import Placement
 from loramux.engine.decoder.rotary import growing_scales, query_scales, rotary_tables
@@ -90,6 +91,7 @@ class Decoder:
         ]
         final_group = norm_groups(config, config.num_layers - 1).get(config.final_norm)
         self._final_norm = AdaptableNorm(place.norm(config.final_norm, config.hidden_size), final_group)
+        self._head_is_tied = config.tied_embeddings
         if config.tied_embeddings:
             head_bias = place.tensor(HEAD_BIAS, (config.vocab_size,)) if config.head_bias else None
             self._head = backend.make_linear(self._embedding, head_bias)
@@ -128,6 +130,20 @@ class Decoder:
     def outer_factors(self) -> tuple[float, ...]:
         """Factors applied to the outputs of `config.outer_modules`, for the base and for adapters."""
         return (self._embedding_scale, 1.0)
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of the embeddings of which a step reads only the rows of its tokens. A tied head reads all of its
+        embedding.
+        """
+        own = 0 if self._head_is_tied else self._embedding.nbytes
+        return own + (0 if self._layer_inputs is None else self._layer_inputs.embedding_bytes)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the routed experts of all layers, of which a step reads those that its tokens choose."""
+        blocks = (layer.feed_forward.inner for layer in self._layers)
+        return sum(block.expert_bytes for block in blocks if isinstance(block, Mixture))
 
     def with_few_layers(self) -> Decoder:
         """A copy that shares the weights but has only one layer of each kind, to launch every kernel in less time."""
@@ -191,7 +207,14 @@ class Decoder:
         # The module groups that this step's adapters modify.
         groups = int(inputs.groups) if inputs.segments.num_segments else 0
         in_layer = partial(
-            LayerAdapters, kernels, tables, inputs.slots, inputs.segments, groups, _replaces_norms(inputs)
+            LayerAdapters,
+            kernels,
+            tables,
+            inputs.slots,
+            inputs.segments,
+            groups,
+            _replaces_norms(inputs),
+            inputs.expands_first,
         )
         for index, layer in enumerate(self._layers):
             note_layer(index)
@@ -260,10 +283,7 @@ class Decoder:
             logits = vocabularies.widened(logits)
         if adapters is not None and adapters.segments.num_segments:
             if adapters.max_rows:
-                assert adapters.tables.trained_rows is not None
-                segments = replace(adapters.segments, max_rank=adapters.max_rows)
-                call = LoraCall(0, self._head_group, adapters.tables.trained_rows, segments)
-                adapters.kernels.outer.replace_columns(hidden, call, logits)
+                self._replace_columns(hidden, adapters, logits)
             call = LoraCall(0, self._head_group, _outer(adapters.tables), adapters.segments)
             adapters.kernels.outer.lora_add(hidden, call, logits)
         if self.config.logit_scale != 1.0:
@@ -274,6 +294,23 @@ class Decoder:
         if vocabularies is not None:
             vocabularies.forbid_others(logits)
         return logits
+
+    @torch.inference_mode()
+    def class_logits(self, hidden: torch.Tensor, adapters: HeadAdapters) -> torch.Tensor:
+        """Logits of classes for rows of `hidden`, `[num_rows, adapters.max_rows]`, in the dtype of the activations.
+
+        Every row's adapter is a classifier. The logits of classes that a row's adapter lacks are 0.
+        """
+        logits = hidden.new_zeros(hidden.shape[0], adapters.max_rows)
+        self._replace_columns(hidden, adapters, logits)
+        return logits
+
+    def _replace_columns(self, hidden: torch.Tensor, adapters: HeadAdapters, logits: torch.Tensor) -> None:
+        """Compute the logits of the rows that adapters replace or, in classifiers, of their classes."""
+        assert adapters.tables.trained_rows is not None
+        segments = replace(adapters.segments, max_rank=adapters.max_rows)
+        call = LoraCall(0, self._head_group, adapters.tables.trained_rows, segments)
+        adapters.kernels.outer.replace_columns(hidden, call, logits)
 
 
 def _replaces_norms(inputs: StepInputs) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.engine.device.backend import Linear
+from loramux.engine.device.backend import AddingLinear, Linear
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.routing import Routing
@@ -22,7 +22,7 @@ class LayerAdapters:
 
     `slots` int32 `[num_tokens]` is the adapter slot of each row, or -1, and `segments` group the rows by slot.
     `groups` has the bits of `LayerGroups` as a plain integer, which Python tests much faster than a flag.
-    `replaces_norms` is true if `groups` contains NORMS.
+    `replaces_norms` is true if `groups` contains NORMS. `expands_first` is `StepInputs.expands_first`.
     """
 
     kernels: Kernels
@@ -31,6 +31,7 @@ class LayerAdapters:
     segments: Segments
     groups: int
     replaces_norms: bool
+    expands_first: bool
     layer: int
 
     def add(
@@ -60,15 +61,26 @@ class LayerAdapters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptableLinear:
-    """A linear layer, which may be several fused ones, and the modules with which adapters change its output."""
+    """A linear layer, which may be several fused ones, and the modules with which adapters change its output.
+
+    `adding` is the layer if it can add its product to the adapters' outputs, and None otherwise.
+    """
 
     linear: Linear
     group: ModuleGroup
     flag: int
+    adding: AddingLinear | None = None
 
     def __call__(self, x: torch.Tensor, adapters: LayerAdapters) -> torch.Tensor:
-        y = adapters.kernels.multiply(self.linear, x)
-        if adapters.groups & self.flag:
-            call = LoraCall(adapters.layer, self.group, adapters.tables, adapters.segments)
-            adapters.kernels.lora_add(x, call, y)
+        kernels = adapters.kernels
+        if not adapters.groups & self.flag:
+            return kernels.multiply(self.linear, x)
+        call = LoraCall(adapters.layer, self.group, adapters.tables, adapters.segments)
+        if adapters.expands_first and self.adding is not None:
+            y = x.new_empty(x.shape[0], self.group.total_out)
+            kernels.lora_delta(x, call, adapters.slots, y)
+            self.adding.add_to(x, y)
+            return y
+        y = kernels.multiply(self.linear, x)
+        kernels.lora_add(x, call, y)
         return y

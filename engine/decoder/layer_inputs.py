@@ -39,6 +39,10 @@ class LayerInputs:
         self._projection_scale = config.hidden_size**-0.5
         self._norm = place.norm(INPUT_PROJECTION_NORM, self._size)
 
+    @property
+    def embedding_bytes(self) -> int:
+        return self._embedding.nbytes
+
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """The inputs of all layers, `[num_tokens, num_layers, size]`. `embedded` is `[num_tokens, hidden_size]`."""
         if self._is_smaller:

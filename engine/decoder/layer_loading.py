@@ -23,6 +23,7 @@ from loramux.engine.decoder.layers import (
 from loramux.engine.decoder.mixture import Mixture, mixture_groups
 from loramux.engine.decoder.norms import AdaptableNorm, NoNorm
 from loramux.engine.decoder.placement import Placement
+from loramux.engine.device.backend import AddingLinear
 from loramux.engine.sequences.cache_groups import CacheLayout
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.layout import LinearShape
@@ -160,7 +161,8 @@ class LayerLoader:
     def _linear(self, modules: tuple[int, ...], flag: LayerGroups, has_bias: bool = False) -> AdaptableLinear:
         shapes = self._config.modules
         linear = self._place.linear(self._prefix, [shapes[module] for module in modules], has_bias)
-        return AdaptableLinear(linear, module_group(shapes, modules), int(flag))
+        adding = linear if isinstance(linear, AddingLinear) and not has_bias else None
+        return AdaptableLinear(linear, module_group(shapes, modules), int(flag), adding)
 
     def _norm(self, name: str | None) -> AdaptableNorm | None:
         if name is None:

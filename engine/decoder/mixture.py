@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -86,6 +86,16 @@ class Mixture:
     def groups(self) -> tuple[ModuleGroup, ...]:
         shared = () if self.shared is None else self.shared.groups
         return *shared, *self._groups.all
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the tensors of the routed experts, on a device that stores them as records of tensors."""
+        num_bytes = 0
+        for one in (self._gate_up, self._down):
+            assert is_dataclass(one)
+            values = (getattr(one, field.name) for field in fields(one))
+            num_bytes += sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        return num_bytes
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, step: DecoderStep, adapters: LayerAdapters

@@ -35,6 +35,18 @@ class Accelerator(Protocol):
         """Current memory figures from the driver, or None if the device uses the host's memory."""
         ...
 
+    def allocated_bytes(self) -> int | None:
+        """Bytes of all tensors on the device, or None if the device uses the host's memory."""
+        ...
+
+    def bandwidth(self, memory: torch.Tensor) -> float | None:
+        """Measure the bandwidth of the device's memory, in bytes read and written per second, by copies in `memory`.
+
+        `memory` is uint8 `[num_bytes]`, and its contents are overwritten. None if it is too small to measure, or if the
+        device uses the host's memory, which other programs and the processors' caches share.
+        """
+        ...
+
     def release_unused(self) -> None:
         """Free the device memory that torch still caches for deleted tensors."""
         ...
@@ -88,6 +100,12 @@ class HostAccelerator:
     device = torch.device("cpu")
 
     def memory(self) -> DeviceMemory | None:
+        return None
+
+    def allocated_bytes(self) -> int | None:
+        return None
+
+    def bandwidth(self, memory: torch.Tensor) -> float | None:
         return None
 
     def release_unused(self) -> None:

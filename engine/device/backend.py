@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional
@@ -37,6 +37,18 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+@runtime_checkable
+class AddingLinear(Linear, Protocol):
+    """A linear layer that can add its product to a tensor, reading the tensor while it multiplies."""
+
+    def add_to(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """`y += x @ weightᵀ`, summed in float32 and rounded once. The layer has no bias.
+
+        `y` `[T, out_features]` is contiguous. A quantised layer needs MIN_EXPANDED_FIRST_ROWS rows or more.
+        """
+        ...
+
+
 class DenseLinear:
     """A linear layer computed by cuBLAS. `weight` is `[out_features, in_features]`."""
 
@@ -46,6 +58,10 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self._weight, self._bias)
+
+    def add_to(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        assert self._bias is None
+        y.addmm_(x, self._weight.T)
 
 
 class MakeQuantizedLinear(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,6 +18,11 @@ from loramux.engine.device.accelerator import DeviceMemory, Fence
 UPLOAD_BYTES = 16 << 20
 """Number of bytes that an upload queues before it waits until they are copied. A step's metadata has to wait for queued
 bytes.
+"""
+
+COPY_BYTES, MIN_COPY_BYTES, NUM_COPIES = 1 << 30, 256 << 20, 5
+"""The copies that measure a device's bandwidth: their largest and smallest size in bytes, and their number. Smaller
+copies would fit in the L2 cache. Five of the largest take 4 ms on an H100.
 """
 
 
@@ -46,6 +52,22 @@ class CudaAccelerator:
     def memory(self) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceMemory(free, total)
+
+    def allocated_bytes(self) -> int | None:
+        return int(torch.cuda.memory_allocated(self.device))
+
+    def bandwidth(self, memory: torch.Tensor) -> float | None:
+        num_bytes = min(memory.numel() // 2, COPY_BYTES)
+        if num_bytes < MIN_COPY_BYTES:
+            return None
+        source, target = memory[:num_bytes], memory[num_bytes : 2 * num_bytes]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_COPIES + 1)]
+        for mark in marks:
+            mark.record(self._steps)
+            target.copy_(source)
+        self._steps.synchronize()
+        fastest_ms = min(begin.elapsed_time(end) for begin, end in itertools.pairwise(marks))
+        return 2 * num_bytes / (fastest_ms / 1e3)
 
     def release_unused(self) -> None:
         torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
@@ -13,6 +14,7 @@ from loramux.engine.constraints.logit_penalties import LogitPenalties, kept_fini
 from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.backend import SampleTokens
+from loramux.engine.execution.pooled_prompts import PooledPrompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.execution.step_buffer import SamplingInputs
@@ -65,6 +67,7 @@ class SampledStep:
     logprobs: DownloadedLogprobs | None
     fence: Fence
     scored: ScoredPrompts | None = None
+    pools: PooledPrompts | None = None
 
     def tokens(self) -> list[SampledToken]:
         self.fence.wait()
@@ -77,6 +80,9 @@ class SampledStep:
 
     def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
         return [] if self.scored is None else self.scored.by_sequence()
+
+    def pooled(self) -> list[npt.NDArray[np.float64]]:
+        return [] if self.pools is None else self.pools.by_sequence()
 
 
 class DeviceSampler:

@@ -16,6 +16,7 @@ from loramux.engine.decoder.decoder import Decoder, HeadAdapters
 from loramux.engine.decoder.recorded_decoder import RecordedDecoder, StartRecording
 from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, sample
 from loramux.engine.sequences.batch import Batch, OuterSlots, SamplingRow, StepInputs, samples_without
@@ -27,16 +28,17 @@ from loramux.kernels.tables import AttentionBatch, Segments
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectForward:
-    """A step whose logits, float32 `[num_samples, vocab_size]`, and prompt scores are complete."""
+    """A step whose logits, float32 `[num_samples, vocab_size]`, prompt scores and pooled prompts are complete."""
 
     logits: torch.Tensor
     samples: tuple[SamplingRow, ...]
     eos_token_ids: tuple[int, ...]
-    scored: ScoredPrompts | None
+    scored: ScoredPrompts | None = None
+    pools: PooledPrompts | None = None
 
     def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> FinishedStep:
         samples = samples_without(self.samples, unused)
-        return FinishedStep(sample(self.logits, samples, self.eos_token_ids, masks), self.scored)
+        return FinishedStep(sample(self.logits, samples, self.eos_token_ids, masks), self.scored, self.pools)
 
 
 class DirectExecutor:
@@ -60,10 +62,10 @@ class DirectExecutor:
             self._recorded = RecordedDecoder(decoder, kernels, tables.device, start_recording)
 
     def submit(self, batch: Batch) -> DirectForward:
-        if batch.scores:
-            logits, scored = self._scored(batch)
-            return DirectForward(logits, batch.samples, self._eos_token_ids, scored)
-        return DirectForward(self.logits(batch), batch.samples, self._eos_token_ids, None)
+        if batch.scores or batch.pooled:
+            logits, scored, pools = self._with_prompt_rows(batch)
+            return DirectForward(logits, batch.samples, self._eos_token_ids, scored, pools)
+        return DirectForward(self.logits(batch), batch.samples, self._eos_token_ids)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""
@@ -77,12 +79,14 @@ class DirectExecutor:
         hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device)
         return self._logits_of(hidden, None, head_slots)
 
-    def _scored(self, batch: Batch) -> tuple[torch.Tensor, ScoredPrompts]:
-        """Logits of the batch's sample rows, and the scores of its scored rows."""
-        rows = np.concatenate([batch.sample_rows, batch.scored_rows])
+    def _with_prompt_rows(self, batch: Batch) -> tuple[torch.Tensor, ScoredPrompts | None, PooledPrompts | None]:
+        """Logits of the batch's sample rows, the scores of its scored rows, and the sums of its pooled rows."""
+        scored_rows, pooled_rows = batch.scored_rows, batch.pooled_rows
+        rows = np.concatenate([batch.sample_rows, scored_rows, pooled_rows])
         outer = self._tables.outer_slots(batch.slots, rows)
         hidden = self._decoder.hidden(self._inputs(batch, rows, outer), self._kernels, self._tables.device)
         num_samples = len(batch.sample_rows)
+        num_scored = num_samples + len(scored_rows)
 
         def logits_of(begin: int, end: int) -> torch.Tensor:
             return self._logits_of(hidden[begin:end], None, None if outer is None else outer.head[begin:end])
@@ -90,8 +94,19 @@ class DirectExecutor:
         def scored_logits(begin: int, end: int) -> torch.Tensor:
             return logits_of(num_samples + begin, num_samples + end)
 
-        scored = score_prompts(batch.scores, scored_logits, self._accelerator)
-        return logits_of(0, num_samples), scored
+        scored = score_prompts(batch.scores, scored_logits, self._accelerator) if batch.scores else None
+        pooled_hidden = hidden[num_scored:]
+
+        def class_logits(chosen: list[int]) -> torch.Tensor:
+            slots = batch.slots[pooled_rows[chosen]]
+            max_rows, segments = self._tables.max_rows(slots, HEAD), self._segments(slots)
+            head = HeadAdapters(self._kernels, self._tables.device, segments, max_rows)
+            return self._decoder.class_logits(pooled_hidden[chosen], head)
+
+        pools = None
+        if batch.pooled:
+            pools = pool_prompts(batch.pooled, pooled_hidden, class_logits, self._accelerator)
+        return logits_of(0, num_samples), scored, pools
 
     def _logits_of(
         self, hidden: torch.Tensor, product: torch.Tensor | None, head_slots: npt.NDArray[np.int32] | None

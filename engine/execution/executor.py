@@ -6,6 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.protocol.messages import PromptLogprob
@@ -20,6 +23,12 @@ class StepResult(Protocol):
 
     def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
         """Return the log-probabilities of the prompt tokens for each entry of `Batch.scores`. Call `tokens` first."""
+        ...
+
+    def pooled(self) -> list[npt.NDArray[np.float64]]:
+        """Return the sum of the hidden states, float64 `[hidden_size]`, or the logits of the classes, float64
+        `[num_labels]`, for each entry of `Batch.pooled`. Call `tokens` first.
+        """
         ...
 
 
@@ -47,9 +56,12 @@ class SubmittedStep:
     """A step whose tokens are not committed yet.
 
     `sampling[i]` receives item `i` of `result.tokens()`, unless it is None, and `scoring[i]` receives item `i` of
-    `result.prompt_logprobs()`.
+    `result.prompt_logprobs()`. `pooling[i]` receives item `i` of `result.pooled()`, and whether that ends its prompt.
+    `read_bytes` is the number of bytes that a decode step must read, or 0 if it is unknown.
     """
 
     sampling: list[Sequence | None]
     scoring: list[Sequence]
+    pooling: list[tuple[Sequence, bool]]
     result: StepResult
+    read_bytes: int = 0

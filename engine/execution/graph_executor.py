@@ -20,6 +20,7 @@ from loramux.engine.decoder.vocabularies import Vocabularies
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.device_faults import reason_of
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
+from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.step_buffer import SamplingInputs, StepBuffer, StepLayout
 from loramux.engine.execution.step_shape import MAX_SINGLE_ROWS, StepShape, step_shape
@@ -56,11 +57,14 @@ class GraphForward:
     samples: tuple[SamplingRow, ...]
     inputs: SamplingInputs
     scored: ScoredPrompts | None = None
+    pools: PooledPrompts | None = None
 
     def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> SampledStep:
         samples = samples_without(self.samples, unused)
         chosen = self.sampler.choose(self.logits, samples, self.inputs, masks)
-        return chosen if self.scored is None else replace(chosen, scored=self.scored)
+        if self.scored is None and self.pools is None:
+            return chosen
+        return replace(chosen, scored=self.scored, pools=self.pools)
 
 
 class GraphExecutor:
@@ -157,15 +161,15 @@ class GraphExecutor:
     def submit(self, batch: Batch) -> GraphForward:
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
         layout = self._buffer.load(batch, self._kept_shape(self._shape(batch, has_outer=outer is not None)), outer)
-        if batch.scores:
-            scored = self._run_scored(layout, batch)
+        scored = pools = None
+        if batch.scores or batch.pooled:
+            scored, pools = self._run_with_prompt_rows(layout, batch)
         else:
-            scored = None
             self._run(layout)
         num_samples = len(batch.samples)
         head = None if outer is None else self._head(layout, outer)
         logits = self._decoder.logits(self._hidden[:num_samples], head)
-        return GraphForward(self._sampler, logits, batch.samples, layout.sampling, scored)
+        return GraphForward(self._sampler, logits, batch.samples, layout.sampling, scored, pools)
 
     def _shape(self, batch: Batch, has_outer: bool) -> StepShape:
         used = batch.slots[batch.slots >= 0]
@@ -181,6 +185,7 @@ class GraphExecutor:
             has_outer,
             groups,
             has_single_rows=used.size <= MAX_SINGLE_ROWS * np.unique(used).size,
+            has_affines=self._tables.has_affines(used),
         )
 
     def _kept_shape(self, shape: StepShape) -> StepShape:
@@ -237,12 +242,15 @@ class GraphExecutor:
             self._has_run.add(shape)
 
     @torch.inference_mode()
-    def _run_scored(self, layout: StepLayout, batch: Batch) -> ScoredPrompts:
-        """Run a step and score its prompt rows. No graph is used, because a graph's output does not include the scored
-        rows.
+    def _run_with_prompt_rows(
+        self, layout: StepLayout, batch: Batch
+    ) -> tuple[ScoredPrompts | None, PooledPrompts | None]:
+        """Run a step, and score and pool its prompt rows. No graph is used, because a graph's output does not include
+        these rows.
         """
-        scored_rows = batch.scored_rows
-        rows = torch.cat([layout.inputs.sample_rows, self._accelerator.stage(torch.from_numpy(scored_rows))])
+        scored_rows, pooled_rows = batch.scored_rows, batch.pooled_rows
+        prompt_rows = torch.from_numpy(np.concatenate([scored_rows, pooled_rows]))
+        rows = torch.cat([layout.inputs.sample_rows, self._accelerator.stage(prompt_rows)])
         inputs = replace(layout.inputs, tokens=self._sampler.resolve(layout.inputs.tokens), sample_rows=rows)
         hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device)
         num_sequences = len(layout.inputs.sample_rows)
@@ -253,14 +261,25 @@ class GraphExecutor:
             head = None if outer is None else self._scored_head(outer.head[begin:end], layout.shape.max_rank)
             return self._decoder.logits(hidden[num_sequences + begin : num_sequences + end], head)
 
-        return score_prompts(batch.scores, logits_of, self._accelerator)
+        pooled_hidden = hidden[num_sequences + len(scored_rows) :]
+
+        def class_logits(chosen: list[int]) -> torch.Tensor:
+            head = self._scored_head(batch.slots[pooled_rows[chosen]], layout.shape.max_rank)
+            assert head is not None, "every row has a classifier"
+            return self._decoder.class_logits(pooled_hidden[chosen], head)
+
+        pools = None
+        if batch.pooled:
+            pools = pool_prompts(batch.pooled, pooled_hidden, class_logits, self._accelerator)
+        return score_prompts(batch.scores, logits_of, self._accelerator) if batch.scores else None, pools
 
     def _scored_head(self, slots: npt.NDArray[np.int32], max_rank: int) -> HeadAdapters | None:
         """Inputs for the head's adapters, for up to SCORED_AT_ONCE scored rows. `slots` is as in `OuterSlots.head`."""
         rows, starts, segment_slots = group_rows(slots, SEGMENT_ROWS)
         if not len(segment_slots):
             return None
-        padding = next(size for size in HEAD_SEGMENTS if size >= len(segment_slots)) - len(segment_slots)
+        num_segments = len(segment_slots)
+        padding = next((size for size in HEAD_SEGMENTS if size >= num_segments), num_segments) - num_segments
         starts = np.pad(starts, (0, padding), constant_values=len(rows))
         segment_slots = np.pad(segment_slots, (0, padding), constant_values=-1)
         stage = self._accelerator.stage

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
+from loramux.engine.execution.pooled_prompts import PooledPrompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts
 from loramux.engine.protocol.messages import PromptLogprob, SamplingParams, TokenLogprobs
 from loramux.engine.sequences.batch import SamplingRow
@@ -50,12 +51,16 @@ class FinishedStep:
 
     sampled: list[SampledToken]
     scored: ScoredPrompts | None = None
+    pools: PooledPrompts | None = None
 
     def tokens(self) -> list[SampledToken]:
         return self.sampled
 
     def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
         return [] if self.scored is None else self.scored.by_sequence()
+
+    def pooled(self) -> list[npt.NDArray[np.float64]]:
+        return [] if self.pools is None else self.pools.by_sequence()
 
 
 def sample(

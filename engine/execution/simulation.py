@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.constraints.grammar import NO_MASKS, Masks
 from loramux.engine.decoder.vocabularies import FORBIDDEN
 from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.execution.pooled_prompts import PooledPrompts, pool_prompts
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample
 from loramux.engine.protocol.messages import SamplingParams
@@ -36,6 +38,7 @@ class SimulatedForward:
     likeliest: list[int]
     slots: list[int]
     scored: ScoredPrompts | None = None
+    pools: PooledPrompts | None = None
 
     def choose(self, masks: Masks = NO_MASKS, unused: Collection[int] = ()) -> FinishedStep:
         return self.executor.choose(self, masks, unused)
@@ -91,7 +94,18 @@ class SimulatedExecutor:
                 return self._logits(likeliest(rows), [slots[row] for row in rows])
 
             scored = score_prompts(batch.scores, logits_of, HostAccelerator())
-        return SimulatedForward(self, batch, likeliest(sample_rows), [slots[row] for row in sample_rows], scored)
+        pools = None
+        if batch.pooled:
+            rows = batch.pooled_rows.tolist()
+            hidden = torch.tensor([self._hidden(states[row], slots[row]) for row in rows], dtype=torch.float64)
+
+            def class_logits(chosen: list[int]) -> torch.Tensor:
+                most = max(one.num_labels or 0 for one in batch.pooled)
+                return hidden[chosen, None] + torch.arange(most)
+
+            pools = pool_prompts(batch.pooled, hidden.view(-1, 1), class_logits, HostAccelerator())
+        sample_slots = [slots[row] for row in sample_rows]
+        return SimulatedForward(self, batch, likeliest(sample_rows), sample_slots, scored, pools)
 
     def choose(self, forward: SimulatedForward, masks: Masks, unused: Collection[int] = ()) -> FinishedStep:
         samples, chosen = samples_without(forward.batch.samples, unused), forward.likeliest
@@ -102,7 +116,12 @@ class SimulatedExecutor:
         else:
             sampled = sample(self._logits(chosen, forward.slots), samples, self._eos_token_ids, masks)
         self._chosen = [one.token_id for one in sampled]
-        return FinishedStep(sampled, forward.scored)
+        return FinishedStep(sampled, forward.scored, forward.pools)
+
+    def _hidden(self, state: int, slot: int) -> float:
+        """The hidden state of a row, which has a size of 1. float32 holds it exactly."""
+        is_broken = self._adapter_pages.digest_of_slot(slot) in self.not_finite_for
+        return math.nan if is_broken else float(state % 4096)
 
     def _logits(self, chosen: list[int], slots: list[int]) -> torch.Tensor:
         sizes = [self._vocab_size_of(slot) for slot in slots]
@@ -140,6 +159,14 @@ class SimulatedExecutor:
             tokens.append(token)
             states.append(state)
         return tokens[len(prompt) :]
+
+    def pool(self, prompt: Sequence[int], pooling: str, digest: str | None, activation: int = 0) -> float:
+        """The pooled hidden state that a correct engine must return, if no layer has a window."""
+        state, states = 0, []
+        for position, token in enumerate(prompt):
+            state = _next_state(state, token, position, _salt(digest if position >= activation else None))
+            states.append(state % 4096)
+        return {"last": states[-1], "cls": states[0], "mean": sum(states) / len(states)}[pooling]
 
     def forget(self, pages: Iterable[int]) -> None:
         """Treat the contents of these pages as never written."""
@@ -211,15 +238,19 @@ def _salt(digest: str | None) -> int:
 
 
 def simulated_adapters(
-    num_pages: Mapping[str, int], vocab_sizes: Mapping[str, int] | None = None
+    num_pages: Mapping[str, int],
+    vocab_sizes: Mapping[str, int] | None = None,
+    num_labels: Mapping[str, int] | None = None,
 ) -> dict[str, PackedAdapter]:
     """Empty adapters by digest, with the numbers of pages in `num_pages`. `vocab_sizes` lists the vocabulary sizes that
-    differ from the base's.
+    differ from the base's. `num_labels` lists the numbers of classes of classifiers.
     """
     ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
-    offsets, sizes = np.zeros((0, 0, 3), np.int32), vocab_sizes or {}
+    offsets, sizes, labels = np.zeros((0, 0, 3), np.int32), vocab_sizes or {}, num_labels or {}
     layouts = {
-        digest: AdapterLayout(ranks, offsets, number, rows=RowCounts(vocab_size=sizes.get(digest)))
+        digest: AdapterLayout(
+            ranks, offsets, number, rows=RowCounts(vocab_size=sizes.get(digest), num_labels=labels.get(digest))
+        )
         for digest, number in num_pages.items()
     }
     return {digest: PackedAdapter(digest, layout, scales, payload) for digest, layout in layouts.items()}

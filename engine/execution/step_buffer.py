@@ -157,6 +157,7 @@ class StepBuffer:
                 sample_rows=on_device["sample_rows"],
                 embedding_segments=segments("embedding", shape.segment_rows) if shape.has_outer else None,
                 groups=shape.groups,
+                expands_first=shape.expands_first,
                 states=batch_of(on_device["state_starts"], on_device["kv_slots"][0]) if self._has_states else None,
             ),
             sampling=SamplingInputs(

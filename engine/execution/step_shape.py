@@ -19,6 +19,11 @@ MAX_SINGLE_ROWS = 4
 no tensor cores and run more programs at a time, but read an adapter once per row.
 """
 
+MIN_EXPANDED_FIRST_ROWS = 512
+"""Minimum number of rows of a step in which adapters are expanded before the base's product. With fewer rows, the
+product of a linear layer mostly waits for its weight, and its output takes little time to read.
+"""
+
 _DECODE_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
 _MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 _MIXED_SEQUENCES = (8, 32, 128, 512)
@@ -33,7 +38,8 @@ class StepShape:
     bound on the adapters' ranks, or 0 if there are no adapters. Without `has_outer`, no adapter modifies the embedding
     or the head. In each layer, adapters modify only modules in `groups`, which is ALL_GROUPS if there are no adapters.
     Without NORMS, no adapter replaces norms.
-    Segments have up to `segment_rows` rows, which is 1 in decodes with few rows per adapter.
+    Segments have up to `segment_rows` rows, which is 1 in decodes with few rows per adapter. With `expands_first`, the
+    base's product adds to the outputs of adapters, none of which has affines (`StepInputs`).
     """
 
     num_tokens: int
@@ -43,6 +49,7 @@ class StepShape:
     has_outer: bool = False
     groups: LayerGroups = ALL_GROUPS
     segment_rows: int = SEGMENT_ROWS
+    expands_first: bool = False
 
     @property
     def is_captured(self) -> bool:
@@ -67,28 +74,36 @@ def step_shape(
     has_outer: bool = False,
     groups: LayerGroups = ALL_GROUPS,
     has_single_rows: bool = False,
+    has_affines: bool = False,
 ) -> StepShape:
     """The smallest shape that fits a batch of these sizes.
 
-    With `has_single_rows`, each row of a decode is a segment of its own.
+    With `has_single_rows`, each row of a decode is a segment of its own. With `has_affines`, an adapter may rescale or
+    shift the output of a linear layer.
     """
     bucket = _at_least(RANK_BUCKETS, max_rank) if max_rank else 0
     if max_q == 1 and num_sequences <= _DECODE_SIZES[-1]:
         size = _at_least(_DECODE_SIZES, num_sequences)
         return StepShape(size, size, True, bucket, has_outer, groups, 1 if has_single_rows else SEGMENT_ROWS)
     padded_tokens, padded_sequences = _padded(_MIXED_TOKENS, num_tokens), _padded(_MIXED_SEQUENCES, num_sequences)
-    return _mixed_shape(padded_tokens, padded_sequences, bucket, has_outer, groups)
+    return _mixed_shape(padded_tokens, padded_sequences, bucket, has_outer, groups, has_affines)
 
 
 def _mixed_shape(
-    num_tokens: int, num_sequences: int, max_rank: int, has_outer: bool = False, groups: LayerGroups = ALL_GROUPS
+    num_tokens: int,
+    num_sequences: int,
+    max_rank: int,
+    has_outer: bool = False,
+    groups: LayerGroups = ALL_GROUPS,
+    has_affines: bool = False,
 ) -> StepShape:
     """The shape of a step that is not a decode. Its segments are large if sequences have enough rows to fill half a
     large segment on average.
     """
     is_large = num_tokens >= LARGE_SEGMENT_ROWS // 2 * num_sequences
     segment_rows = LARGE_SEGMENT_ROWS if is_large else SEGMENT_ROWS
-    return StepShape(num_tokens, num_sequences, False, max_rank, has_outer, groups, segment_rows)
+    expands_first = max_rank > 0 and num_tokens >= MIN_EXPANDED_FIRST_ROWS and not has_affines
+    return StepShape(num_tokens, num_sequences, False, max_rank, has_outer, groups, segment_rows, expands_first)
 
 
 def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]:
@@ -104,7 +119,10 @@ def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]
     for rank in reversed(ranks):
         for num_tokens in reversed(mixed_tokens):
             for num_sequences in reversed(mixed_sequences):
-                yield _mixed_shape(num_tokens, num_sequences, rank)
+                shape = _mixed_shape(num_tokens, num_sequences, rank)
+                yield shape
+                if shape.expands_first:
+                    yield replace(shape, expands_first=False)
         for size in reversed(_DECODE_SIZES):
             if size > most:
                 continue

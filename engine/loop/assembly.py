@@ -39,6 +39,7 @@ from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
 from loramux.engine.loop.config import EngineConfig
+from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.loop.loaded_base import DTYPES, LoadedBase, load_base
@@ -127,8 +128,11 @@ def assemble_engine(
     """
     backend = backend or open_backend(config.device, config.pdl, 16 if config.activations is None else 8)
     backend.set_num_threads(config.num_threads)
+    accelerator = backend.accelerator
+    allocated_before = accelerator.allocated_bytes()
     base = load_base(config, backend, weights)
-    accelerator, model, cache = backend.accelerator, base.model, base.decoder.cache_layout
+    weight_bytes = _growth(allocated_before, accelerator.allocated_bytes())
+    model, cache = base.model, base.decoder.cache_layout
     tables = SlotTables(base.target, config.max_resident_adapters, accelerator, base.decoder.outer_factors)
     accelerator.release_unused()
     # Compile before the pool is sized, so that memory cached by torch for activations does not count as free.
@@ -144,6 +148,7 @@ def assemble_engine(
     )
     executor = _make_executor(base, tables, kernels, base.decoder)
     _warm_up(executor, base)
+    reads = _reads(base, views, weight_bytes)
     identity = (repr(model).encode(), base.dtype.encode())
     prefixes = PrefixCache(pages, policy, base.target.geometry.page_tokens, identity)
     kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens)
@@ -155,7 +160,7 @@ def assemble_engine(
     engine = Engine(
         limits=_limits(base),
         parts=parts,
-        observers=Observers(_stats(parts, stager, views), traces, note_running),
+        observers=Observers(_stats(parts, stager, views, reads), traces, note_running),
         seeds=random.Random(config.seed),
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
@@ -199,7 +204,31 @@ def _limits(base: LoadedBase) -> EngineLimits:
     )
 
 
-def _stats(parts: EngineParts, stager: Stager, views: PoolViews) -> EngineStats:
+def _growth(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
+
+
+def _reads(base: LoadedBase, views: PoolViews, weight_bytes: int | None) -> ReadsPerStep | None:
+    """What decode steps must read, or None if the device's bandwidth is not known. Overwrites the pool, whose pages
+    have no owners yet.
+    """
+    if weight_bytes is None:
+        return None
+    bandwidth = base.backend.accelerator.bandwidth(views.raw.view(-1))
+    if bandwidth is None:
+        return None
+    decoder, expert_bytes = base.decoder, base.decoder.expert_bytes
+    return ReadsPerStep.of(
+        base.model,
+        weight_bytes=weight_bytes - decoder.embedding_bytes - expert_bytes,
+        expert_bytes=expert_bytes,
+        page_bytes=views.raw[0].nbytes,
+        cache=decoder.cache_layout,
+        bandwidth=bandwidth,
+    )
+
+
+def _stats(parts: EngineParts, stager: Stager, views: PoolViews, reads: ReadsPerStep | None) -> EngineStats:
     executor = parts.executor
     return EngineStats(
         parts.pages,
@@ -211,6 +240,7 @@ def _stats(parts: EngineParts, stager: Stager, views: PoolViews) -> EngineStats:
         page_bytes=views.raw[0].nbytes,
         graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
         grammars=parts.grammars.counts,
+        reads=reads,
     )
 
 

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from loramux.engine.adapters.adapter_calls import AdapterCalls, PinLimits
 from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.adapters.adapter_pool import AdapterPool
@@ -191,7 +193,7 @@ class Engine:
     def extend(self, owner: bytes, extend: Extend) -> None:
         """Raise a sequence's token limit as far as the context and the pool allow. A paused sequence resumes."""
         sequence = self._live.find(owner, extend.sequence_id)
-        if sequence is not None:
+        if sequence is not None and not sequence.is_pooled:
             self._grants.extend(sequence, extend.max_tokens)
 
     def abort(self, owner: bytes, abort: Abort) -> None:
@@ -240,6 +242,8 @@ class Engine:
             submitted, self._in_flight = self._in_flight, submitted
         if submitted is not None:
             self._commit(submitted)
+            # With a step in flight, this is the time since the previous step was committed.
+            self._stats.count_decode(submitted.read_bytes, self._clock() - started_s)
         if scheduled:
             self._last_step_s = self._clock() - started_s
             self._stats.count_step_time(self._last_step_s)
@@ -252,7 +256,8 @@ class Engine:
         while the device computes the logits of the new step, so the device does not wait. If the mask is late, the
         sequence is preempted, because its token cannot be chosen in this step.
         """
-        forward, sampling, scoring = self._submit(scheduled)
+        read_bytes = self._stats.read_bytes(scheduled)
+        forward, sampling, scoring, pooling = self._submit(scheduled)
         in_flight = self._in_flight
         if in_flight is not None and any(one.is_constrained for one in sampling):
             self._in_flight = None
@@ -263,7 +268,7 @@ class Engine:
             sequence.take_back()
             self._scheduler.preempt(sequence)
         used = [None if row in late else one for row, one in enumerate(sampling)]
-        return SubmittedStep(used, scoring, forward.choose(self._masks(used), late))
+        return SubmittedStep(used, scoring, pooling, forward.choose(self._masks(used), late), read_bytes)
 
     def _masks(self, sampling: list[Sequence | None]) -> Masks:
         """The masks of the constrained rows. A row with no allowed token has no mask, and its sequence ends."""
@@ -282,7 +287,9 @@ class Engine:
                 masks[row] = mask
         return masks
 
-    def _submit(self, scheduled: list[ScheduledSequence]) -> tuple[Forward, list[Sequence], list[Sequence]]:
+    def _submit(
+        self, scheduled: list[ScheduledSequence]
+    ) -> tuple[Forward, list[Sequence], list[Sequence], list[tuple[Sequence, bool]]]:
         if self._note_running is not None:
             # Record all running sequences, not only those in this step, because a fault in an earlier step may surface
             # in this step.
@@ -292,6 +299,8 @@ class Engine:
         scoring = [item.sequence for item in scheduled if item.sequence.num_unscored] if batch.scores else []
         for sequence, scored in zip(scoring, batch.scores, strict=True):
             sequence.num_unscored -= len(scored.token_ids)
+        pooled = [item.sequence for item in scheduled if item.sequence.is_pooled] if batch.pooled else []
+        pooling = [(sequence, rows.is_last) for sequence, rows in zip(pooled, batch.pooled, strict=True)]
         self._stats.count_step(scheduled)
         self._scheduler.advance(scheduled)
         sampling: list[Sequence] = []
@@ -307,8 +316,9 @@ class Engine:
             # As in `build_batch`, a step that reaches a sequence's last known token chooses the next token.
             if sequence.num_computed == sequence.num_tokens:
                 sequence.choose(len(sampling))
-                sampling.append(sequence)
-        return forward, sampling, scoring
+                if not sequence.is_pooled:
+                    sampling.append(sequence)
+        return forward, sampling, scoring, pooling
 
     def _commit(self, step: SubmittedStep) -> None:
         outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
@@ -317,6 +327,8 @@ class Engine:
         finished, traces = SequenceState.FINISHED, self._traces
         tokens = step.result.tokens()
         broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
+        if step.pooling:
+            ended += self._take_pooled(step, outputs)
         for sequence, token in zip(step.sampling, tokens, strict=True):
             if sequence is None or sequence.state is finished:
                 # The sequence was aborted, or its last token was committed, after this step had been submitted.
@@ -387,6 +399,31 @@ class Engine:
             output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), prompt_logprobs=scored)
             outputs[sequence.owner].append(output)
         return broken
+
+    def _take_pooled(
+        self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]
+    ) -> list[tuple[Sequence, str]]:
+        """Add the step's sums to its pooled sequences, and add the states of finished prompts to `outputs`. Returns the
+        sequences that end, with the reasons.
+        """
+        ended: list[tuple[Sequence, str]] = []
+        for (sequence, is_last), pooled in zip(step.pooling, step.result.pooled(), strict=True):
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            total = pooled if sequence.pooled_sum is None else sequence.pooled_sum + pooled
+            sequence.pooled_sum = total
+            if not is_last:
+                continue
+            sequence.take_back()
+            begin, end = sequence.pooled_range
+            state = (total / (end - begin)).astype("<f4")
+            if not np.isfinite(state).all():
+                ended.append((sequence, "not_finite"))
+                continue
+            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), pooled=state.tobytes())
+            outputs[sequence.owner].append(output)
+            ended.append((sequence, "stop"))
+        return ended
 
     def take_outbox(self) -> list[Outbound]:
         """Return and clear the pending messages. A sequence's tokens come before its Finished message."""
@@ -541,7 +578,8 @@ class Engine:
             message = "the request and its adapter together need more pages than the pool can provide"
             self._end(sequence, "error", "request_too_large", message)
         for sequence in self._scheduler.take_misstated():
-            self._end(sequence, "error", "invalid_request", "vocab_size is not the size of the adapter's vocabulary")
+            message = "vocab_size or num_labels is not that of the adapter"
+            self._end(sequence, "error", "invalid_request", message)
 
     def stats(self, request: StatsRequest) -> Stats:
         return self._stats.snapshot(request.call_id, request.with_tiers)

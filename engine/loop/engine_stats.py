@@ -9,9 +9,18 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierFigures
 from loramux.engine.adapters.adapter_load import AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool
+from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
-from loramux.engine.protocol.messages import GrammarCounts, GraphMemory, ResidentAdapter, Stats, StepTimes, Waiting
+from loramux.engine.protocol.messages import (
+    DecodeReads,
+    GrammarCounts,
+    GraphMemory,
+    ResidentAdapter,
+    Stats,
+    StepTimes,
+    Waiting,
+)
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.sequences.batch import ScheduledSequence
 
@@ -32,6 +41,7 @@ class EngineStats:
         page_bytes: int = 0,
         graphs: Callable[[], GraphMemory] = GraphMemory,
         grammars: Callable[[], GrammarCounts] = GrammarCounts,
+        reads: ReadsPerStep | None = None,
     ) -> None:
         self._pages = pages
         self._loading = loading or TierFigures().snapshot
@@ -39,6 +49,7 @@ class EngineStats:
         self._page_bytes = page_bytes
         self._graphs = graphs
         self._grammars = grammars
+        self._reads = reads
         self._adapters = adapters
         self._prefixes = prefixes
         self._scheduler = scheduler
@@ -53,6 +64,8 @@ class EngineStats:
         self._num_step_sequences = 0
         self._step_counts = [0] * (len(STEP_BOUNDS_S) + 1)
         self._step_seconds = 0.0
+        self._decode_bytes = 0
+        self._decode_seconds = 0.0
 
     def count_step(self, scheduled: list[ScheduledSequence]) -> None:
         """Count a step. This must be called before the step's sequences advance."""
@@ -77,6 +90,19 @@ class EngineStats:
     def count_step_time(self, seconds: float) -> None:
         self._step_counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
         self._step_seconds += seconds
+
+    def read_bytes(self, scheduled: list[ScheduledSequence]) -> int:
+        """Bytes that a decode step must read, or 0 for other steps and devices of unknown bandwidth.
+
+        Must be called before the step's sequences advance.
+        """
+        return 0 if self._reads is None else self._reads.num_bytes(scheduled)
+
+    def count_decode(self, read_bytes: int, seconds: float) -> None:
+        """Count the time until a step was committed. `read_bytes` is 0 for steps that do not count."""
+        if read_bytes:
+            self._decode_bytes += read_bytes
+            self._decode_seconds += seconds
 
     def count_completion_tokens(self, num_tokens: int) -> None:
         self._completion_tokens += num_tokens
@@ -125,6 +151,11 @@ class EngineStats:
             page_bytes=self._page_bytes,
             num_slots=self._adapters.num_slots,
             graphs=self._graphs(),
+            decode_reads=DecodeReads(
+                num_bytes=self._decode_bytes,
+                seconds=self._decode_seconds,
+                bandwidth=0.0 if self._reads is None else self._reads.bandwidth,
+            ),
             grammars=self._grammars(),
             tiers=self._contents() if with_tiers else (),
         )

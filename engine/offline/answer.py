@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from loramux.engine.offline.engine_thread import Event
 from loramux.engine.protocol.messages import Add, Finished, PromptLogprob, SequenceOutput, TokenLogprobs
 from loramux.engine.text.detokenizer import StopStrings, new_detokenizer
@@ -59,6 +62,19 @@ class Score:
         return sum(one for one in self.logprobs if one is not None)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Classes:
+    """The likeliest class of a prompt, and the probability of each of `labels`, float64 `[num_labels]`.
+
+    With the problem type `regression`, the probabilities are the logits.
+    """
+
+    label: str
+    labels: tuple[str, ...]
+    probabilities: npt.NDArray[np.float64]
+    adapter: str | None
+
+
 class Answer:
     """An answer while it is generated."""
 
@@ -69,13 +85,15 @@ class Answer:
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
-        self._adapter = adapter
+        self.adapter = adapter
         self._detokenizer = (
             None if tokenizer is None else new_detokenizer(tokenizer, add.prompt, skip_special_tokens=True)
         )
         self._stops = StopStrings(stops)
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[PromptLogprob] = []
+        self.pooled = b""
+        """The prompt's pooled state, if the sequence is to return it: see `SequenceOutput.pooled`."""
         self._finished: Finished | None = None
 
     def take(self, event: Event) -> bool:
@@ -86,6 +104,7 @@ class Answer:
         match event:
             case SequenceOutput():
                 self._prompt_logprobs += event.prompt_logprobs
+                self.pooled += event.pooled
                 return self._take_tokens(event)
             case Finished():
                 self._take_end(event)
@@ -106,7 +125,7 @@ class Answer:
     def _take_end(self, finished: Finished) -> None:
         if finished.reason == "error":
             self.finish_reason = "error"
-            raise RequestFailed(finished.code or "", finished.message or "the request failed", self._adapter)
+            raise RequestFailed(finished.code or "", finished.message or "the request failed", self.adapter)
         if self._stops.found is None and self._detokenizer is not None:
             self.text += self._stops.feed(self._detokenizer.finish())
             if self._stops.found is None:
@@ -124,7 +143,7 @@ class Answer:
             stopped_by=self._stops.found if self._stops.found is not None else self._finished.stop_token_id,
             prompt_token_ids=self.add.prompt,
             cached_tokens=self._finished.cached_tokens,
-            adapter=self._adapter,
+            adapter=self.adapter,
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
         )

@@ -20,6 +20,7 @@ from loramux.adapter_store.formats.packed.pack_target import PackTarget
 from loramux.adapter_store.formats.packed.packing import PackedAdapter, pack
 from loramux.adapter_store.formats.packed.sharded_tensors import ShardIndex, join_shards
 from loramux.adapter_store.formats.quantization.base_weights import BaseWeights
+from loramux.adapter_store.formats.version_files.pooling_files import Pooling, pooling_file
 from loramux.adapter_store.formats.version_files.tokenizer_files import tokenizer_files
 from loramux.adapter_store.validation.further_checks import check_further_files, check_vocab_size
 from loramux.adapter_store.validation.report import Report
@@ -38,6 +39,8 @@ class LocalAdapter:
     """The end tokens of the adapter's own `generation_config.json`."""
     tokenizer: TextTokenizer | None
     """The base's tokenizer with the adapter's own tokens, or None if it has none."""
+    pooling: Pooling | None = None
+    """How the adapter's own files say that embeddings are made, or None if it has none."""
 
     def activation(self, prompt: Sequence[int]) -> int | None:
         """Return the position from which the adapter applies to a prompt, or None if it is not activated."""
@@ -66,6 +69,7 @@ def read_adapter(
         tensors = _tensors_file(directory, Path(scratch))
         report = validate_files(config.read_bytes(), tensors, target)
         contents = {name: (directory / name).read_bytes() for name in FURTHER_FILES if (directory / name).is_file()}
+        contents |= pooling_file(directory)
         has_tokenizer = any((directory / name).is_file() for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE))
         if tokenizer is not None and has_tokenizer:
             assert target.vocab_size is not None
@@ -82,13 +86,14 @@ def read_adapter(
             report.invocation_tokens,
             report.trained,
             report.vocab_size,
+            report.num_labels,
         )
         packed = pack(canonical, target, base)
     own_tokenizer = None
     if tokenizer is not None and further.vocabulary is not None:
         own_tokenizer = tokenizer.with_vocabulary(further.vocabulary)
     ends = () if further.generation is None else further.generation.eos_token_ids
-    return LocalAdapter(packed, report, ends, own_tokenizer)
+    return LocalAdapter(packed, report, ends, own_tokenizer, further.pooling)
 
 
 def _tensors_file(directory: Path, scratch: Path) -> Path:

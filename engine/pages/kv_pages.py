@@ -65,7 +65,7 @@ class KvPages:
         A sequence that still needs scores of prompt tokens uses no cached prefix, because the logits of its prompt are
         needed.
         """
-        if sequence.num_unscored or not sequence.add.isolation_key or self._layout.num_state_pages:
+        if sequence.num_unscored or not sequence.shares_prefixes or self._layout.num_state_pages:
             return NO_PREFIX
         num_tokens = self._multiple(len(sequence.tokens) - 1)
         found: list[tuple[CachedPage, ...]] = []
@@ -174,7 +174,7 @@ class KvPages:
         """
         if sequence.num_computed < sequence.next_offer:
             return
-        is_shared = bool(sequence.add.isolation_key) and not self._layout.num_state_pages
+        is_shared = sequence.shares_prefixes and not self._layout.num_state_pages
         offers = is_shared and not sequence.is_tainted
         if not offers and not self._has_windows:
             sequence.next_offer = sys.maxsize

@@ -14,9 +14,12 @@ import msgspec
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Protocol version, increased with each incompatible change to these messages."""
 
+
+POOLINGS = ("last", "mean", "cls")
+"""How a prompt's hidden states become one vector: the last token's, the mean of all, or the first token's."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -117,6 +120,14 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of tokens per output. Values above 1 suit answers that are not streamed. The first token and each token
     with log-probabilities are sent immediately. The last tokens are sent before Finished. If the engine dies, up to
     `tokens_at_once - 1` committed tokens are lost before they are sent, and are not billed.
+    """
+    pooling: str | None = None
+    """One of POOLINGS if the sequence is to return its prompt's pooled hidden state instead of generating tokens.
+    `max_tokens` is then 0. Such a sequence neither uses nor fills the prefix cache.
+    """
+    num_labels: int | None = None
+    """Number of classes of the adapter, which must be a classifier. The sequence returns the logits of the classes in
+    place of the last token's hidden state. None for other sequences.
     """
 
 
@@ -225,6 +236,10 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Log-probabilities of the next prompt tokens, if requested. Every prompt token except the first has an entry,
     which is sent before the first new token.
     """
+    pooled: bytes = b""
+    """The pooled hidden state of a sequence with `Add.pooling`, after the final norm, or the logits of its classes, as
+    little-endian float32. It is sent once, whole.
+    """
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -236,8 +251,8 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The end of a sequence and its final token counts. It follows the sequence's last SequenceOutput.
 
-    `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`. With `error`, `code` is one of
-    `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
+    `reason` is `stop` (end of sequence, stop id or pooled prompt), `length`, `abort` or `error`. With `error`, `code`
+    is one of `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
     `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable`, `request_excluded`,
     `replica_draining` or `overloaded`. `completion_tokens` counts the committed new tokens, including the
     end-of-sequence token; Stats counts the same tokens. `prompt_tokens` is 0 if the sequence was never part of a step.
@@ -341,6 +356,23 @@ class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that follow grammars, one per tenant with grammars."""
 
 
+class DecodeReads(msgspec.Struct, frozen=True, kw_only=True):
+    """What decode steps had to read since startup, and how long these steps took. All 0 on a CPU.
+
+    `num_bytes` counts weights, K and V, and adapters once per step (`engine/loop/decode_reads.py`). `bandwidth` is the
+    device's bandwidth in bytes per second, measured at startup, or 0 if it is not known.
+    """
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    bandwidth: float = 0.0
+
+    @property
+    def utilization(self) -> float | None:
+        """Share of the bandwidth that the steps used, or None if no decode step has been measured."""
+        return self.num_bytes / self.seconds / self.bandwidth if self.seconds and self.bandwidth else None
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A snapshot of the engine. Counters never decrease while the engine is running."""
 
@@ -385,6 +417,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_slots: int = 0
     """Maximum number of resident adapters."""
     graphs: GraphMemory = GraphMemory()
+    decode_reads: DecodeReads = DecodeReads()
     grammars: GrammarCounts = GrammarCounts()
     tiers: tuple[TierContents, ...] = ()
     """Contents of the tiers. Empty unless the request sets `with_tiers`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loramux.engine.protocol.messages import Add, SamplingParams, ThinkingBudget, is_duration
+from loramux.engine.protocol.messages import POOLINGS, Add, SamplingParams, ThinkingBudget, is_duration
 from loramux.kernels.layout import MAX_EXTRA_TOKENS
 
 MAX_BIASED_TOKENS = 300
@@ -39,7 +39,11 @@ class EngineLimits:
 
 def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tuple[str, str] | None:
     """Error code and message if a request can never run, or None. The pool has room for `max_pool_tokens` tokens."""
-    if not add.prompt or add.max_tokens < 1:
+    if add.pooling is not None:
+        problem = _pooling_problem(add)
+        if problem is not None:
+            return "invalid_request", problem
+    elif not add.prompt or add.max_tokens < 1:
         return "invalid_request", "the prompt must not be empty, and max_tokens must be at least 1"
     vocab_size = limits.vocab_size if add.vocab_size is None else add.vocab_size
     if not 0 < vocab_size <= limits.vocab_size + MAX_EXTRA_TOKENS or (add.vocab_size and add.digest is None):
@@ -48,6 +52,11 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
         return "invalid_request", f"token ids must be in [0, {vocab_size})"
     if not 0 <= add.activation < len(add.prompt) or (add.activation and add.digest is None):
         return "invalid_request", "activation must be a position in the prompt, and 0 without an adapter"
+    if add.num_labels is not None and (add.num_labels < 1 or add.digest is None or add.pooling != "last"):
+        return (
+            "invalid_request",
+            "num_labels must be at least 1, and needs an adapter and the last token's pooling",
+        )
     if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
         return "invalid_request", "timeout_s and pause_s must be finite and not negative"
     if add.host_floor_bytes < 0:
@@ -60,6 +69,16 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
         return "prompt_too_long", f"{total} tokens exceed the context of {limits.max_model_len}"
     if total > max_pool_tokens:
         return "request_too_large", "the request needs more pages than the pool can provide"
+    return None
+
+
+def _pooling_problem(add: Add) -> str | None:
+    if add.pooling not in POOLINGS:
+        return f"pooling must be one of {', '.join(POOLINGS)}"
+    if not add.prompt or add.max_tokens:
+        return "the prompt must not be empty, and max_tokens must be 0 if the prompt is pooled"
+    if add.grammar or add.sampling.num_prompt_logprobs is not None or add.sampling.thinking is not None:
+        return "a pooled prompt has neither a grammar, nor log-probabilities, nor a limit on thinking"
     return None
 
 

@@ -137,7 +137,9 @@ class Scheduler:
         return unfit
 
     def take_misstated(self) -> list[Sequence]:
-        """Return waiting sequences whose `vocab_size` is wrong for their adapter. The caller must end them."""
+        """Return waiting sequences whose `vocab_size` or `num_labels` is wrong for their adapter. The caller must end
+        them.
+        """
         misstated, self._misstated = self._misstated, []
         return misstated
 
@@ -239,7 +241,7 @@ class Scheduler:
                     continue
                 if self._adapters.must_yield_slot(entry, position):
                     continue
-                if entry.vocab_size != sequence.add.vocab_size:
+                if entry.vocab_size != sequence.add.vocab_size or entry.num_labels != sequence.add.num_labels:
                     self._misstated.append(sequence)
                     continue
                 if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):

@@ -69,6 +69,19 @@ class ScoredRows(msgspec.Struct, frozen=True, gc=False):
     count: int
 
 
+class PooledRows(msgspec.Struct, frozen=True, gc=False):
+    """Adjacent rows `[begin, begin + num_rows)` of one sequence's prompt, whose hidden states are added up.
+
+    `num_rows` is 0 if none of the step's rows are pooled. `is_last` is True if the step ends the prompt. With
+    `num_labels`, the logits of these classes are wanted instead, and there is at most one row.
+    """
+
+    begin: int
+    num_rows: int
+    is_last: bool
+    num_labels: int | None = None
+
+
 class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """The host's description of one step. Sequences with the same adapter are adjacent. Rows of a prompt before its
     adapter's activation belong to the base.
@@ -82,7 +95,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     `tokens` `[num_tokens]`: an entry `-1 - k` stands for token `k` chosen by the previous step, which may so far exist
     only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot, -1 for the base.
     After each of `sample_rows` `[num_samples]`, a token is sampled according to `samples`. `scores` has an entry for
-    each sequence that still needs scores of prompt tokens.
+    each sequence that still needs scores of prompt tokens. `pooled` has an entry for each pooled sequence.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -98,6 +111,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     sample_rows: npt.NDArray[np.int32]
     samples: tuple[SamplingRow, ...]
     scores: tuple[ScoredRows, ...] = ()
+    pooled: tuple[PooledRows, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +125,12 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     def scored_rows(self) -> npt.NDArray[np.int32]:
         """The rows whose logits score prompt tokens, int32 `[num_scored]`."""
         rows = [row for one in self.scores for row in range(one.begin, one.begin + len(one.token_ids))]
+        return np.array(rows, np.int32)
+
+    @property
+    def pooled_rows(self) -> npt.NDArray[np.int32]:
+        """The rows whose hidden states are pooled, int32 `[num_pooled]`."""
+        rows = [row for one in self.pooled for row in range(one.begin, one.begin + one.num_rows)]
         return np.array(rows, np.int32)
 
 
@@ -132,8 +152,9 @@ class StepInputs:
     `tokens`, `positions`, `slots` and `sample_rows` are int32. `slots` is the adapter slot of each row, or -1 for the
     base. `attention` has an entry for each of `CacheLayout.groups`. If `segments` is empty, no adapters are applied.
     `embedding_segments` cover the rows whose adapters modify the embedding. Without such rows, they are empty or None.
-    In each layer, adapters modify only modules in `groups`. In a hybrid decoder, `states` lists the pages of the
-    sequences' states instead of the pages of their K and V. Otherwise, it is None.
+    In each layer, adapters modify only modules in `groups`. With `expands_first`, the outputs of adapters of linear
+    layers are computed before the base's product, which adds to them, and no adapter has affines. In a hybrid decoder,
+    `states` lists the pages of the sequences' states instead of the pages of their K and V. Otherwise, it is None.
     """
 
     tokens: torch.Tensor
@@ -144,6 +165,7 @@ class StepInputs:
     sample_rows: torch.Tensor
     embedding_segments: Segments | None = None
     groups: LayerGroups = ALL_GROUPS
+    expands_first: bool = False
     states: AttentionBatch | None = None
 
 
@@ -180,12 +202,15 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     sample_rows: list[int] = []
     samples: list[SamplingRow] = []
     scores: list[ScoredRows] = []
+    pooled: list[PooledRows] = []
     # The rows before the activation of their sequence's adapter, as half-open ranges.
     base_rows: list[tuple[int, int]] = []
     for sequence, begin, num_tokens in zip(sequences, begins, counts, strict=True):
         known, end = sequence.tokens, begin + num_tokens
         if sequence.num_unscored:
             scores.append(_scored_rows(sequence, len(tokens), num_tokens))
+        if sequence.is_pooled:
+            pooled.append(_pooled_rows(sequence, len(tokens), num_tokens))
         if begin < sequence.activation:
             base_rows.append((len(tokens), len(tokens) + min(num_tokens, sequence.activation - begin)))
         if end > len(known):
@@ -196,7 +221,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
             tokens.append(known[begin])
         else:
             tokens += known[begin:end]
-        if end == sequence.num_tokens:
+        if end == sequence.num_tokens and not sequence.is_pooled:
             sample_rows.append(len(tokens) - 1)
             samples.append(sampling_row(sequence))
     first_positions, cu_q = np.asarray(begins), _running_sum(counts)
@@ -226,6 +251,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
         sample_rows=np.asarray(array("i", sample_rows)),
         samples=tuple(samples),
         scores=tuple(scores),
+        pooled=tuple(pooled),
     )
 
 
@@ -268,6 +294,19 @@ def _scored_rows(sequence: Sequence, first_row: int, num_tokens: int) -> ScoredR
     token_ids = tuple(sequence.tokens[begin + 1 : end + 1]) if begin < end else ()
     count = sequence.add.sampling.num_prompt_logprobs or 0
     return ScoredRows(first_row + begin - sequence.num_computed, token_ids, count)
+
+
+def _pooled_rows(sequence: Sequence, first_row: int, num_tokens: int) -> PooledRows:
+    """The rows to pool among the sequence's next `num_tokens`, which start at `first_row` of the step.
+
+    Rows that a preempted sequence computes again are not pooled again.
+    """
+    first, last = sequence.pooled_range
+    end_of_step = sequence.num_computed + num_tokens
+    begin = max(first, sequence.num_computed, sequence.num_reached)
+    num_rows = max(0, min(last, end_of_step) - begin)
+    is_last = end_of_step == sequence.num_prompt
+    return PooledRows(first_row + begin - sequence.num_computed, num_rows, is_last, sequence.add.num_labels)
 
 
 def _running_sum(counts: array[int]) -> npt.NDArray[np.int32]:

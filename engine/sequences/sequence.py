@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 from loramux.engine.constraints.grammar import Grammar
 from loramux.engine.constraints.logit_penalties import LogitPenalties, logit_penalties
 from loramux.engine.constraints.token_rules import TokenRules
@@ -118,18 +121,27 @@ class Sequence:
     """Number of prompt tokens that no submitted step has scored yet. 0 if prompt log-probabilities are not requested. A
     preemption does not change it.
     """
+    is_pooled: bool = field(init=False)
+    """True if the sequence returns its prompt's pooled hidden state and generates no tokens: see `Add.pooling`."""
+    pooled_sum: npt.NDArray[np.float64] | None = None
+    """Sum of the hidden states that committed steps have pooled."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.activation = self.add.activation
-        self.num_reserved = self.num_prompt + self.add.max_tokens
+        self.is_pooled = self.add.pooling is not None
+        # The limit of a pooled sequence is reached once its last step is in flight: see `choose`.
+        self.num_reserved = self.num_prompt + (1 if self.is_pooled else self.add.max_tokens)
         # The first token has no prediction.
         self.num_unscored = 0 if self.add.sampling.num_prompt_logprobs is None else self.num_prompt - 1
         self.logit_penalties = logit_penalties(self.add.sampling, self.tokens, self.num_prompt)
 
     def choose(self, sample_index: int) -> None:
-        """Record that the step just submitted chooses the next token, at index `sample_index`."""
+        """Record that the step just submitted chooses the next token, at index `sample_index`.
+
+        A pooled sequence chooses no token, but its last step counts like one until it is committed.
+        """
         self.num_in_flight += 1
         self.num_tokens += 1
         self.sample_index = sample_index
@@ -169,6 +181,22 @@ class Sequence:
     def num_completion(self) -> int:
         """Number of committed new tokens."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def pooled_range(self) -> tuple[int, int]:
+        """The half-open range of prompt positions whose hidden states a pooled sequence returns the mean of."""
+        match self.add.pooling:
+            case "last":
+                return self.num_prompt - 1, self.num_prompt
+            case "cls":
+                return 0, 1
+            case _:
+                return 0, self.num_prompt
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if the sequence uses and fills the prefix cache."""
+        return bool(self.add.isolation_key) and not self.is_pooled
 
     @property
     def is_constrained(self) -> bool:

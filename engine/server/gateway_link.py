@@ -76,11 +76,13 @@ class HeldTokens:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[PromptLogprob] = []
+        self._pooled = b""
 
     def join(self, output: SequenceOutput) -> None:
         self._token_ids.extend(output.token_ids)
         self._logprobs.extend(output.logprobs)
         self._prompt_logprobs.extend(output.prompt_logprobs)
+        self._pooled += output.pooled
 
     def output(self, sequence_id: str) -> SequenceOutput:
         return SequenceOutput(
@@ -88,4 +90,5 @@ class HeldTokens:
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
+            pooled=self._pooled,
         )

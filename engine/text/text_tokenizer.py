@@ -92,6 +92,11 @@ class TextTokenizer:
             return tuple(self._renamed.get(one, one) for one in encoding.ids)
         return tuple(encoding.ids)
 
+    def joined(self, first: str, second: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Encode a pair of texts, joined as the tokenizer's post-processor says."""
+        [encoding] = self._tokenizer.encode_batch_fast([(first, second)], add_special_tokens=add_special_tokens)
+        return tuple(self._renamed.get(one, one) for one in encoding.ids)
+
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token IDs of each word, both at the start of a text and after a space, without duplicates."""
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]

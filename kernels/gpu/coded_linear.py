@@ -6,7 +6,7 @@ import torch
 
 from loramux.kernels.gpu.coded_products import multiply_codes
 from loramux.kernels.gpu.coded_weights import CodedWeights, place_codes
-from loramux.kernels.gpu.dequantized_products import multiply_dequantized
+from loramux.kernels.gpu.dequantized_products import add_dequantized, multiply_dequantized
 from loramux.kernels.quantized import QuantizedWeight
 
 MIN_DEQUANTIZED_ROWS = 512
@@ -28,3 +28,8 @@ class CodedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         multiply = multiply_dequantized if x.shape[0] >= MIN_DEQUANTIZED_ROWS else multiply_codes
         return multiply(x, self._weights)
+
+    def add_to(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """`y += x @ weightᵀ` for at least MIN_DEQUANTIZED_ROWS rows. The layer has no bias."""
+        assert x.shape[0] >= MIN_DEQUANTIZED_ROWS
+        add_dequantized(x, self._weights, y)

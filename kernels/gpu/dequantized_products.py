@@ -5,6 +5,8 @@ A fused product of many rows decodes the weight once per tile of rows, and its t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -23,17 +25,29 @@ BLOCK_N = 16
 
 def multiply_dequantized(x: torch.Tensor, weights: CodedWeights) -> torch.Tensor:
     """`y = x @ weightᵀ + bias` for `x` `[T, in_features]` and the weight of one linear layer."""
-    assert weights.codes.shape[0] == 1
     y = torch.empty(x.shape[0], weights.out_features, dtype=x.dtype, device=x.device)
-    num_columns = max(BLOCK_N, MAX_BYTES // (weights.in_features * x.dtype.itemsize))
-    for part in range(0, weights.out_features, num_columns):
-        columns = slice(part, min(part + num_columns, weights.out_features))
-        weight = _dequantize(weights, columns, x.dtype)
+    for columns, weight in _parts(weights, x.dtype):
         if weights.bias is None:
             torch.mm(x, weight.T, out=y[:, columns])
         else:
             torch.addmm(weights.bias[0, columns], x, weight.T, out=y[:, columns])
     return y
+
+
+def add_dequantized(x: torch.Tensor, weights: CodedWeights, y: torch.Tensor) -> None:
+    """`y += x @ weightᵀ` for `x` `[T, in_features]` and the weight of one linear layer without a bias."""
+    assert weights.bias is None
+    for columns, weight in _parts(weights, x.dtype):
+        y[:, columns].addmm_(x, weight.T)
+
+
+def _parts(weights: CodedWeights, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The columns of `y` that are computed at a time, with their dequantised weight."""
+    assert weights.codes.shape[0] == 1
+    num_columns = max(BLOCK_N, MAX_BYTES // (weights.in_features * dtype.itemsize))
+    for part in range(0, weights.out_features, num_columns):
+        columns = slice(part, min(part + num_columns, weights.out_features))
+        yield columns, _dequantize(weights, columns, dtype)
 
 
 def _dequantize(weights: CodedWeights, columns: slice, dtype: torch.dtype) -> torch.Tensor:

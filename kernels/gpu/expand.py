@@ -1,4 +1,7 @@
-"""LoRA's expand on the GPU: reads B directly from pages and adds `v Bᵀ` to the base's output in place."""
+"""LoRA's expand on the GPU: reads B directly from pages and adds `v Bᵀ` to the base's output in place.
+
+In large steps, it writes `v Bᵀ` first, and the base's product adds to it. The expand then does not read the output.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,13 @@ from loramux.kernels.gpu.launches import (
     is_decode_shaped,
     segment_grid,
     tile_rows,
+    whole_grid,
 )
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
+
+ZERO_ROWS = 256
+"""Number of rows whose zeros one program writes. In a prefill, most of these programs find only rows with adapters."""
 
 
 @triton.jit
@@ -109,6 +116,7 @@ def expand_row(
     SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WRITES: tl.constexpr,
 ) -> None:
     """Expand one row: products stay in registers, with one reduction at the end and no tensor cores."""
     split = tl.arange(0, SPLITS)
@@ -124,9 +132,11 @@ def expand_row(
         )
         products += tl.sum(parts, 0)[:, None] * b.to(tl.float32)
         r += BLOCK_R
-    total = tl.load(out, mask=is_column).to(tl.float32) + scale * tl.sum(products, 0)
-    if affine >= 0:
-        total = with_affine(total, pool, pages, affine, layer, padded_len, is_column, L, E, BLOCK_N)
+    total = scale * tl.sum(products, 0)
+    if not WRITES:
+        total += tl.load(out, mask=is_column).to(tl.float32)
+        if affine >= 0:
+            total = with_affine(total, pool, pages, affine, layer, padded_len, is_column, L, E, BLOCK_N)
     tl.store(out, total.to(out.dtype.element_ty), mask=is_column)
 
 
@@ -157,6 +167,7 @@ def expand_tiles(
     BLOCK_N: tl.constexpr,
     HALVES_V: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    WRITES: tl.constexpr,
 ) -> None:
     """Expand ROWS rows at a time on tensor cores."""
     while first < end:
@@ -185,14 +196,37 @@ def expand_tiles(
             r += BLOCK_R
         at = out[None, :] + row[:, None] * y_stride
         is_out = is_row[:, None] & is_column[None, :]
-        total = tl.load(at, mask=is_out).to(tl.float32) + scale * delta
-        if affine >= 0:
-            total = with_affine(total, pool, pages, affine, layer, padded_len, is_column, L, E, BLOCK_N)
+        total = scale * delta
+        if not WRITES:
+            total += tl.load(at, mask=is_out).to(tl.float32)
+            if affine >= 0:
+                total = with_affine(total, pool, pages, affine, layer, padded_len, is_column, L, E, BLOCK_N)
         tl.store(at, total.to(out.dtype.element_ty), mask=is_out)
         first += ROWS
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit
+def zero_base_rows(
+    out: tl.tensor,
+    row_slots: tl.tensor,
+    first: tl.tensor,
+    num_rows: tl.tensor,
+    y_stride: tl.tensor,
+    is_column: tl.tensor,
+    ZERO_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> None:
+    """Write zeros to those of the rows `[first, first + ZERO_ROWS)` that have no adapter."""
+    end = tl.minimum(first + ZERO_ROWS, num_rows)
+    while first < end:
+        row = first + tl.arange(0, BLOCK_ROWS)
+        is_base = (tl.load(row_slots + row, mask=row < end, other=0) < 0)[:, None]
+        at = out[None, :] + row.to(tl.int64)[:, None] * y_stride
+        tl.store(at, tl.zeros(at.shape, out.dtype.element_ty), mask=is_base & is_column[None, :])
+        first += BLOCK_ROWS
+
+
+@triton.jit(do_not_specialize=["layer", "num_segments", "num_rows"])
 def expand_kernel(
     planes: tl.tensor,
     y: tl.tensor,
@@ -205,7 +239,10 @@ def expand_kernel(
     segment_starts: tl.tensor,
     segment_slots: tl.tensor,
     segment_experts: tl.tensor,
+    row_slots: tl.tensor,
     layer: tl.tensor,
+    num_segments: tl.tensor,
+    num_rows: tl.tensor,
     plane_stride: tl.tensor,
     plane_row_stride: tl.tensor,
     plane_module_stride: tl.tensor,
@@ -229,14 +266,30 @@ def expand_kernel(
     DOT_DTYPE: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr,
     PDL: tl.constexpr,
+    WRITES: tl.constexpr,
+    ZERO_ROWS: tl.constexpr,
 ) -> None:
-    """One program handles one segment and BLOCK_N columns of one module's output."""
+    """One program handles one segment and BLOCK_N columns of one module's output.
+
+    With WRITES, programs after the last segment handle ZERO_ROWS rows each.
+    """
     block = tl.program_id(0)
     segment = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     i = block * 0
     for j in tl.static_range(1, NUM_MODULES):
         i += (block >= FIRST_BLOCKS[j]).to(tl.int32)
     begin = (block - pick(i, FIRST_BLOCKS, NUM_MODULES)) * BLOCK_N
+    column = begin + tl.arange(0, BLOCK_N)
+    is_column = column < pick(i, OUT, NUM_MODULES)
+    out = y + pick(i, OUT_OFFSETS, NUM_MODULES) + column
+    if WRITES:  # noqa: SIM102  one condition is known when compiling, the other only on the device
+        if segment >= num_segments:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            zero_base_rows(
+                out, row_slots, (segment - num_segments) * ZERO_ROWS, num_rows, y_stride, is_column, ZERO_ROWS, 16
+            )
+            return
 
     slot = tl.load(segment_slots + segment).to(tl.int64)
     if slot < 0:
@@ -247,39 +300,41 @@ def expand_kernel(
     if EXPERT_STRIDE:
         entry += tl.load(segment_experts + segment) * EXPERT_STRIDE
     rank = tl.load(rank_table + entry)
-    if rank == 0:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        return
+    if not WRITES:  # noqa: SIM102
+        if rank == 0:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            return
     offset = tl.load(off + entry * 3 + 1) + begin
     affine = tl.load(off + entry * 3 + 2)
     affine = tl.where(affine >= 0, affine + begin, affine)
     scale = tl.load(scale_table + entry)
+    if WRITES:
+        # The scale of a module that the adapter does not change is undefined.
+        scale = tl.where(rank > 0, scale, 0.0)
     first = tl.load(segment_starts + segment)
     end = tl.load(segment_starts + segment + 1)
     pages = page_table + slot * MAX_PAGES
     padded_len = pick(i, PADDED, NUM_MODULES)
-    column = begin + tl.arange(0, BLOCK_N)
-    is_column = column < pick(i, OUT, NUM_MODULES)
-    out = y + pick(i, OUT_OFFSETS, NUM_MODULES) + column
     parts = planes + i * plane_module_stride
     if PDL:
         # Prefetch before waiting: earlier kernels write planes and y, but tables and adapter pages are fixed within a
         # step.
-        prefetch_b(pool, pages, offset, layer, padded_len, rank, L, E, BLOCK_R, BLOCK_N)
+        if rank > 0:
+            prefetch_b(pool, pages, offset, layer, padded_len, rank, L, E, BLOCK_R, BLOCK_N)
         tl.extra.cuda.gdc_wait()
 
     if ROWS == 1:
         row = tl.load(segment_rows + first).to(tl.int64)
         expand_row(
             parts + row * plane_row_stride, out + row * y_stride, pool, pages, offset, affine, layer, padded_len,
-            plane_stride, rank, scale, is_column, L, E, NUM_SPLITS, SPLITS, BLOCK_R, BLOCK_N,
+            plane_stride, rank, scale, is_column, L, E, NUM_SPLITS, SPLITS, BLOCK_R, BLOCK_N, WRITES,
         )  # fmt: skip
     else:
         expand_tiles(
             parts, out, pool, pages, offset, affine, layer, padded_len, segment_rows, first, end,
             plane_stride, plane_row_stride, y_stride, rank, scale, is_column,
-            L, E, NUM_SPLITS, ROWS, BLOCK_R, BLOCK_N, HALVES_V, DOT_DTYPE,
+            L, E, NUM_SPLITS, ROWS, BLOCK_R, BLOCK_N, HALVES_V, DOT_DTYPE, WRITES,
         )  # fmt: skip
 
 
@@ -332,7 +387,15 @@ def _plan(
     )
 
 
-def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.Tensor, *, pdl: bool = False) -> None:
+def lora_expand(
+    pool: PoolViews,
+    planes: torch.Tensor,
+    call: LoraCall,
+    y: torch.Tensor,
+    *,
+    row_slots: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
     """`y[t, columns of i] += scale * v[t, i] @ B[slot, modules[i]]ᵀ` with `v = planes.sum(0)[..., :rank]`.
 
     If the adapter has affines, each sum `y` then becomes `y + gain * y + shift`.
@@ -344,6 +407,9 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
     - `call` as for `lora_shrink`.
     - `y` bfloat16, float16 or float32 `[T, group.total_out]`, last axis contiguous: read, summed in float32 and rounded
       once. Rows that no segment lists, and columns of a module of rank 0, keep their bits.
+    - `row_slots` int32 `[T]` is the slot of each row, which is -1 for exactly those rows that no segment lists. If it
+      is given, `y` is not read: the products are written instead of added, and all other elements of the modules'
+      columns become 0. No listed adapter has affines then, and the group is not one of experts.
     - `pdl` lets the table lookups and the prefetch of the first block of B overlap the end of the previous kernel,
       which must be `lora_shrink(pdl=True)`; requires compute capability 9 or later.
 
@@ -351,8 +417,13 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
     """
     group, tables, segments = call.group, call.tables, call.segments
     num_planes, _, num_modules, max_rank = planes.shape
-    num_segments = segments.num_segments
-    if not num_segments:
+    num_segments, num_rows = segments.num_segments, y.shape[0]
+    writes = row_slots is not None
+    num_columns = num_segments
+    if writes:
+        assert not group.expert_stride
+        num_columns = whole_grid(num_segments + -(-num_rows // ZERO_ROWS))
+    if not num_columns:
         return
     assert y.stride(1) == 1
     assert planes.dtype is torch.float32
@@ -360,18 +431,20 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
     assert num_modules == len(group.modules)
     _, num_layers, page_elements = pool.adapter.shape
     rows = tile_rows(segments)
-    plan = _plan(group, page_elements, y.shape[0], num_segments, max_rank, rows)
+    plan = _plan(group, page_elements, num_rows, num_segments, max_rank, rows)
     halves_v = pool.adapter.dtype is torch.bfloat16 and y.dtype is not torch.float32
     launch = {"launch_pdl": True} if pdl else {}
-    expand_kernel[plan.num_blocks, *segment_grid(num_segments)](
+    expand_kernel[plan.num_blocks, *segment_grid(num_columns)](
         planes, y, pool.adapter, tables.page_table, tables.off, tables.rank, tables.scale,
         segments.rows, segments.starts, segments.slots, expert_list(segments),
-        call.layer, planes.stride(0), planes.stride(1), planes.stride(2), y.stride(0),
+        segments.slots if row_slots is None else row_slots,
+        call.layer, num_segments, num_rows, planes.stride(0), planes.stride(1), planes.stride(2), y.stride(0),
         MODULES=group.modules, FIRST_BLOCKS=plan.first_blocks, OUT=group.out_features, OUT_OFFSETS=group.out_offsets,
         PADDED=plan.padded_lens, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements,
         NUM_SPLITS=num_planes, SPLITS=triton.next_power_of_2(num_planes),
         ROWS=rows, BLOCK_R=plan.block_r, BLOCK_N=plan.block_n,
         HALVES_V=halves_v, DOT_DTYPE=tl.bfloat16 if halves_v and IS_COMPILED else tl.float32,
-        EXPERT_STRIDE=group.expert_stride, PDL=pdl, num_warps=plan.num_warps, enable_fp_fusion=True, **launch,
+        EXPERT_STRIDE=group.expert_stride, PDL=pdl, WRITES=writes, ZERO_ROWS=ZERO_ROWS,
+        num_warps=plan.num_warps, enable_fp_fusion=True, **launch,
     )  # fmt: skip

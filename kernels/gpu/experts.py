@@ -6,6 +6,9 @@ tokens end immediately. Activations are float32, float16 or bfloat16 with a cont
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,17 +17,40 @@ from loramux.kernels.gpu.addresses import dot_dtype
 from loramux.kernels.gpu.sigmoid import sigmoid
 from loramux.kernels.routing import Routing, StackedExperts
 
-SMALL_ROWS, LARGE_ROWS = 16, 64
-"""Rows per tile of a product: the minimum for tensor cores, and the number for steps with many tokens."""
-
 MANY_TOKENS = 128
-"""Minimum number of tokens for which products use large tiles."""
+"""Minimum number of tokens for which products use more than 16 rows per tile, and programs look for their tile. With
+fewer tokens, most experts have at most one tile, and a program's place in the grid is its tile.
+"""
 
-BLOCK_COLUMNS = 64
-"""Columns per tile, and number of inputs that a tile multiplies at a time."""
+BLOCK_INPUTS = 64
+"""Number of inputs that a tile multiplies at a time."""
 
 SUM_BLOCK = 1024
 """Maximum number of columns that a program of `_sum` computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The rows and columns of a tile, and how a program computes it."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+def tiling_of(num_tokens: int, num_pairs: int, num_experts: int, itemsize: int) -> Tiling:
+    """The tiling for elements of `itemsize` bytes.
+
+    A tile of 16 rows is the smallest for tensor cores. A tile reads its weights and rows once, so large tiles ask for
+    fewer bytes if experts have enough pairs to fill half of one. In float32, they would not fit into registers. Their
+    stages fit into the shared memory of every supported GPU.
+    """
+    if num_tokens < MANY_TOKENS:
+        return Tiling(16, 64, 4, 4)
+    if itemsize == 4 or num_pairs < 64 * num_experts:
+        return Tiling(64, 64, 4, 4)
+    return Tiling(128, 128, 8, 3)
 
 
 def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing) -> torch.Tensor:
@@ -40,14 +66,22 @@ def multiply_experts(x: torch.Tensor, experts: StackedExperts, routing: Routing)
     num_experts, out_features, in_features = weight.shape
     y = torch.empty(routing.num_pairs, out_features, dtype=x.dtype, device=x.device)
     num_tokens = routing.experts.shape[0]
-    rows = LARGE_ROWS if num_tokens >= MANY_TOKENS else SMALL_ROWS
     if num_tokens:
-        # A token chooses an expert at most once, so no expert has more pairs than there are tokens.
-        _multiply[triton.cdiv(out_features, BLOCK_COLUMNS), triton.cdiv(num_tokens, rows), num_experts](
+        tiling = tiling_of(num_tokens, routing.num_pairs, num_experts, x.dtype.itemsize)
+        is_listed = num_tokens >= MANY_TOKENS
+        # A token chooses an expert at most once, so no expert has more pairs than there are tokens. Each expert has at
+        # most one tile that is not full.
+        tiles = (
+            (min(routing.num_pairs, routing.num_pairs // tiling.rows + num_experts), 1)
+            if is_listed
+            else (triton.cdiv(num_tokens, tiling.rows), num_experts)
+        )
+        _multiply[triton.cdiv(out_features, tiling.columns), *tiles](
             x, weight, weight if bias is None else bias, y, routing.pairs, routing.starts, x.stride(0),
             HAS_BIAS=bias is not None, PAIRS_PER_ROW=routing.pairs_per_row(x), IN=in_features, OUT=out_features,
-            ROWS=rows, BLOCK_N=BLOCK_COLUMNS, BLOCK_K=BLOCK_COLUMNS, DOT_DTYPE=dot_dtype(x.dtype, x.dtype),
-            num_warps=4, num_stages=4,
+            NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), IS_LISTED=is_listed,
+            ROWS=tiling.rows, BLOCK_N=tiling.columns, BLOCK_K=BLOCK_INPUTS, DOT_DTYPE=dot_dtype(x.dtype, x.dtype),
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
     return y
 
@@ -65,16 +99,29 @@ def _multiply(
     PAIRS_PER_ROW: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    IS_LISTED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
-    """Multiply ROWS pairs of one expert by BLOCK_N columns. The grid is `(columns, tiles of pairs, experts)`."""
-    expert = tl.program_id(2)
-    listed = tl.load(starts_ptr + expert) + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Multiply ROWS pairs of one expert by BLOCK_N columns.
+
+    The grid is `(columns, tiles of pairs, experts)` or, with IS_LISTED, `(columns, tiles of all experts)`. Programs
+    without pairs end immediately.
+    """
+    if IS_LISTED:
+        expert, tile = _tile_of(tl.program_id(1), starts_ptr, NUM_EXPERTS, EXPERTS, ROWS)
+        if expert >= NUM_EXPERTS:
+            return
+    else:
+        expert = tl.program_id(2)
+        tile = tl.program_id(1)
+    listed = tl.load(starts_ptr + expert) + tile * ROWS + tl.arange(0, ROWS)
     end = tl.load(starts_ptr + expert + 1)
-    if tl.load(starts_ptr + expert) + tl.program_id(1) * ROWS >= end:
+    if tl.load(starts_ptr + expert) + tile * ROWS >= end:
         return
     is_row = (listed < end)[:, None]
     pair = tl.load(pairs_ptr + listed, mask=listed < end, other=0).to(tl.int64)
@@ -91,6 +138,25 @@ def _multiply(
     if HAS_BIAS:
         y += tl.load(bias_ptr + expert * OUT + column, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + pair[:, None] * OUT + column[None, :], y, mask=is_row & (column < OUT)[None, :])
+
+
+@triton.jit
+def _tile_of(
+    index: tl.tensor, starts_ptr: tl.tensor, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+) -> Any:
+    """The expert of the tile with this index among the tiles of all experts, and the tile's index among the expert's.
+
+    The expert is at least NUM_EXPERTS if there are fewer tiles.
+    """
+    expert = tl.arange(0, EXPERTS)
+    is_expert = expert < NUM_EXPERTS
+    begin = tl.load(starts_ptr + expert, mask=is_expert, other=0)
+    end = tl.load(starts_ptr + expert + 1, mask=is_expert, other=0)
+    num_tiles = (end - begin + ROWS - 1) // ROWS
+    end_tile = tl.cumsum(num_tiles, 0)
+    # Experts without pairs have no tiles, so their last tile is also that of the expert before them.
+    is_before = end_tile <= index
+    return tl.sum(is_before.to(tl.int32), 0), index - tl.sum(tl.where(is_before, num_tiles, 0), 0)
 
 
 def sum_experts(

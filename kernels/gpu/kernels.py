@@ -85,6 +85,11 @@ class GpuLora:
         pdl = self._pdl and not call.group.is_embedding
         lora_expand(self._pool, planes, call, y, pdl=pdl)
 
+    def lora_delta(self, x: torch.Tensor, call: LoraCall, slots: torch.Tensor, y: torch.Tensor) -> None:
+        planes = self.lora_planes(call, y.shape[0])
+        self.lora_shrink(x, call, planes)
+        lora_expand(self._pool, planes, call, y, row_slots=slots, pdl=self._pdl)
+
     def lora_affine(self, call: LoraCall, y: torch.Tensor) -> None:
         lora_affine(self._pool, call, y)
 

@@ -83,6 +83,11 @@ class ReferenceLora:
         self.lora_shrink(x, call, planes)
         self.lora_expand(planes, call, y)
 
+    def lora_delta(self, x: torch.Tensor, call: LoraCall, slots: torch.Tensor, y: torch.Tensor) -> None:
+        """`y = 0`, then `lora_add`. `slots` repeats which rows no segment lists, for devices that write them alone."""
+        y.zero_()
+        self.lora_add(x, call, y)
+
     def lora_affine(self, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t] = y[t] + gain * y[t] + shift` for each row `t` of each segment whose adapter has an affine.
 

@@ -57,7 +57,7 @@ class InvalidSlug(InvalidRequest):
 class Tenant:
     """One account. `weight` is its entitlement in fair scheduling, and `timezone` defines its days and months.
 
-    Responses are stored for `response_days` days. If it is 0, they are not stored.
+    Responses, chat completions and conversations are stored for `response_days` days. If it is 0, they are not stored.
     """
 
     id: str
@@ -181,7 +181,7 @@ class Tenants:
     def delete(self, tenant_id: str) -> bool:
         """Delete a tenant that has no adapters, unrevoked keys, prices or usage.
 
-        Its revoked keys, quotas, grants and stored responses are deleted, too. Returns False if there is no such
+        Its revoked keys, quotas, grants and stored objects are deleted, too. Returns False if there is no such
         tenant. Raises TenantInUse.
         """
         in_use = TenantInUse("the tenant has adapters, unrevoked keys, prices or usage: suspend it instead")
@@ -235,8 +235,10 @@ class Tenants:
             connection.execute(delete(calls).where(calls.c.principal.in_(own_keys)))
             for table in (schema.reservations, schema.prices):
                 connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
-            _delete_rows(connection, tenant_id)
             now_us, before = self._database.now_us(connection), {"slug": tenant.slug}
+            _delete_rows(connection, tenant_id)
+            # The sweep of files deletes the blobs.
+            connection.execute(insert(schema.file_purges).values(tenant_id=tenant_id, purged_us=now_us))
             audit(connection, now_us, "tenant.purge", tenant_id, tenant_id=tenant_id, before=before)
         self._shares.pop(tenant_id, None)
         return rows
@@ -334,8 +336,8 @@ def _delete_rows(connection: Connection, tenant_id: str) -> None:
     connection.execute(
         delete(lines).where(lines.c.batch_id.in_(select(batches.c.id).where(batches.c.tenant_id == tenant_id)))
     )
-    owned = (batches, schema.files, policies, schema.api_keys, schema.adapter_grants, schema.responses)
-    # The sweep deletes the blobs of files without rows.
+    stored = (schema.responses, schema.chat_completions, schema.conversations)
+    owned = (batches, schema.files, policies, schema.api_keys, schema.adapter_grants, *stored)
     for table in owned:
         connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
     connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))

@@ -9,7 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.files.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE, VOCABULARY_FILE
+from loramux.adapter_store.formats.files.file_names import (
+    GENERATION_FILE,
+    PARSERS_FILE,
+    POOLING_FILE,
+    TEMPLATE_FILE,
+    VOCABULARY_FILE,
+)
 from loramux.adapter_store.formats.version_files.added_vocabulary import (
     AddedVocabulary,
     SpecialTokens,
@@ -22,6 +28,7 @@ from loramux.adapter_store.formats.version_files.generation_config import (
     SamplingDefaults,
     parse_generation_config,
 )
+from loramux.adapter_store.formats.version_files.pooling_files import DEFAULT_POOLING, Pooling, parse_pooling
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.adapter_store.registry.version_files import read_further_files
 from loramux.migrations.database import Database
@@ -42,6 +49,8 @@ class VersionSettings:
     vocabulary: AddedVocabulary | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer, in addition to the base's."""
+    pooling: Pooling = DEFAULT_POOLING
+    """How embeddings are made."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -65,9 +74,10 @@ class VersionSettingsCache:
         applies_adapter_defaults: bool = True,
         base_parsers: AnswerParsers = NO_CHOICE,
         is_copied_template: Callable[[str, SpecialTokens], bool] = lambda _source, _special_tokens: False,
+        base_pooling: Pooling = DEFAULT_POOLING,
     ) -> None:
         self._database = database
-        self._base = VersionSettings(None, base, base_parsers)
+        self._base = VersionSettings(None, base, base_parsers, pooling=base_pooling)
         self._applies_adapter_defaults = applies_adapter_defaults
         self._is_copied_template = is_copied_template
         self._lock = threading.Lock()
@@ -112,6 +122,8 @@ class VersionSettingsCache:
             settings = replace(settings, eos_token_ids=generation.eos_token_ids)
             if self._applies_adapter_defaults:
                 settings = replace(settings, defaults=generation.defaults.over(settings.defaults))
+        if POOLING_FILE in contents:
+            settings = replace(settings, pooling=parse_pooling(contents[POOLING_FILE]))
         if PARSERS_FILE in contents:
             chosen = _stored_parsers(contents[PARSERS_FILE])
             settings = replace(settings, parsers=chosen.over(settings.parsers))

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from sqlalchemy import Connection, bindparam, delete, insert, not_, select, tuple_, update
+from sqlalchemy import Connection, bindparam, case, delete, insert, not_, select, tuple_, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -38,7 +38,14 @@ _SWEEP_AT_ONCE = 1000
 _CHECKPOINT = (
     update(schema.reservations)
     .where(schema.reservations.c.id == bindparam("request_id"), schema.reservations.c.state == "open")
-    .values(checkpoint_tokens=bindparam("tokens"), lease_expires_us=bindparam("until_us"))
+    .values(
+        # A response in the background may have stored more since the gateway counted.
+        checkpoint_tokens=case(
+            (schema.reservations.c.checkpoint_tokens > bindparam("tokens"), schema.reservations.c.checkpoint_tokens),
+            else_=bindparam("tokens"),
+        ),
+        lease_expires_us=bindparam("until_us"),
+    )
 )
 
 

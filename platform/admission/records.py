@@ -18,6 +18,7 @@ class ReservationRequest:
     """The model's name in the ledger: `tenant/adapter@version` or the served base name."""
     adapter_version_id: str | None
     endpoint: str
+    """The endpoint in the ledger. It is `BATCHES` for requests of batches."""
     prompt_tokens: int
     reserved_tokens: int
     num_sequences: int = 1

@@ -22,7 +22,7 @@ from loramux.platform.admission.records import (
 from loramux.platform.admission.reservation_rows import ReservationRow, ReservationRows
 from loramux.platform.ledger.entries import LedgerEntries, adapters_of, priced_adapter
 from loramux.platform.ledger.price_list import PriceReader
-from loramux.platform.ledger.prices import Price, PriceBook
+from loramux.platform.ledger.prices import BATCHES, Price, PriceBook
 from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import CounterKey
 from loramux.platform.quotas.decisions import Decision, QuotaExceeded, RequestTooLarge, decide, extend
@@ -31,8 +31,8 @@ from loramux.platform.quotas.metrics import Unit
 from loramux.platform.quotas.policy_cache import PolicyReader
 from loramux.platform.quotas.rules import Binding
 
-_Caller = tuple[str, str, str | None]
-"""The IDs of the tenant, the key and the adapter. The adapter is None for the base."""
+_Caller = tuple[str, str, str | None, bool]
+"""The IDs of the tenant, the key and the adapter, and whether a batch asks. The adapter is None for the base."""
 
 MAX_ATTEMPTS = 20
 """Maximum number of attempts at a transaction while quota policies keep changing."""
@@ -115,9 +115,9 @@ class AdmissionTransaction:
             raise CountersMissing(uncounted)
 
     def _read_rules(self, callers: Collection[_Caller], rows: Sequence[ReservationRow]) -> None:
-        subjects = {subject for caller in callers for subject in caller if subject is not None}
+        subjects = {subject for caller in callers for subject in caller[:3] if subject is not None}
         charged = {charge.policy_id for row in rows for charge in row.charges}
-        self._rules.read(self._connection, subjects, {tenant_id for tenant_id, _, _ in callers}, charged)
+        self._rules.read(self._connection, subjects, {caller[0] for caller in callers}, charged)
         self._held = {row.id: self._rules.held(row.charges, row.tenant_id) for row in rows}
 
     def _bind(self, callers: Collection[_Caller], now_us: int) -> list[Binding]:
@@ -137,12 +137,14 @@ class AdmissionTransaction:
         versions = {one.adapter_version_id for one in requests} | {row.adapter_version_id for row in rows}
         self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
 
-    def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
+    def _price(self, tenant_id: str, version_id: str | None, admitted_us: int, endpoint: str) -> Price | None:
         """The price that the ledger will use for a request. None if there is no price or no budget in money."""
-        return self._book.price_of(tenant_id, priced_adapter(version_id, self._adapters), admitted_us)
+        adapter_id = priced_adapter(version_id, self._adapters)
+        return self._book.price_of(tenant_id, adapter_id, admitted_us, is_batch=endpoint == BATCHES)
 
     def _price_of(self, reservation: ReservationRow) -> Price | None:
-        return self._price(reservation.tenant_id, reservation.adapter_version_id, reservation.created_us)
+        version_id, created_us = reservation.adapter_version_id, reservation.created_us
+        return self._price(reservation.tenant_id, version_id, created_us, reservation.endpoint)
 
     def _judge(self, operation: Operation) -> Outcome:
         if isinstance(operation, Closing):
@@ -155,7 +157,7 @@ class AdmissionTransaction:
             return refusal
 
     def _reserve(self, request: ReservationRequest) -> Reservation:
-        price = self._price(request.tenant_id, request.adapter_version_id, self._now_us)
+        price = self._price(request.tenant_id, request.adapter_version_id, self._now_us, request.endpoint)
         completion_tokens = request.reserved_tokens - request.prompt_tokens
         loads = int(request.loads_adapter)
         demand = PricedDemand.of_request(price, request.prompt_tokens, completion_tokens, request.num_sequences, loads)
@@ -271,4 +273,5 @@ def _is_changed(binding: Binding, operation: Extension | Closing) -> bool:
 
 
 def _caller(asking: ReservationRequest | LoadCharge) -> _Caller:
-    return asking.tenant_id, asking.api_key_id, asking.adapter_id
+    is_batch = isinstance(asking, ReservationRequest) and asking.endpoint == BATCHES
+    return asking.tenant_id, asking.api_key_id, asking.adapter_id, is_batch

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, insert, or_, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from loramux.adapter_store.errors import ClaimLost
 from loramux.migrations.claims import LEASE_US, RowClaims
@@ -148,15 +148,20 @@ class BatchClaim:
         with self._database.write() as connection:
             self._end(connection, batch_id, "failed", {"errors": failures})
 
-    def waiting(self, batch_id: str, after: WaitingLine | None, limit: int) -> Sequence[WaitingLine]:
-        """Return lines without an answer, ordered by model, from behind `after`. Each gets a new request id."""
+    def waiting(
+        self, batch_id: str, limit: int, but_lines: Collection[int] = (), but_models: Collection[str] = ()
+    ) -> Sequence[WaitingLine]:
+        """Return lines without an answer, ordered by model. Each gets a new request id.
+
+        `but_lines` are left out, because they are running, and so are the lines of `but_models`.
+        """
         table = batch_lines.c
         query = select(table.line, table.start, table.num_bytes, table.model).where(
-            table.batch_id == batch_id, table.status.is_(None)
+            table.batch_id == batch_id,
+            table.status.is_(None),
+            table.line.not_in(but_lines),
+            table.model.not_in(but_models),
         )
-        if after is not None:
-            is_later = and_(table.model == after.model, table.line > after.line)
-            query = query.where(or_(table.model > after.model, is_later))
         with self._database.write() as connection:
             self._change(connection, batch_id, {})
             rows = connection.execute(query.order_by(table.model, table.line).limit(limit)).all()

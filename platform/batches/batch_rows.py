@@ -126,25 +126,29 @@ class Batches:
         """Return one page of the batches, and whether there are more."""
         with self._database.read() as connection:
             rows = connection.execute(paged(select(batches).where(owner.sees(batches)), batches.c.id, listing)).all()
-        return [_batch(row) for row in rows[: listing.limit]], len(rows) > listing.limit
+        return [batch_of(row) for row in rows[: listing.limit]], len(rows) > listing.limit
 
     def cancel(self, owner: Owner, batch_id: str) -> Batch:
         """Cancel a batch. Requests that are running finish. Raises NotFound, or Conflict if the batch has finished."""
         with self._database.write() as connection:
             found = _visible(connection, owner, batch_id)
-            if found.state == "cancelling":
-                return found
-            is_open = (batches.c.id == batch_id, batches.c.state.in_(("validating", "in_progress")))
-            now_us = self._database.now_us(connection)
-            change = update(batches).where(*is_open).values(state="cancelling", cancelling_us=now_us)
-            if connection.execute(change).rowcount == 0:
-                found = read_batch(connection, batch_id)
-                raise Conflict(f"the batch is {found.state}: it can no longer be cancelled", code="batch_not_open")
-            return read_batch(connection, batch_id)
+            return cancel_open(connection, found.id, self._database.now_us(connection))[0]
+
+
+def cancel_open(connection: Connection, batch_id: str, now_us: int) -> tuple[Batch, bool]:
+    """Cancel a batch, and return it and whether it changed. Raises Conflict if the batch has finished or is deleted."""
+    is_open = (batches.c.id == batch_id, batches.c.state.in_(("validating", "in_progress")))
+    change = update(batches).where(*is_open).values(state="cancelling", cancelling_us=now_us)
+    is_changed = connection.execute(change).rowcount == 1
+    row = connection.execute(select(batches).where(batches.c.id == batch_id)).one_or_none()
+    if row is None or row.state != "cancelling":
+        state = "deleted" if row is None else row.state
+        raise Conflict(f"the batch is {state}: it can no longer be cancelled", code="batch_not_open")
+    return batch_of(row), is_changed
 
 
 def read_batch(connection: Connection, batch_id: str) -> Batch:
-    return _batch(connection.execute(select(batches).where(batches.c.id == batch_id)).one())
+    return batch_of(connection.execute(select(batches).where(batches.c.id == batch_id)).one())
 
 
 def _visible(connection: Connection, owner: Owner, batch_id: str) -> Batch:
@@ -153,10 +157,10 @@ def _visible(connection: Connection, owner: Owner, batch_id: str) -> Batch:
         row = connection.execute(select(batches).where(batches.c.id == batch_id, owner.sees(batches))).one_or_none()
     if row is None:
         raise NotFound("there is no such batch", code="batch_not_found", param="batch_id")
-    return _batch(row)
+    return batch_of(row)
 
 
-def _batch(row: Row[Any]) -> Batch:
+def batch_of(row: Row[Any]) -> Batch:
     facts = dict(row._mapping)
     del facts["claimed_by"], facts["claim_expires_us"]
     return Batch(**{**facts, "errors": [BatchError(**one) for one in facts["errors"]]})

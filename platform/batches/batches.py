@@ -25,7 +25,7 @@ router = APIRouter()
 MAX_BODY_BYTES = 64 * 1024
 MAX_LISTED = 100
 
-BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 Label = Annotated[str, Field(max_length=64)]
 
 

@@ -20,22 +20,22 @@ from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.settler import NEVER_RAN
+from loramux.platform.ledger.prices import BATCHES
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api.chat import CHAT
 from loramux.platform.openai_api.completions import COMPLETIONS
+from loramux.platform.pooling_api.embeddings import EMBEDDINGS
 from loramux.platform.requests.answers import Answer
-from loramux.platform.requests.endpoint import Endpoint, Received
+from loramux.platform.requests.endpoint import AnyEndpoint, Endpoint, Received
 from loramux.platform.requests.error_responses import TRANSLATIONS
 from loramux.platform.requests.request_life import planned, reserve, settle
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.responses_api.responses import RESPONSES
 
-ENDPOINT = "batches"
-"""The endpoint of a batch's requests in the ledger and in metrics."""
-
-ENDPOINTS: Mapping[str, Endpoint[Any]] = {
+ENDPOINTS: Mapping[str, AnyEndpoint] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
+    "/v1/embeddings": EMBEDDINGS,
     "/v1/responses": RESPONSES,
 }
 
@@ -87,7 +87,7 @@ class LineRuns:
                 received = self._received(line)
                 plan, shape = await planned(self._services, caller, self._endpoint, received)
                 # Behind every other request of the tenant.
-                plan = replace(plan, endpoint=ENDPOINT, priority=MAX_PRIORITY)
+                plan = replace(plan, endpoint=BATCHES, priority=MAX_PRIORITY)
                 await reserve(self._services, plan, received.body)
             except Exception as error:
                 refusal = _told(error)
@@ -158,7 +158,7 @@ class LineRuns:
         return Received(line.waiting.request_id, body, line.waiting.num_bytes)
 
 
-async def _collected(generation: Generation, endpoint: Endpoint[Any], shape: Answer) -> tuple[int, dict[str, Any]]:
+async def _collected(generation: Generation, endpoint: AnyEndpoint, shape: Answer) -> tuple[int, dict[str, Any]]:
     """Return the status and the body of an ended request. Raises ApiError if the line can run again."""
     try:
         deltas = [delta async for delta in generation.deltas()]
@@ -168,7 +168,7 @@ async def _collected(generation: Generation, endpoint: Endpoint[Any], shape: Ans
         return error.status, error.envelope()
     if generation.is_abandoned:
         raise ApiError("the server stops")
-    if endpoint.keep is not None:
+    if isinstance(endpoint, Endpoint) and endpoint.keep is not None:
         await endpoint.keep(shape, deltas, generation.usage)
     return 200, shape.whole(deltas, generation.usage)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,11 +21,13 @@ from loramux.platform.batches.batch_claims import BatchClaim, BatchQueue, Claime
 from loramux.platform.batches.batch_files import BatchFiles
 from loramux.platform.batches.batch_rows import Batch, BatchState
 from loramux.platform.batches.input_lines import parsed_line
-from loramux.platform.batches.line_run import LATER, TROUBLE, LineRuns, ReadLine
+from loramux.platform.batches.line_run import LATER, TROUBLE, LineRuns, ReadLine, Refusal
 from loramux.platform.batches.room import Room, RoomLimits
 from loramux.platform.batches.tenant_files import TenantFiles
 from loramux.platform.errors import ApiError, NotFound, PermissionDenied
 from loramux.platform.generation.settler import NEVER_RAN
+from loramux.platform.quotas.decisions import QuotaExceeded
+from loramux.platform.quotas.policies import ADAPTER
 from loramux.platform.requests.claim_loop import ClaimLoop
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.package_metrics import BatchMetrics
@@ -151,6 +154,10 @@ class _BatchRun:
         self._files = files
         self._lines = LineRuns(services, room, batch.id, batch.endpoint, self._store)
         self._waiting: deque[WaitingLine] = deque()
+        self._running: set[int] = set()
+        """The numbers of the lines that are running."""
+        self._resting: dict[str, float] = {}
+        """When the lines of a model can run again whose quota is used up, by the model's name."""
         self._tries: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._state: BatchState = "in_progress"
@@ -188,17 +195,14 @@ class _BatchRun:
         return self._state != "in_progress" or self._services.database.now_us() >= self._batch.expires_us
 
     async def _run_lines(self) -> None:
-        last: WaitingLine | None = None
         while not self._is_over:
             if not self._waiting:
-                named = await self._services.call(self._claim.waiting, self._batch.id, last, NAMED_AT_ONCE)
-                self._waiting.extend(named)
-                last = named[-1] if named else last
+                self._waiting.extend(await self._name_lines())
             if not self._waiting:
-                # A running line may come back.
-                if not self._tasks:
+                # A running line may come back, and so do the lines of a resting model.
+                if not self._tasks and not self._resting:
                     return
-                await self._until_free(len(self._tasks) - 1)
+                await self._wait_for_lines()
                 continue
             await self._pause()
             if not await self._entered():
@@ -206,9 +210,28 @@ class _BatchRun:
             if not self._waiting:
                 self._room.leave()
                 continue
-            task = asyncio.create_task(self._run_line(self._waiting.popleft()))
+            line = self._waiting.popleft()
+            self._running.add(line.line)
+            task = asyncio.create_task(self._run_line(line))
             self._tasks.add(task)
             self._raise_failures()
+
+    async def _name_lines(self) -> Sequence[WaitingLine]:
+        """Return the next lines, without those of models whose quota is used up."""
+        now_s = time.monotonic()
+        self._resting = {model: until_s for model, until_s in self._resting.items() if until_s > now_s}
+        named = partial(self._claim.waiting, but_lines=self._running.copy(), but_models=tuple(self._resting))
+        lines = await self._services.call(named, self._batch.id, NAMED_AT_ONCE)
+        return [one for one in lines if one.model not in self._resting]
+
+    async def _wait_for_lines(self) -> None:
+        """Wait until a line has ended or a model's rest is over, or for a moment."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._pace.poll_s, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failures()
+            return
+        rest_s = min(self._resting.values()) - time.monotonic()
+        await asyncio.sleep(min(max(0.0, rest_s), self._pace.poll_s))
 
     async def _pause(self) -> None:
         """Rest after a refusal, unless the batch ends before."""
@@ -250,12 +273,16 @@ class _BatchRun:
                 return
             has_entered = False
             refusal = await self._lines.run(read, caller)
+            if refusal is not None:
+                await self._put_off(read, refusal)
         finally:
             if has_entered:
                 self._room.leave()
-        if refusal is None:
-            return
-        error = refusal.error
+            self._running.discard(line.line)
+
+    async def _put_off(self, read: ReadLine, refusal: Refusal) -> None:
+        """Let a refused line wait, which comes back because it has no answer, or fail it after too many attempts."""
+        line, error = read.waiting, refusal.error
         is_quota = error.status == 429
         self._tries[line.line] += not is_quota
         if self._tries[line.line] >= MAX_TRIES and error.status in LATER:
@@ -263,11 +290,15 @@ class _BatchRun:
                 line = await self._services.call(self._claim.rename, self._batch.id, line)
             await self._lines.fail(replace(read, waiting=line), error)
             return
-        if refusal.has_reserved:
-            line = await self._services.call(self._claim.rename, self._batch.id, line)
-        wait_s = min(error.retry_after_s or 1.0, self._pace.retry_s)
-        self._paused_until_s = max(self._paused_until_s, time.monotonic() + wait_s)
-        self._waiting.appendleft(line)
+        until_s = time.monotonic() + min(error.retry_after_s or 1.0, self._pace.retry_s)
+        if isinstance(error, QuotaExceeded) and error.policy.scope == ADAPTER:
+            # The other models are not affected.
+            self._resting[line.model] = until_s
+            self._waiting = deque(one for one in self._waiting if one.model != line.model)
+            return
+        self._paused_until_s = max(self._paused_until_s, until_s)
+        # The lines that follow are of the same model or of later ones. This one comes first again.
+        self._waiting.clear()
 
     def _read(self, line: WaitingLine) -> ReadLine:
         custom_id, body = parsed_line(self._files.line(line.start, line.num_bytes), self._batch.endpoint)

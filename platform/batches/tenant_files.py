@@ -15,7 +15,7 @@ from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 from loramux.adapter_store.registry.registry import is_identifier
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import batches, files, tenants
+from loramux.migrations.schema import batches, file_purges, files, tenants
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import DELETED
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, Unauthenticated, Unavailable
@@ -213,11 +213,16 @@ class TenantFiles:
             with self._database.write() as connection:
                 connection.execute(update(files).where(files.c.id == file.id).values(state="deleting"))
             self._delete(file)
-        for key in self._blobs.list_keys(_PREFIX):
-            with self._database.read() as connection:
-                is_known = connection.scalar(select(files.c.id).where(files.c.id == key.rpartition("/")[2]))
-            if is_known is None:
+        with self._database.read() as connection:
+            purged = connection.execute(select(file_purges)).all()
+        # Only blobs of tenants that this database has purged: another database may use the same blob store.
+        for row in purged:
+            for key in list(self._blobs.list_keys(f"{_PREFIX}{row.tenant_id}/")):
                 self._blobs.delete(key)
+        if purged:
+            # A server that was writing a blob during the purge has finished by then.
+            with self._database.write() as connection:
+                connection.execute(delete(file_purges).where(file_purges.c.purged_us < now_us - UPLOAD_US))
 
     def _delete(self, file: TenantFile) -> None:
         self._blobs.delete(file.blob_key)

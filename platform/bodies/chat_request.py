@@ -34,14 +34,12 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 class ChatRequest(GenerationRequest):
     NEUTRAL: ClassVar[Neutral] = unsupported_fields.CHAT
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = GenerationRequest.WITHOUT_EFFECT | {
-        "metadata",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
-        "store",
     }
     MAX_ALTERNATIVES: ClassVar[Mapping[str, int]] = {
         **GenerationRequest.MAX_ALTERNATIVES,

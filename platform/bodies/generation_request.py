@@ -124,6 +124,11 @@ class GenerationRequest(SamplingFields):
         """Number of alternatives to report per prompt token. None means no log-probabilities of the prompt at all."""
         return self.num_alternatives("prompt_logprobs")
 
+    @property
+    def has_long_answer(self) -> bool:
+        """True if building the response's body takes so long that it happens on a thread."""
+        return self.num_prompt_logprobs is not None
+
     def num_alternatives(self, name: str) -> int | None:
         """Return the number of alternatives that the field `name` asks for. The value -1 asks for the vocabulary, which
         `check_vocabulary` accepts only within the limit.

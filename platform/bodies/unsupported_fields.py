@@ -97,9 +97,7 @@ COMPLETIONS: Neutral = {
 RESPONSES: Neutral = {
     # OpenAI
     "access_programs": (),
-    "background": (False,),
     "context_management": ([],),
-    "conversation": (),
     "image": ({},),
     "moderation": (),
     "prompt": (),
@@ -114,6 +112,24 @@ RESPONSES: Neutral = {
     "request_id": (),
     "vllm_xargs": ({},),
 }
+
+POOLING: Neutral = {
+    # OpenAI
+    "stream": (False,),
+    # vLLM
+    "additional_data": (),
+    "cache_salt": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "messages": (),
+    "mm_processor_kwargs": ({},),
+    "request_id": (),
+    # SGLang
+    "image": (),
+    "lora_path": (),
+    "rid": (),
+}
+"""Fields of embeddings, classes and scores."""
 
 FUNCTION: Neutral = {"defer_loading": (False,)}
 """Fields of a function and of a tool."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from loramux.engine.protocol.messages import (
     AdapterState,
     Add,
     AnswerT,
+    DecodeReads,
     EngineCall,
     EngineReady,
     Extend,
@@ -63,9 +65,13 @@ class Script:
     """The end-of-sequence token."""
     logprob: float = -0.5
     """The log-probability of each token."""
+    state: tuple[float, ...] = (3.0, 0.0, -4.0)
+    """The pooled state of the prompt, if the Add message asks for it."""
 
 
 def echo(add: Add) -> Script:
+    if add.pooling is not None:
+        return Script(token_ids=())
     times = -(-add.max_tokens // len(add.prompt))
     return Script(token_ids=(add.prompt * times)[: add.max_tokens])
 
@@ -96,6 +102,7 @@ class ScriptedEngine:
             base_sha256=base_sha256,
         )
         self.quantization: str | None = None
+        self.decode_reads = DecodeReads()
         self._is_ready = True
         self.is_live = True
         self._running: dict[str, _Sequence] = {}
@@ -204,6 +211,7 @@ class ScriptedEngine:
                 for slot, (digest, pages) in enumerate(self.resident.items())
             ),
             page_bytes=PAGE_BYTES,
+            decode_reads=self.decode_reads,
             num_slots=self._info.num_pages,
             tiers=tuple(self._tier(tier) for tier in ("host", "disk")) if with_tiers else (),
         )
@@ -246,6 +254,9 @@ class ScriptedEngine:
             if script.stall_after is not None and sequence.num_committed >= script.stall_after:
                 await sequence.ends_within(None)
             end = sequence.finished()
+            if add.pooling is not None and end.reason == "stop":
+                state = struct.pack(f"<{len(script.state)}f", *script.state)
+                yield SequenceOutput(sequence_id=add.sequence_id, token_ids=(), pooled=state)
             self._num_committed += end.completion_tokens
             yield end
         finally:
@@ -305,6 +316,8 @@ class _Sequence:
             reason = "abort"
         elif self.ending is not None or self.script.error is not None:
             reason, code = "error", self.ending or self.script.error
+        elif self.add.pooling is not None:
+            reason = "stop"
         elif committed < self._max_tokens:
             reason, committed = "stop", committed + 1
         stop_token_id = self.script.stop_token_id if reason == "stop" else None

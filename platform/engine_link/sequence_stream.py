@@ -22,6 +22,8 @@ class SequenceStream:
         self.num_received = 0
         self.num_scored = 0
         """Number of prompt tokens whose log-probabilities have arrived."""
+        self.has_state = False
+        """True if the pooled state has arrived."""
         self._outputs: list[SequenceOutput] = []
         self._finished: Finished | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -33,6 +35,7 @@ class SequenceStream:
         else:
             self.num_received += len(item.token_ids)
             self.num_scored += len(item.prompt_logprobs)
+            self.has_state |= bool(item.pooled)
             self._outputs.append(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

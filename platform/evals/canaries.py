@@ -11,9 +11,9 @@ from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.records import CanaryRule, WatchedAlias
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
-from loramux.platform.batches.line_run import ENDPOINT as BATCHES
 from loramux.platform.evals.questions import ENDPOINT
 from loramux.platform.ledger.outcomes import Outcomes, version_outcomes
+from loramux.platform.ledger.prices import BATCHES
 from loramux.platform.telemetry.package_metrics import EvalMetrics
 
 log = structlog.get_logger(__name__)

@@ -27,6 +27,8 @@ class ChoiceDelta:
     """Tool calls delimited by special tokens. Tool calls delimited by plain text are part of `text`."""
     stop_reason: str | int | None = None
     """The stop string, or the ID of the stop token in `TextRules.stop_token_ids`, that ended the choice."""
+    pooled: bytes = b""
+    """The prompt's pooled state if the request asks for it: see `SequenceOutput.pooled`."""
 
 
 class Choice:
@@ -40,6 +42,7 @@ class Choice:
         self._stop_token_ids = rules.stop_token_ids
         self._only_prompt = rules.only_prompt
         self._prompt_logprobs: list[PromptLogprob] = []
+        self._pooled = b""
         # Stop strings take effect only after this many tokens, as in vLLM.
         self._min_tokens = add.sampling.min_tokens
         # Tokens that are in no delta yet, because their text was held back.
@@ -64,6 +67,7 @@ class Choice:
         if self.is_done:
             return None
         self._prompt_logprobs += output.prompt_logprobs
+        self._pooled += output.pooled
         if self._only_prompt and output.token_ids:
             self.num_received += len(output.token_ids)
             return self._last((), "length")
@@ -175,6 +179,7 @@ class Choice:
             prompt_logprobs,
             tuple(answer.calls),
             stop_reason,
+            self._pooled,
         )
         answer.clear()
         return delta

@@ -87,6 +87,8 @@ class Generation:
         self.late: set[asyncio.Task[None]] = set()
         """After the settlement, the tasks that still wait for the engine's final report of a choice."""
         self.is_abandoned = False
+        self.num_kept: int | None = None
+        """For a response in the background, the number of tokens that its tenant can read if this server dies."""
         self._watch: asyncio.Task[None] | None = None
         self._failure: ApiError | None = None
         self.first_token_us: int | None = None
@@ -100,8 +102,13 @@ class Generation:
 
     @property
     def num_received(self) -> int:
-        """Number of tokens received from the engine so far, for checkpoints."""
+        """Number of tokens received from the engine so far."""
         return sum(choice.num_received for choice in self._choices)
+
+    @property
+    def num_checkpointed(self) -> int:
+        """Number of tokens to charge if this server dies."""
+        return self.num_received if self.num_kept is None else self.num_kept
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
         """Yield the choices' output as it arrives. Raises ApiError if the request fails."""

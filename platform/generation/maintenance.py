@@ -12,7 +12,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseHealth
-from loramux.platform.admission.records import RequestCheckpoint
 from loramux.platform.admission.reservation_rows import LEASE_US
 from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.running_requests import RunningRequests
@@ -104,8 +103,7 @@ class Maintenance:
 
     async def checkpoint(self) -> None:
         """Record every request's progress, extend its lease, and end requests whose cancellation was requested."""
-        checkpoints = [RequestCheckpoint(request_id, tokens) for request_id, tokens in self._running.progress().items()]
-        checkpoints += self._settler.checkpoints()
+        checkpoints = [*self._running.checkpoints(), *self._settler.checkpoints()]
         if checkpoints:
             for request_id in await self._call(self._admission.checkpoint, checkpoints):
                 self._running.cancel(request_id)

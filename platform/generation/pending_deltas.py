@@ -66,6 +66,7 @@ class JoinedDeltas:
         self._token_ids: list[int] = []
         self._prompt_logprobs: list[PromptLogprob] = []
         self._calls: list[CallEvent] = []
+        self._pooled = b""
         self._last: ChoiceDelta | None = None
         for delta in deltas:
             self.add(delta)
@@ -77,6 +78,7 @@ class JoinedDeltas:
         self._token_ids.extend(delta.token_ids)
         self._prompt_logprobs.extend(delta.prompt_logprobs)
         self._calls.extend(delta.calls)
+        self._pooled += delta.pooled
         self._last = delta
 
     def delta(self) -> ChoiceDelta:
@@ -91,4 +93,5 @@ class JoinedDeltas:
             tuple(self._prompt_logprobs),
             tuple(self._calls),
             self._last.stop_reason,
+            self._pooled,
         )

@@ -106,6 +106,10 @@ class Plan:
     end_user: str | None
     priority: int = 0
     """Order among the requests of one share. Lower values run first."""
+    pooling: str | None = None
+    """How each prompt is pooled (see `Add.pooling`), or None if the request generates tokens."""
+    num_labels: int | None = None
+    """Number of classes if each prompt is classified, or None."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -155,6 +159,8 @@ class Plan:
             share_key=share.key,
             weight=share.weight,
             isolation_key=share.isolation_key,
+            pooling=self.pooling,
+            num_labels=self.num_labels,
             priority=self.priority,
             traceparent=traceparent,
             host_floor_bytes=share.host_floor_bytes,

@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from loramux.platform.accounts.tenants import DELETED
 from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
-from loramux.platform.admission.records import Extension, Reservation, ReservationRequest
+from loramux.platform.admission.records import Extension, RequestCheckpoint, Reservation, ReservationRequest
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.generation.cold_loads import ColdLoads
@@ -124,7 +124,8 @@ class RunningRequests:
             endpoint=plan.endpoint,
             prompt_tokens=plan.prompt_tokens,
             reserved_tokens=plan.reserved_tokens,
-            num_sequences=plan.num_sequences,
+            # Without tokens to generate, no smaller max_tokens would fit into a quota.
+            num_sequences=0 if plan.pooling is not None else plan.num_sequences,
             base=plan.base,
             end_user=plan.end_user,
             loads_adapter=loads_adapter,
@@ -164,6 +165,9 @@ class RunningRequests:
 
     def progress(self) -> Mapping[str, int]:
         return {generation.plan.request_id: generation.num_received for generation in self._tasks.values()}
+
+    def checkpoints(self) -> list[RequestCheckpoint]:
+        return [RequestCheckpoint(one.plan.request_id, one.num_checkpointed) for one in self._tasks.values()]
 
     def cancel(self, request_id: str) -> bool:
         """End a request for an administrator and charge committed tokens. Return False if it is not running here."""

@@ -13,7 +13,7 @@ from loramux.migrations import schema
 from loramux.migrations.bulk_rows import BulkStatement, Write
 from loramux.migrations.identifiers import new_id
 from loramux.platform.ledger.price_list import PriceReader
-from loramux.platform.ledger.prices import PURGED, Price, PriceBook
+from loramux.platform.ledger.prices import BATCHES, PURGED, Price, PriceBook
 from loramux.platform.ledger.settlement import Settlement
 
 
@@ -84,7 +84,9 @@ class _Batch:
 
     def adapter_and_price(self, request: RequestRow) -> tuple[str | None, Price | None]:
         priced_id = priced_adapter(request.adapter_version_id, self.adapters)
-        return priced_id or None, self.book.price_of(request.tenant_id, priced_id, request.created_us)
+        is_batch = request.endpoint == BATCHES
+        price = self.book.price_of(request.tenant_id, priced_id, request.created_us, is_batch=is_batch)
+        return priced_id or None, price
 
 
 class LedgerEntries:

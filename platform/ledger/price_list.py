@@ -56,6 +56,7 @@ class PriceList:
         prompt_nanos: int,
         cached_nanos: int | None,
         completion_nanos: int,
+        batch_percent: int = 100,
         currency: str = "USD",
         effective_us: int | None = None,
     ) -> Price:
@@ -65,7 +66,7 @@ class PriceList:
         PriceExists.
         """
         cached_nanos = prompt_nanos if cached_nanos is None else cached_nanos
-        _check(scope, prompt_nanos, cached_nanos, completion_nanos, currency)
+        _check(scope, prompt_nanos, cached_nanos, completion_nanos, batch_percent, currency)
         prices = schema.prices
         with self._database.write() as connection:
             now_us = self._lock(connection)
@@ -94,6 +95,7 @@ class PriceList:
                 prompt_nanos=prompt_nanos,
                 cached_nanos=cached_nanos,
                 completion_nanos=completion_nanos,
+                batch_percent=batch_percent,
                 effective_us=effective_us,
                 created_us=now_us,
             )
@@ -184,7 +186,9 @@ class PriceReader:
         return PriceBook([_price(row) for row in rows], read_us + NOTICE_US)
 
 
-def _check(scope: str, prompt_nanos: int, cached_nanos: int, completion_nanos: int, currency: str) -> None:
+def _check(
+    scope: str, prompt_nanos: int, cached_nanos: int, completion_nanos: int, batch_percent: int, currency: str
+) -> None:
     if scope not in GENERAL_SCOPES and not _ADAPTER.fullmatch(scope):
         raise InvalidRequest("a scope must be all, base, adapters or an adapter's identifier", param="scope")
     named = {"prompt": prompt_nanos, "cached": cached_nanos, "completion": completion_nanos}
@@ -197,6 +201,8 @@ def _check(scope: str, prompt_nanos: int, cached_nanos: int, completion_nanos: i
             )
     if cached_nanos > prompt_nanos:
         raise InvalidRequest("cached tokens must not cost more than other prompt tokens", param="cached")
+    if not 0 <= batch_percent <= 100:
+        raise InvalidRequest("batches must cost from 0 to 100 percent of the price", param="batch_percent")
     if not _CURRENCY.fullmatch(currency):
         raise InvalidRequest("a currency must be three capital letters, such as USD", param="currency")
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MILLION = 1_000_000
+BATCHES = "batches"
+"""The endpoint of requests of batches in the ledger, which are charged at `batch_percent` of a price."""
+
 MAX_PRICE_NANOS = 10_000 * 1_000_000_000
 """Highest price: 10,000 currency units per million tokens.
 
@@ -43,8 +46,22 @@ class Price:
     cached_nanos: int
     """The price of prompt tokens found in the prefix cache. It is at most `prompt_nanos`."""
     completion_nanos: int
+    batch_percent: int = 100
+    """What requests of batches pay, in percent of the other amounts, from 0 to 100."""
     effective_us: int
     created_us: int
+
+    def for_batches(self) -> Price:
+        """Return what requests of batches pay. Each amount is rounded up to a whole nano per million tokens."""
+        return replace(
+            self,
+            prompt_nanos=self._discounted(self.prompt_nanos),
+            cached_nanos=self._discounted(self.cached_nanos),
+            completion_nanos=self._discounted(self.completion_nanos),
+        )
+
+    def _discounted(self, nanos: int) -> int:
+        return -(-nanos * self.batch_percent // 100)
 
 
 def cost_of(price: Price | None, prompt: int, cached: int, completion: int) -> int:
@@ -68,8 +85,10 @@ class PriceBook:
         for price in sorted(prices, key=lambda price: price.effective_us):
             self._by_scope.setdefault((price.tenant_id, price.scope), []).append(price)
 
-    def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int) -> Price | None:
+    def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int, *, is_batch: bool = False) -> Price | None:
         """Return the price that a tenant pays at `at_us` for an adapter, or for the base if `adapter_id` is None.
+
+        With `is_batch`, the amounts are what a request of a batch pays.
 
         The tenant's own prices take precedence over list prices. For each owner, the price for the adapter itself comes
         first, then the price for `adapters` or `base`, then the price for `all`. Returns None if there is no price.
@@ -84,5 +103,5 @@ class PriceBook:
                     continue
                 index = bisect_right(prices, at_us, key=lambda price: price.effective_us)
                 if index:
-                    return prices[index - 1]
+                    return prices[index - 1].for_batches() if is_batch else prices[index - 1]
         return None

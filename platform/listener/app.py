@@ -14,25 +14,34 @@ from loramux.platform.listener import models
 from loramux.platform.listener.cross_origin import CrossOrigin
 from loramux.platform.listener.direct_routes import DirectRoutes
 from loramux.platform.listener.error_forms import error_form
-from loramux.platform.listener.health import HEALTH_PATHS, health_router
+from loramux.platform.listener.health import HEALTH_PATHS, add_health
 from loramux.platform.listener.openapi_route import ListenerDocument
 from loramux.platform.listener.root_path import RootPath
 from loramux.platform.listener.trace_middleware import TraceMiddleware
 from loramux.platform.messages_api import messages
-from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, tokenization
+from loramux.platform.openai_api import batch_chat, chat, completions, invocations, load, stored_chats, tokenization
+from loramux.platform.pooling_api import classification, embeddings, scores
 from loramux.platform.requests.authentication import Caller, authenticated
 from loramux.platform.requests.error_responses import ErrorResponses, install_error_handling, json_response
 from loramux.platform.requests.services import GatewayServices
-from loramux.platform.responses_api import responses, stored_responses
+from loramux.platform.responses_api import conversations, responses, stored_responses
+from loramux.platform.runtime_adapters import routes as runtime_routes
+from loramux.platform.runtime_adapters.runtime_adapters import RuntimeAdapters
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
+    "/classify": "classify",
+    "/v1/classify": "classify",
+    "/score": "score",
+    "/v1/score": "score",
     "/v1/files": "files",
     "/v1/batches": "batches",
     "/v1/responses": "responses",
     "/v1/responses/input_tokens": "input_tokens",
+    "/v1/conversations": "conversations",
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "count_tokens",
     "/v1/chat/completions/batch": "chat",
@@ -73,10 +82,13 @@ async def server_version(caller: Caller) -> Response:
     return json_response({"version": version("loramux")})
 
 
-def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> FastAPI:
+def create_openai_app(
+    services: GatewayServices, kept: BatchServices | None, runtime_adapters: RuntimeAdapters | None = None
+) -> FastAPI:
     """Create the app. `services.run.maintenance.run()` must run alongside it.
 
-    Without `kept`, the app has no routes for files and batches, because it has no blob store.
+    Without `kept`, the app has no routes for files and batches, because it has no blob store. Without
+    `runtime_adapters`, it has no routes that load adapters.
     """
     # Only the health routes are public. FastAPI's documentation pages are off.
     app = FastAPI(
@@ -88,19 +100,34 @@ def create_openai_app(services: GatewayServices, kept: BatchServices | None) -> 
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services, app.state.batches = services, kept
-    surfaces = (completions, chat, batch_chat, invocations, responses, stored_responses, messages)
-    for surface in (*surfaces, models, tokenization, load):
+    surfaces = (
+        completions,
+        chat,
+        batch_chat,
+        stored_chats,
+        invocations,
+        responses,
+        stored_responses,
+        conversations,
+        messages,
+    )
+    pooled = (embeddings, classification, scores)
+    for surface in (*surfaces, *pooled, models, tokenization, load):
         app.include_router(surface.router)
     if kept is not None:
         app.include_router(files.router)
         app.include_router(batches.router)
+    if runtime_adapters is not None:
+        app.state.runtime_adapters = runtime_adapters
+        app.include_router(runtime_routes.router)
     app.include_router(version_router)
     app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
-    app.include_router(health_router(services.database, services.engine, services.trouble))
+    add_health(app, services.database, services.engine, services.trouble)
     errors = ErrorResponses(form_of=error_form)
     handlers = {
         "/v1/completions": completions.create_completion,
         "/v1/chat/completions": chat.create_chat_completion,
+        "/v1/embeddings": embeddings.create_embeddings,
         "/v1/responses": responses.create_response,
         "/v1/messages": messages.create_message,
     }

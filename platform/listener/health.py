@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NotRequired
 
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI, Request
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
@@ -36,52 +37,64 @@ class HealthDocument(TypedDict):
     reason: NotRequired[str]
 
 
-def health_router(
+router = APIRouter()
+"""The routes of every app, built only once. `add_health` adds them and what they check."""
+
+_UNWELL: Responses = {503: {"model": HealthDocument, "description": "Not live or not ready."}}
+
+
+@router.get("/health/live", tags=["health"], response_model=HealthDocument, responses=_UNWELL)
+async def live(request: Request) -> Response:
+    """Check whether this process is live. If it is not live, restart it."""
+    is_live = _health_of(request).engine.is_live
+    return json_response({"status": "live" if is_live else "not live"}, 200 if is_live else 503)
+
+
+async def ready(request: Request) -> Response:
+    """Check whether a request sent now would be served."""
+    health = _health_of(request)
+    known = health.trouble()
+    # The ping only reads, so it would also succeed if the database rejects writes.
+    checks = {"engine": health.engine.is_ready, "database": known is None and await health.ping.is_answered()}
+    is_ready = all(checks.values())
+    body = {"status": "ready" if is_ready else "not ready", **checks}
+    reasons = [reason for reason in (health.engine.trouble, known) if reason is not None]
+    if health.tells_why and reasons:
+        body["reason"] = "; ".join(reasons)
+    return json_response(body, 200 if is_ready else 503)
+
+
+for _path in READY_PATHS:
+    router.add_api_route(
+        _path,
+        ready,
+        name=_path.rpartition("/")[2],
+        tags=["health"],
+        response_model=HealthDocument,
+        responses={**_UNWELL},
+    )
+# Some load balancers and uptime checks send HEAD.
+for _path, _check in {"/health/live": live, **dict.fromkeys(READY_PATHS, ready)}.items():
+    router.add_api_route(_path, _check, methods=["HEAD"], include_in_schema=False)
+
+
+def add_health(
+    app: FastAPI,
     database: Database,
     engine: EngineClient,
     trouble: Callable[[], str | None] = lambda: None,
     *,
     tells_why: bool = False,
-) -> APIRouter:
-    """Routes that report whether this process is live, and whether it is ready to serve requests.
+) -> None:
+    """Add routes that report whether this process is live, and whether it is ready to serve requests.
 
     Live means that the engine is making progress or is idle. While the engine restarts, the process also counts as
     live. It is not live from the time that the engine hangs until the engine's process is gone. Ready means that the
     engine is running, the database answers, and the gateway knows of no `trouble` with the database, such as rejected
     writes. `tells_why` adds the reasons to `ready`, for operators.
     """
-    router = APIRouter()
-    ping = _Ping(database)
-
-    unwell: Responses = {503: {"model": HealthDocument, "description": "Not live or not ready."}}
-
-    @router.get("/health/live", tags=["health"], response_model=HealthDocument, responses=unwell)
-    async def live() -> Response:
-        """Check whether this process is live. If it is not live, restart it."""
-        is_live = engine.is_live
-        return json_response({"status": "live" if is_live else "not live"}, 200 if is_live else 503)
-
-    async def ready() -> Response:
-        """Check whether a request sent now would be served."""
-        known = trouble()
-        # The ping only reads, so it would also succeed if the database rejects writes.
-        checks = {"engine": engine.is_ready, "database": known is None and await ping.is_answered()}
-        is_ready = all(checks.values())
-        body = {"status": "ready" if is_ready else "not ready", **checks}
-        reasons = [reason for reason in (engine.trouble, known) if reason is not None]
-        if tells_why and reasons:
-            body["reason"] = "; ".join(reasons)
-        return json_response(body, 200 if is_ready else 503)
-
-    for path in READY_PATHS:
-        name = path.rpartition("/")[2]
-        router.add_api_route(
-            path, ready, name=name, tags=["health"], response_model=HealthDocument, responses={**unwell}
-        )
-    # Some load balancers and uptime checks send HEAD.
-    for path, check in {"/health/live": live, **dict.fromkeys(READY_PATHS, ready)}.items():
-        router.add_api_route(path, check, methods=["HEAD"], include_in_schema=False)
-    return router
+    app.state.health = _Health(engine, _Ping(database), trouble, tells_why)
+    app.include_router(router)
 
 
 class _Ping:
@@ -107,6 +120,19 @@ class _Ping:
         except (SQLAlchemyError, TimeoutError):
             return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Health:
+    engine: EngineClient
+    ping: _Ping
+    trouble: Callable[[], str | None]
+    tells_why: bool
+
+
+def _health_of(request: Request) -> _Health:
+    health: _Health = request.app.state.health
+    return health
 
 
 def _ping(database: Database) -> None:

@@ -80,6 +80,7 @@ def _body(services: GatewayServices, model: ResolvedModel, name: str) -> dict[st
         "parent": None if adapter is None else services.model.served_name,
         "max_model_len": services.max_model_len,
         "quantization": services.quantization,
+        "task": "generation" if adapter is None or adapter.task is None else adapter.task.kind,
     }
 
 

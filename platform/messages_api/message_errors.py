@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loramux.platform.errors import ApiError
+from loramux.platform.messages_api.limit_headers import add_limit_headers
 from loramux.platform.requests.error_responses import ErrorForm
 
 OVERLOADED = 529
@@ -56,4 +57,6 @@ def message_status(error: ApiError) -> int:
     return OVERLOADED if error.status == 503 else error.status
 
 
-MESSAGE_ERRORS = ErrorForm(body=message_error, status=message_status, id_header="request-id")
+MESSAGE_ERRORS = ErrorForm(
+    body=message_error, status=message_status, id_header="request-id", add_headers=add_limit_headers
+)

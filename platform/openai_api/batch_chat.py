@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from loramux.platform.bodies.chat_request import MAX_MESSAGES, ChatRequest
 from loramux.platform.bodies.conversation import ChatMessage
+from loramux.platform.bodies.prompts import MAX_PROMPTS
 from loramux.platform.bodies.request_body import validated
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.choice import ChoiceDelta
@@ -20,7 +21,6 @@ from loramux.platform.generation.generation import Usage
 from loramux.platform.generation.plan import Target
 from loramux.platform.openai_api.chat import chat_answer
 from loramux.platform.openai_api.chunks import ChunkedAnswer, chunked
-from loramux.platform.openai_api.completion_request import MAX_PROMPTS
 from loramux.platform.openai_api.openapi_schemas import ChatDocument
 from loramux.platform.requests.answers import Document
 from loramux.platform.requests.authentication import Caller, Services

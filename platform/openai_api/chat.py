@@ -13,8 +13,10 @@ from loramux.platform.bodies.chat_request import ChatRequest
 from loramux.platform.bodies.request_body import validated
 from loramux.platform.generation.plan import Target
 from loramux.platform.openai_api.chat_answer import ChatAnswer
-from loramux.platform.openai_api.chunks import ChunkedAnswer, chunked
+from loramux.platform.openai_api.chunks import chunked
 from loramux.platform.openai_api.openapi_schemas import ChatDocument
+from loramux.platform.openai_api.stored_chat_answer import keep_chat, stored_if_asked
+from loramux.platform.requests.answers import Answer
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.chat_preparation import constrain_chat, prepare_chat
 from loramux.platform.requests.endpoint import Endpoint, Prepared, Received
@@ -39,10 +41,11 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
 
 async def _shape(
     services: GatewayServices, target: Target, received: Received[ChatRequest], prepared: Prepared
-) -> ChunkedAnswer:
+) -> Answer:
     body = received.body
     echoes = [body.echoed] * body.num_choices if body.echoed else []
-    return chunked(chat_answer(services, target, received, prepared, echoes), body, prepared.prompts)
+    shown = chunked(chat_answer(services, target, received, prepared, echoes), body, prepared.prompts)
+    return stored_if_asked(shown, services, target, received)
 
 
 def chat_answer(
@@ -79,4 +82,5 @@ CHAT = Endpoint(
     prepare=prepare_chat,
     constraint=constrain_chat,
     shape=_shape,
+    keep=keep_chat,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from loramux.engine.protocol.messages import TokenLogprobs
 from loramux.platform.bodies.tools import ToolChoice
@@ -46,6 +47,7 @@ class ChatAnswer:
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens per position in `prompt_logprobs`. None if the client did not ask for this field."""
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
+    _ids: dict[int, list[str]] = field(default_factory=dict)
     _templates: ChunkTemplates = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class ChatAnswer:
         chunks: list[Chunk] = []
         builder = self._builders.get(delta.index)
         if builder is None:
-            builder = self._builders[delta.index] = self._builder()
+            builder = self._builders[delta.index] = self._builder(delta.index)
             before = None if so_far is None else so_far.body()
             first = self._chunk(delta.index, {"role": "assistant", "content": self._echo(delta.index)}, before)
             chunks.append({**first, **self._prompt_token_ids()})
@@ -102,7 +104,7 @@ class ChatAnswer:
         return {"prompt_logprobs": prompt_logprobs_body(self.tokenizer, choices[0].prompt_logprobs, count)}
 
     def _choice(self, delta: ChoiceDelta) -> Document:
-        builder = self._builder()
+        builder = self._builder(delta.index)
         return {
             "index": delta.index,
             "message": whole_message(builder.feed(delta), self._echo(delta.index)),
@@ -116,16 +118,22 @@ class ChatAnswer:
     def _echo(self, index: int) -> str:
         return self.echoes[index] if self.echoes else ""
 
-    def _builder(self) -> MessageBuilder:
+    def _builder(self, index: int) -> MessageBuilder:
         parser = None if self.new_parser is None else self.new_parser()
-        return MessageBuilder(parser, self._call_ids(), hides_reasoning=self.hides_reasoning)
+        return MessageBuilder(parser, self._call_ids(index), hides_reasoning=self.hides_reasoning)
 
-    def _call_ids(self) -> Iterator[str]:
-        """Yield new IDs for tool calls. Mistral templates accept only IDs of nine letters and digits."""
-        while True:
-            if self.note_call is not None:
-                self.note_call()
-            yield secrets.token_hex(5)[:9]
+    def _call_ids(self, index: int) -> Iterator[str]:
+        """Yield the IDs of a choice's tool calls, which are the same each time that its message is built.
+
+        Mistral templates accept only IDs of nine letters and digits.
+        """
+        ids = self._ids.setdefault(index, [])
+        for position in count():
+            if position == len(ids):
+                ids.append(secrets.token_hex(5)[:9])
+                if self.note_call is not None:
+                    self.note_call()
+            yield ids[position]
 
     def _finish_reason(self, reason: str | None, builder: MessageBuilder) -> str | None:
         # As in the OpenAI API, the finish reason is `stop` if the request named the function to call.

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.generation_request import GenerationRequest
+from loramux.platform.bodies.prompts import listed_prompts
 from loramux.platform.bodies.response_formats import schema_constraint
 from loramux.platform.bodies.sampling_fields import INT64
 from loramux.platform.bodies.structural_tags import Schema
@@ -18,31 +19,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.grammars.constraint import Constraint
 
-MAX_PROMPTS = 2048
 MAX_COMPLETION_LOGPROBS = 5
-
-
-def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Normalise one or more prompts, given as text or token ids."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list):
-        raise ValueError("a prompt must be a string, a list of strings, token ids, or a list of lists of token ids")
-    if not value:
-        raise ValueError("the prompt is empty")
-    if _is_ids(value):
-        return (tuple(value),)
-    if not isinstance(value[0], int) and len(value) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed")
-    if all(isinstance(item, str) for item in value):
-        return tuple(value)
-    if all(isinstance(item, list) and item and _is_ids(item) for item in value):
-        return tuple(tuple(item) for item in value)
-    raise ValueError("a list of prompts must contain only strings, or only non-empty lists of token ids")
-
-
-def _is_ids(value: list[Any]) -> bool:
-    return all(type(item) is int and 0 <= item < INT64 for item in value)
 
 
 class CompletionRequest(GenerationRequest):
@@ -54,7 +31,7 @@ class CompletionRequest(GenerationRequest):
     PROMPT: ClassVar[str] = "prompt"
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = 16
 
-    prompt: Annotated[Any, AfterValidator(_prompts)]
+    prompt: Annotated[Any, AfterValidator(listed_prompts)]
     logprobs: int | None = Field(None, ge=-1, le=MAX_COMPLETION_LOGPROBS)
     best_of: int | None = Field(None, ge=1, lt=INT64)
     echo: bool | None = None

@@ -14,7 +14,7 @@ class ModelDocument(TypedDict):
     """A model that the caller may name. `root` is the version that it currently resolves to.
 
     `quantization` is the format of the base's weights, such as `int4`. It is null for floating-point weights, and while
-    no engine is running.
+    no engine is running. `task` is what the model is for.
     """
 
     id: str
@@ -25,6 +25,7 @@ class ModelDocument(TypedDict):
     parent: str | None
     max_model_len: int
     quantization: str | None
+    task: Literal["generation", "classification", "embedding"]
 
 
 class ModelList(TypedDict):
@@ -142,6 +143,60 @@ class ChatDocument(TypedDict):
     usage: UsageDocument
     prompt_token_ids: list[int] | None
     prompt_logprobs: list[dict[str, Any] | None] | None
+
+
+class StoredChatDocument(ChatDocument):
+    """A stored chat completion. The fields of its own repeat the request."""
+
+    request_id: str
+    metadata: dict[str, str]
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    tools: list[dict[str, Any]] | None
+    tool_choice: str | dict[str, Any] | None
+    response_format: dict[str, Any] | None
+    service_tier: str
+    input_user: str | None
+
+
+class StoredChatList(TypedDict):
+    """A page of the stored chat completions. `last_id` is the `after` of the next page."""
+
+    object: Literal["list"]
+    data: list[StoredChatDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedChat(TypedDict):
+    """A stored chat completion that was deleted."""
+
+    id: str
+    object: Literal["chat.completion.deleted"]
+    deleted: Literal[True]
+
+
+class StoredMessageDocument(TypedDict):
+    """A message of the request of a stored chat completion. `content_parts` is null if the content was a string."""
+
+    id: str
+    role: str
+    content: str | None
+    content_parts: list[dict[str, Any]] | None
+
+
+class StoredMessageList(TypedDict):
+    """A page of the messages of a stored chat completion. `last_id` is the `after` of the next page."""
+
+    object: Literal["list"]
+    data: list[StoredMessageDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class TokenizeDocument(TypedDict):

@@ -44,6 +44,8 @@ class Metric:
     kind: Kind
     unit: Unit
     period: Period | None = None
+    is_for_batches: bool = False
+    """True if only requests of batches count."""
 
     @property
     def max_limit(self) -> int:
@@ -64,6 +66,7 @@ TOKENS_PER_MINUTE = "tokens_per_minute"
 COLD_LOADS_PER_MINUTE = "cold_loads_per_minute"
 CONCURRENT_REQUESTS = "concurrent_requests"
 TOKENS_PER_DAY = "tokens_per_day"
+BATCH_TOKENS_PER_DAY = "batch_tokens_per_day"
 TOKENS_PER_MONTH = "tokens_per_month"
 COST_PER_DAY = "cost_per_day"
 COST_PER_MONTH = "cost_per_month"
@@ -78,6 +81,7 @@ METRICS: Mapping[str, Metric] = {
         Metric(COLD_LOADS_PER_MINUTE, Kind.RATE, Unit.LOADS),
         Metric(CONCURRENT_REQUESTS, Kind.CONCURRENCY, Unit.REQUESTS),
         Metric(TOKENS_PER_DAY, Kind.BUDGET, Unit.TOKENS, Period.DAY),
+        Metric(BATCH_TOKENS_PER_DAY, Kind.BUDGET, Unit.TOKENS, Period.DAY, is_for_batches=True),
         Metric(TOKENS_PER_MONTH, Kind.BUDGET, Unit.TOKENS, Period.MONTH),
         Metric(COST_PER_DAY, Kind.BUDGET, Unit.NANOS, Period.DAY),
         Metric(COST_PER_MONTH, Kind.BUDGET, Unit.NANOS, Period.MONTH),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection
 
@@ -23,11 +23,12 @@ from loramux.platform.quotas.stock import stock_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaCaller:
-    """A hypothetical caller: a tenant and, optionally, a key and an adapter."""
+    """A hypothetical caller: a tenant and, optionally, a key and an adapter. With `is_batch`, a batch of the tenant."""
 
     tenant_id: str
     key_id: str | None = None
     adapter_id: str | None = None
+    is_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,9 @@ class QuotaOverview:
         the key and of the adapter.
         """
         with self._database.read() as connection:
-            cache, counters, bindings, now_us = self._read(connection, caller, None)
+            # Every limit applies to batches.
+            everything = replace(caller, is_batch=True)
+            cache, counters, bindings, now_us = self._read(connection, everything, None)
             standing = [(binding, binding.current(counters.get(binding.key), now_us)) for binding in bindings]
             for binding in cache.stock_bindings(caller.tenant_id):
                 counter = counters.get(binding.key) or Counter.fresh(0, now_us)
@@ -101,7 +104,7 @@ class QuotaOverview:
             price = None
             if cache.has_costs:
                 prices = self._prices.book(connection, now_us)
-                price = prices.price_of(caller.tenant_id, caller.adapter_id, now_us)
+                price = prices.price_of(caller.tenant_id, caller.adapter_id, now_us, is_batch=caller.is_batch)
         demand = PricedDemand.of_request(price, prompt_tokens, completion_tokens)
         judged = verdicts(bindings, counters, demand, now_us)
         return Admissibility(refusal=refusal(judged, demand, now_us), verdicts=tuple(judged))
@@ -117,7 +120,7 @@ class QuotaOverview:
             cache.put(trial)
             # The trial may be the first policy with a daily or monthly window, which needs timezones.
             cache.read(connection, (), {caller.tenant_id, trial.tenant_id or caller.tenant_id})
-        bindings = cache.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, moment.now_us)
+        bindings = cache.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, caller.is_batch, moment.now_us)
         rows = CounterRows(connection, is_locking=False)
         rows.read([binding.key for binding in (*bindings, *cache.stock_bindings(caller.tenant_id))])
         return cache, rows.counters, bindings, moment.now_us

@@ -13,7 +13,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database, Moment
 from loramux.platform.periods import NO_WINDOW, Window, window_at
 from loramux.platform.quotas.decisions import Charge
-from loramux.platform.quotas.metrics import METRICS, Kind, Unit
+from loramux.platform.quotas.metrics import METRICS, Kind, Metric, Unit
 from loramux.platform.quotas.policies import PLATFORM, SHADOW, QuotaPolicy, policy_of
 from loramux.platform.quotas.rules import Binding
 
@@ -47,7 +47,7 @@ class PolicyCache:
         self._policies: dict[str, QuotaPolicy | None] = {}
         self._by_subject: dict[str, list[QuotaPolicy]] = {}
         self._timezones: dict[str, str] = {}
-        self._rules: dict[tuple[str, str | None, str | None], _Rules] = {}
+        self._rules: dict[tuple[str, str | None, str | None, bool], _Rules] = {}
         self._held: dict[tuple[str, str, int], Binding] = {}
 
     @property
@@ -91,16 +91,21 @@ class PolicyCache:
         self._has_windows |= METRICS[policy.metric].period is not None
         self.has_costs |= METRICS[policy.metric].unit is Unit.NANOS
 
-    def bindings(self, tenant_id: str, key_id: str | None, adapter_id: str | None, now_us: int) -> Sequence[Binding]:
-        """Return the bindings of the policies that apply to a tenant's request with this key and adapter."""
-        caller = (tenant_id, key_id, adapter_id)
+    def bindings(
+        self, tenant_id: str, key_id: str | None, adapter_id: str | None, is_batch: bool, now_us: int
+    ) -> Sequence[Binding]:
+        """Return the bindings of the policies that apply to a tenant's request with this key and adapter.
+
+        With `is_batch`, the request belongs to a batch. Every policy that applies to other requests applies to it too.
+        """
+        caller = (tenant_id, key_id, adapter_id, is_batch)
         rules = self._rules.get(caller)
         if rules is None or not rules.start_us <= now_us < rules.end_us:
             narrower = [*self._by_subject.get(key_id or "", ()), *self._by_subject.get(adapter_id or "", ())]
             bindings = [
                 Binding.of(policy, tenant_id, self._window(policy, tenant_id, now_us))
                 for policy in (*self._of_tenant(tenant_id), *narrower)
-                if METRICS[policy.metric].kind is not Kind.STOCK
+                if _counts(METRICS[policy.metric], is_batch)
             ]
             windows = [NO_WINDOW, *(binding.window for binding in bindings)]
             start_us = max(window.start_us for window in windows)
@@ -174,6 +179,11 @@ class PolicyReader:
         if known.epoch != moment.epoch:
             known = self._cache = PolicyCache(moment.epoch)
         return known
+
+
+def _counts(metric: Metric, is_batch: bool) -> bool:
+    """Return whether requests count in a metric."""
+    return metric.kind is not Kind.STOCK and (is_batch or not metric.is_for_batches)
 
 
 def among(dialect: str, wanted: Column[Any], values: Sequence[str]) -> ColumnElement[bool]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from collections.abc import Mapping
 
 from loramux.engine.protocol.messages import Finished, FromEngine, SequenceOutput, Stats, StepOutput
@@ -10,6 +12,9 @@ from loramux.platform.engine_link.sequence_stream import SequenceStream
 from loramux.platform.replicas.frame_link import FrameRefused
 
 MAX_TOKEN_ID = (1 << 31) - 1
+
+MAX_STATE_SIZE = 1 << 16
+"""Largest size of a hidden state that is believed."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -53,6 +58,10 @@ def _check_output(output: SequenceOutput, stream: SequenceStream) -> None:
         raise FrameRefused("it sent log-probabilities of other tokens")
     if stream.num_scored + len(output.prompt_logprobs) > len(stream.add.prompt):
         raise FrameRefused("it sent log-probabilities of more tokens than the prompt has")
+    if output.pooled and (stream.add.pooling is None or stream.has_state):
+        raise FrameRefused("it sent a pooled state that was not asked for")
+    if output.pooled and not is_state(output.pooled):
+        raise FrameRefused("it sent a pooled state that is no vector of finite numbers")
 
 
 def _check_end(end: Finished, stream: SequenceStream) -> None:
@@ -62,9 +71,17 @@ def _check_end(end: Finished, stream: SequenceStream) -> None:
     most = stream.num_received + (end.reason != "length")
     if not least <= end.completion_tokens <= min(most, stream.max_tokens):
         raise FrameRefused("it counted other tokens than it sent")
+    if end.reason == "stop" and stream.add.pooling is not None and not stream.has_state:
+        raise FrameRefused("it ended a pooled prompt without its state")
     if end.prompt_tokens not in (0, len(stream.add.prompt)) or not 0 <= end.cached_tokens <= end.prompt_tokens:
         raise FrameRefused("it counted other tokens than the prompt has")
     if end.stop_token_id is not None and not 0 <= end.stop_token_id <= MAX_TOKEN_ID:
         raise FrameRefused("it sent a number that is no token")
     if end.stop_logprobs is not None and end.stop_logprobs.token_id != end.stop_token_id:
         raise FrameRefused("it sent log-probabilities of other tokens")
+
+
+def is_state(pooled: bytes) -> bool:
+    """True if this is a pooled hidden state: finite numbers in little-endian float32."""
+    count, rest = divmod(len(pooled), 4)
+    return not rest and count <= MAX_STATE_SIZE and all(map(math.isfinite, struct.unpack(f"<{count}f", pooled)))

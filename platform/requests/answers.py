@@ -16,7 +16,14 @@ LOWEST_LOGPROB = -9999.0
 Document = dict[str, Any]
 
 
-class Answer(Protocol):
+class WholeAnswer(Protocol):
+    """Builds the response bodies of an endpoint without streams."""
+
+    def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
+        """Return the body of a response that is not streamed."""
+
+
+class Answer(WholeAnswer, Protocol):
     """Builds one endpoint's response bodies. Use one object per request, because each event depends on earlier ones."""
 
     def events(self, delta: ChoiceDelta) -> bytes:
@@ -27,9 +34,6 @@ class Answer(Protocol):
 
     def failure(self, error: ApiError) -> bytes:
         """Return the events that end a stream whose generation failed."""
-
-    def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
-        """Return the body of a response that is not streamed."""
 
 
 def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:

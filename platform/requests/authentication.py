@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
@@ -39,10 +40,24 @@ async def _authenticate(request: Request, services: Services) -> Principal:
 
 
 def _presented(request: Request) -> str:
-    """Return the key that the request presents, as a bearer token or in the header of Anthropic's clients."""
+    """Return the key that the request presents: as a bearer token, in the header of Anthropic's clients, or as the
+    password in the URL of a client that cannot send a key in another way (RFC 7617).
+    """
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    bearer = token.strip() if kind.lower() == "bearer" else ""
+    token = token.strip()
+    if kind.lower() == "basic":
+        return _password(token)
+    bearer = token if kind.lower() == "bearer" else ""
     return bearer or request.headers.get("x-api-key", "").strip()
+
+
+def _password(credentials: str) -> str:
+    """Return the password of Basic credentials, or an empty string if they are malformed."""
+    try:
+        decoded = base64.b64decode(credentials, validate=True).decode()
+    except ValueError:
+        return ""
+    return decoded.partition(":")[2].strip()
 
 
 Caller = Annotated[Principal, Depends(authenticated)]

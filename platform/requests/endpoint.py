@@ -4,20 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
-from loramux.platform.generation.plan import Reasoning, Target
+from loramux.platform.generation.plan import Plan, Reasoning, Target
 from loramux.platform.grammars.constraint import Constraint
-from loramux.platform.requests.answers import Answer
+from loramux.platform.requests.answers import Answer, WholeAnswer
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.tool_calls.harmony import Channels
 from loramux.platform.tool_calls.parsers import find_parser
 
+
+class Body(Protocol):
+    """What the life of a request reads from any endpoint's body."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def user(self) -> str | None: ...
+
+    @property
+    def stream(self) -> bool | None: ...
+
+    @property
+    def has_long_answer(self) -> bool:
+        """True if building the response's body takes so long that it happens on a thread."""
+
+    def shown_as(self, *, with_usage: bool, by_token_id: bool) -> Self:
+        """Return the body with what the server shows by default."""
+
+    def check(self) -> None:
+        """Check rules that concern several fields. Raises InvalidRequest."""
+
+
 B = TypeVar("B", bound=GenerationRequest)
-B_co = TypeVar("B_co", bound=GenerationRequest, covariant=True)
+P = TypeVar("P", bound=Body)
+B_co = TypeVar("B_co", bound=Body, covariant=True)
 
 Prompts = tuple[tuple[int, ...], ...]
 
@@ -75,3 +100,18 @@ class Endpoint(Generic[B]):
     """Stores a complete answer. Called with the deltas that `Answer.events` has not received, before `Answer.end` or
     `Answer.whole`. It raises nothing, because the answer is already charged.
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledEndpoint(Generic[P]):
+    """An endpoint whose answers come from the prompts' pooled states. It is never streamed."""
+
+    name: str
+    parse: Callable[[dict[str, Any]], P]
+    """Validates a JSON object as the body, without the checks of `Body.check`. Raises InvalidRequest."""
+    plan: Callable[[GatewayServices, Target, Received[P]], Awaitable[tuple[Plan, WholeAnswer]]]
+    """Tokenises a body's prompts, and creates the plan and the object that builds the response's body. Raises
+    InvalidRequest."""
+
+
+AnyEndpoint: TypeAlias = Endpoint[Any] | PooledEndpoint[Any]

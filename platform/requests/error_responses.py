@@ -68,6 +68,8 @@ class ErrorForm:
     """Returns the body for an error and the ID of the request."""
     status: Callable[[ApiError], int] = lambda error: error.status
     id_header: str = "x-request-id"
+    add_headers: Callable[[MutableHeaders], None] = lambda _: None
+    """Adds headers that the surface's clients read to those of any response, not only of an error."""
 
 
 OPENAI_ERRORS = ErrorForm(body=lambda error, _: error.envelope())
@@ -148,6 +150,7 @@ class RequestIds:
                 has_started = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = headers[form.id_header] = request_id
+                form.add_headers(headers)
                 if message["status"] == 307:
                     headers["location"] = _relative(headers["location"], Request(scope))
             await send(message)

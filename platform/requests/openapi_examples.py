@@ -107,6 +107,7 @@ _BY_NAME: Mapping[str, Any] = {
     "generation_config": {"temperature": 0.6, "top_k": 20},
     "server_load": 2,
     "invocation_tokens": [128002, 78191],
+    "task": {"kind": "classification", "labels": ["no", "yes"], "activation": "softmax"},
     "added_tokens": {"<|check|>": 128256},
     "num_tokens": 128256,
     "vocab_size": 128256,
@@ -138,6 +139,8 @@ _BY_NAME: Mapping[str, Any] = {
     "source": None,
     "stream": False,
     "n": 1,
+    "is_batch": False,
+    "batch_percent": 50,
 }
 
 

@@ -23,6 +23,18 @@ mean less work for the gateway.
 """
 
 
+def check_generates(target: Target) -> None:
+    """Raise InvalidRequest for a version that has a head for classes in place of the one for tokens."""
+    adapter = target.model.adapter
+    if adapter is not None and adapter.task is not None and adapter.task.kind == "classification":
+        raise InvalidRequest(
+            f"{target.model.name} is a classifier: call /classify"
+            + (" or /score" if len(adapter.task.labels) == 1 else ""),
+            param="model",
+            code="wrong_task",
+        )
+
+
 def check_untokenised(services: GatewayServices, target: Target, body: GenerationRequest) -> None:
     """Raise InvalidRequest for errors that can be found before the prompts are tokenised."""
     if body.num_prompts * body.num_generated > services.settings.max_choices:
@@ -98,7 +110,7 @@ def make_plan(
         text_rules=text_rules,
         tokens_at_once=1 if body.stream or text_rules.stops else TOKENS_AT_ONCE,
         base=services.model.served_name,
-        end_user=_end_user_label(body.user),
+        end_user=end_user_label(body.user),
         priority=body.priority or 0,
     )
 
@@ -158,7 +170,7 @@ def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, m
     return remaining if default is None else min(default, remaining)
 
 
-def _end_user_label(user: str | None) -> str | None:
+def end_user_label(user: str | None) -> str | None:
     """Return the request's `user` as the ledger names it: as given if it is short and printable, otherwise its SHA-256.
 
     Long names stay distinct, and no request is refused because of its `user`. Without one, return None.

@@ -1,4 +1,4 @@
-"""The steps of a request that both generation endpoints share, in order, from reading the body to settlement."""
+"""The steps of a request that all endpoints share, in order, from reading the body to settlement."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 from fastapi import Request
 from starlette.responses import Response
@@ -13,7 +14,6 @@ from starlette.types import Receive
 
 from loramux.engine.sequences.activation import activations
 from loramux.platform.accounts.principals import Principal
-from loramux.platform.bodies.generation_request import GenerationRequest
 from loramux.platform.bodies.request_body import parse_body_on, read_body
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
@@ -24,9 +24,18 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, exceeded_headers, rate_limit_headers
 from loramux.platform.requests import sse
 from loramux.platform.requests.answers import Answer
-from loramux.platform.requests.endpoint import B, Endpoint, Prepared, Received
+from loramux.platform.requests.endpoint import (
+    AnyEndpoint,
+    B,
+    Body,
+    Endpoint,
+    PooledEndpoint,
+    Prepared,
+    Prompts,
+    Received,
+)
 from loramux.platform.requests.error_responses import engine_unavailable, json_response, request_id_of
-from loramux.platform.requests.planning import check_untokenised, make_plan, truncated
+from loramux.platform.requests.planning import check_generates, check_untokenised, make_plan, truncated
 from loramux.platform.requests.services import GatewayServices
 from loramux.platform.telemetry.tracing import describe, traced
 
@@ -34,7 +43,7 @@ CLIENT_CLOSED = 499
 """The status that metrics record when a request's client disconnects. It is never sent."""
 
 
-async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
+async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: AnyEndpoint) -> Response:
     """Handle a request by an authenticated caller.
 
     If the request fails before the response starts, raises ApiError or an exception that ErrorResponses translates.
@@ -44,7 +53,7 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
 
 
 async def serve_received(
-    request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B], received: Received[B]
+    request: Request, services: GatewayServices, caller: Principal, endpoint: AnyEndpoint, received: Received[Body]
 ) -> Response:
     """Handle a request whose body has been read and checked. See `serve`."""
     settings = services.settings
@@ -54,7 +63,7 @@ async def serve_received(
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
     generation = services.run.requests.start(plan, partial(run_and_settle, services))
-    generation.abandon_when(_disconnected(request.receive))
+    generation.abandon_when(disconnected(request.receive))
     try:
         return await answer(services, generation, received.body, endpoint, shape, headers, started_s)
     except ApiError as error:
@@ -63,10 +72,15 @@ async def serve_received(
 
 
 async def planned(
-    services: GatewayServices, caller: Principal, endpoint: Endpoint[B], received: Received[B]
+    services: GatewayServices, caller: Principal, endpoint: AnyEndpoint, received: Received[Any]
 ) -> tuple[Plan, Answer]:
     """Return a request's plan, and the object that builds its response. Raises what the steps below raise."""
     target = await resolve(services, caller, received.body.model, received.body.user)
+    if isinstance(endpoint, PooledEndpoint):
+        plan, answer = await endpoint.plan(services, target, received)
+        # Nothing else of the answer is used, because these bodies have no stream.
+        return plan, cast(Answer, answer)
+    check_generates(target)
     prepared = await prepare(services, endpoint, target, received)
     grammar = await constrain(services, target, endpoint.constraint(target, received.body, prepared))
     plan = make_plan(services, endpoint, received, target, prepared, grammar)
@@ -83,7 +97,7 @@ async def run_and_settle(services: GatewayServices, generation: Generation) -> N
         generation.end(settlement)
 
 
-async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Received[B]:
+async def read(request: Request, services: GatewayServices, endpoint: AnyEndpoint) -> Received[Any]:
     """Read and validate the body. Raises InvalidRequest or PayloadTooLarge."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent, endpoint.parse)
@@ -127,11 +141,16 @@ async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Targ
         num_characters = 2 * sum(len(word) + 1 for word in words)
         bad_words = await services.compute_if_long(num_characters, target.tokenizer.spellings, words)
     prompts = truncated(services.max_model_len, received.body, prepared.prompts)
+    found = await activated(services, target, prompts)
+    return replace(prepared, prompts=prompts, activations=found, bad_words=bad_words)
+
+
+async def activated(services: GatewayServices, target: Target, prompts: Prompts) -> tuple[int | None, ...]:
+    """Return the position in each prompt from which the adapter applies: see `Plan.activations`."""
     adapter = target.model.adapter
     invocation_tokens = () if adapter is None else adapter.invocation_tokens
     num_searched = sum(len(prompt) for prompt in prompts) if invocation_tokens else 0
-    found = await services.compute_if_long(num_searched, activations, prompts, invocation_tokens)
-    return replace(prepared, prompts=prompts, activations=found, bad_words=bad_words)
+    return await services.compute_if_long(num_searched, activations, prompts, invocation_tokens)
 
 
 async def constrain(services: GatewayServices, target: Target, constraint: Constraint | None) -> str:
@@ -145,7 +164,7 @@ async def constrain(services: GatewayServices, target: Target, constraint: Const
         return await services.prompts.grammars.grammar(target.tenant_id, constraint)
 
 
-async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest) -> dict[str, str]:
+async def reserve(services: GatewayServices, plan: Plan, body: Body) -> dict[str, str]:
     """Reserve quota and return the response headers that report the limits.
 
     Raises Unavailable if the engine is not ready, or an exception that `RunningRequests.reserve` raises.
@@ -169,8 +188,8 @@ async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest
 async def answer(
     services: GatewayServices,
     generation: Generation,
-    body: B,
-    endpoint: Endpoint[B],
+    body: Body,
+    endpoint: AnyEndpoint,
     shape: Answer,
     headers: dict[str, str],
     started_s: float,
@@ -183,16 +202,15 @@ async def answer(
     first = await anext(deltas, None)
     if first is not None:
         services.metrics.api.first_token_seconds.labels(generation.plan.endpoint).observe(time.monotonic() - started_s)
-    if body.stream and first is not None:
+    if body.stream and first is not None and isinstance(endpoint, Endpoint):
         return sse.EventStream(_events(first, deltas, generation, endpoint, shape), headers)
     collected = [] if first is None else [first, *[delta async for delta in deltas]]
     if generation.is_abandoned:
         return Response(status_code=CLIENT_CLOSED)
-    if endpoint.keep is not None:
+    if isinstance(endpoint, Endpoint) and endpoint.keep is not None:
         await endpoint.keep(shape, collected, generation.usage)
-    if body.num_prompt_logprobs is None:
+    if not body.has_long_answer:
         return json_response(shape.whole(collected, generation.usage), headers=headers)
-    # Formatting the log-probabilities of a long prompt is slow.
     document = await services.compute(shape.whole, collected, generation.usage)
     return await services.compute(json_response, document, headers=headers)
 
@@ -207,7 +225,7 @@ async def _events(
     first: ChoiceDelta,
     deltas: AsyncIterator[ChoiceDelta],
     generation: Generation,
-    endpoint: Endpoint[B],
+    endpoint: Endpoint[Any],
     shape: Answer,
 ) -> AsyncIterator[bytes]:
     yield shape.events(first)
@@ -224,6 +242,6 @@ async def _events(
     yield shape.end(generation.usage)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from loramux.adapter_store.formats.version_files.answer_parsers import NO_CHOICE, AnswerParsers
 from loramux.adapter_store.formats.version_files.generation_config import NO_DEFAULTS, SamplingDefaults
+from loramux.adapter_store.formats.version_files.pooling_files import DEFAULT_POOLING, Pooling
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.engine.text.text_tokenizer import MAX_TOKENISED_AT_ONCE
@@ -34,7 +35,7 @@ from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.generation.settler import Settler
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.requests.chat_prompt import ChatPrompts
-from loramux.platform.stored_responses.response_store import ResponseStore
+from loramux.platform.stored_responses.stored_objects import StoredObjects
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.threads import call_on
@@ -62,6 +63,8 @@ class ModelInfo:
     vocab_size: int
     created_s: int
     eos_token_ids: tuple[int, ...] = ()
+    hidden_size: int = 0
+    """Number of elements of a hidden state, and so of an embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,8 @@ class GatewaySettings:
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
     """Maximum product of the number of prompts and n (or best_of, if it is greater)."""
+    pooling: Pooling = DEFAULT_POOLING
+    """How the base's embeddings are made."""
     logs_answers: bool = False
     """Whether to log each response."""
     base_defaults: SamplingDefaults = NO_DEFAULTS
@@ -80,7 +85,7 @@ class GatewaySettings:
     base_parsers: AnswerParsers = NO_CHOICE
     """The answer parsers for prompts rendered with the base's template."""
     response_key: bytes | None = field(default=None, repr=False)
-    """The secret that encrypts stored responses. None if no responses are stored."""
+    """The secret that encrypts what is stored for tenants. None if nothing is stored."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages can call the API. `*` means every origin."""
     forces_usage: bool = False
@@ -175,7 +180,7 @@ class GatewayServices:
     callers: CallerServices
     prompts: PromptServices
     run: RunServices
-    responses: ResponseStore
+    stored: StoredObjects
     engine: EngineClient
     model: ModelInfo
     metrics: GatewayMetrics
@@ -229,6 +234,7 @@ class GatewayServices:
                     settings.applies_adapter_defaults,
                     settings.base_parsers,
                     templates.is_copy,
+                    settings.pooling,
                 ),
                 cache_invalidation=CacheInvalidation(database, forget, run.database_health.note_heard),
             ),
@@ -239,7 +245,7 @@ class GatewayServices:
                 grammars=grammars,
             ),
             run=run,
-            responses=ResponseStore(database, settings.response_key),
+            stored=StoredObjects.over(database, settings.response_key),
             engine=engine,
             model=model,
             metrics=metrics,

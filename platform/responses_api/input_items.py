@@ -177,13 +177,15 @@ Input = Annotated[
 ]
 
 
-def refuse_other_items(items: Any) -> None:
-    """Raise InvalidRequest for the first item of a type that this server does not support, and name the type."""
+def refuse_other_items(items: Any, name: str = "input") -> None:
+    """Raise InvalidRequest for the first item of a type that this server does not support, and name the type. `name` is
+    the name of the field.
+    """
     for index, item in enumerate(items if isinstance(items, list) else ()):
         kind = _type_of(item)
         if kind not in ITEM_TYPES:
             raise InvalidRequest(
                 f"items of the type {kind[:64]!r} are not supported",
-                param=f"input[{index}].type",
+                param=f"{name}[{index}].type",
                 code="unsupported_item",
             )

@@ -36,9 +36,13 @@ class Messages:
 
 
 def messages_of(
-    instructions: str | None, given: str | Sequence[InputItem], earlier: Sequence[InputItem] = ()
+    instructions: str | None,
+    given: str | Sequence[InputItem],
+    earlier: Sequence[InputItem] = (),
+    earlier_place: str = "previous_response_id",
 ) -> Messages:
-    """Return the conversation of a request that continues after the `earlier` items.
+    """Return the conversation of a request that continues after the `earlier` items, which the field `earlier_place`
+    names.
 
     Instructions and the system messages directly after them become one message, because many chat templates allow only
     one. Consecutive reasoning, text and calls of the model become one message too. Raises InvalidRequest for the output
@@ -47,7 +51,7 @@ def messages_of(
     found = Messages()
     if instructions is not None:
         found.add({"role": "system", "content": instructions}, "instructions")
-    places = ["previous_response_id"] * len(earlier)
+    places = [earlier_place] * len(earlier)
     if isinstance(given, str):
         given, places = [MessageItem(role="user", content=given)], [*places, "input"]
     else:

@@ -5,7 +5,7 @@ The bodies are built by `response_answer.py` and `output_items.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -102,16 +102,23 @@ class ResponseUsageDocument(TypedDict):
 
 
 class ResponseErrorDocument(TypedDict):
-    """Why a streamed response failed."""
+    """Why a response failed. `code` is one of OpenAI's codes, and `type` is this server's code."""
 
     code: str
     message: str
+    type: str
 
 
 class IncompleteDetails(TypedDict):
     """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
+
+
+class ConversationName(TypedDict):
+    """The conversation that a response belongs to."""
+
+    id: str
 
 
 class ResponseDocument(TypedDict):
@@ -121,8 +128,9 @@ class ResponseDocument(TypedDict):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["completed", "incomplete", "failed", "in_progress"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    conversation: ConversationName | None
     error: ResponseErrorDocument | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -155,6 +163,52 @@ class DeletedResponse(TypedDict):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class ConversationDocument(TypedDict):
+    """A conversation, without its items."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(TypedDict):
+    """A conversation that was deleted."""
+
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]
+
+
+class ConversationItemDocument(TypedDict):
+    """An item of a conversation. Its `type` decides which of the other fields it has."""
+
+    id: str
+    type: str
+    status: NotRequired[ItemStatus]
+    role: NotRequired[str]
+    content: NotRequired[list[dict[str, Any]]]
+    summary: NotRequired[list[dict[str, Any]]]
+    encrypted_content: NotRequired[str | None]
+    call_id: NotRequired[str]
+    name: NotRequired[str]
+    namespace: NotRequired[str]
+    arguments: NotRequired[str]
+    input: NotRequired[str]
+    output: NotRequired[str | list[dict[str, Any]]]
+    phase: NotRequired[str]
+
+
+class ConversationItemList(TypedDict):
+    """A page of the items of a conversation. `last_id` is the `after` of the next page."""
+
+    object: Literal["list"]
+    data: list[ConversationItemDocument]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class InputItemList(TypedDict):

@@ -17,8 +17,17 @@ Event = Document
 """An event without its sequence number."""
 
 
-def new_item_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"
+def new_item_id(prefix: str, home: str, number: int | None = None) -> str:
+    """Return the ID of an item that is stored in `home`, the part of an object's ID after the underscore.
+
+    The ID ends with `number`, or with a random number.
+    """
+    return f"{prefix}_{home}{secrets.randbits(64) if number is None else number:016x}"
+
+
+def home_of(item_id: str) -> str:
+    """Return the `home` of an item whose ID `new_item_id` has made. For other IDs, no object has this home."""
+    return item_id.partition("_")[2][:-16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +56,12 @@ class OutputItem(Protocol):
 
 
 class _Item(ABC):
-    """What all items have in common. `index` is the item's position in the output."""
+    """What all items have in common. `index` is the item's position in the output, `home` as in `new_item_id`."""
 
     PREFIX = ""
 
-    def __init__(self, index: int) -> None:
-        self._id = new_item_id(self.PREFIX)
+    def __init__(self, index: int, home: str) -> None:
+        self._id = new_item_id(self.PREFIX, home)
         self._index = index
         self._status: Status = "in_progress"
         self._texts: list[str] = []
@@ -104,8 +113,8 @@ class TextItem(_PartItem):
     PREFIX = "msg"
     TEXT_EVENT = "output_text"
 
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, home: str) -> None:
+        super().__init__(index, home)
         self._logprobs: list[Document] = []
 
     def add(self, text: str, logprobs: Sequence[Document] = ()) -> list[Event]:
@@ -129,8 +138,8 @@ class ReasoningTextItem(_PartItem):
     PREFIX = "rs"
     TEXT_EVENT = "reasoning_text"
 
-    def __init__(self, index: int, *, is_sealed: bool) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, home: str, *, is_sealed: bool) -> None:
+        super().__init__(index, home)
         self._is_sealed = is_sealed
 
     def add(self, text: str, logprobs: Sequence[Document] = ()) -> list[Event]:
@@ -159,8 +168,8 @@ class FunctionItem(_Item):
 
     PREFIX = "fc"
 
-    def __init__(self, index: int, called: Called) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, home: str, called: Called) -> None:
+        super().__init__(index, home)
         self._called = called
 
     def begin(self) -> list[Event]:
@@ -189,8 +198,8 @@ class CustomItem(_Item):
 
     PREFIX = "ctc"
 
-    def __init__(self, index: int, called: Called) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, home: str, called: Called) -> None:
+        super().__init__(index, home)
         self._called = called
         self._input = CustomInput()
 

@@ -44,8 +44,10 @@ class ResponseRules:
     note_call: Callable[[], None] | None
     """Called for each tool call."""
     now_s: Callable[[], int]
-    store: Callable[[Document], Awaitable[bool]] | None
-    """Stores the response object, and returns whether it is stored. None if it is not to be stored."""
+    home: str
+    """The part of the response's ID after the underscore, by which the IDs of its items name it."""
+    keep: Callable[[Document], Awaitable[Document]]
+    """Stores what is to be stored of the complete response object, and returns it as it turned out."""
 
 
 class ResponseAnswer:
@@ -62,39 +64,58 @@ class ResponseAnswer:
         self._is_open = False
         """True while the last item can still grow."""
         self._num_events = 0
+        self._has_begun = False
+        """True if the stream has said that the response is in progress."""
         self._finish_reason: str | None = None
         self._kept: Document | None = None
         """The complete response object, once `keep` has been called."""
 
     def events(self, delta: ChoiceDelta) -> bytes:
         begin: list[Event] = []
-        if not self._num_events:
+        if not self._has_begun:
+            self._has_begun = True
             document = self._document("in_progress")
-            begin = [{"type": f"response.{kind}", "response": document} for kind in ("created", "in_progress")]
+            kinds = ("in_progress",) if self._num_events else ("created", "in_progress")
+            begin = [{"type": f"response.{kind}", "response": document} for kind in kinds]
         return self._encoded([*begin, *self._feed(delta)])
+
+    def queued(self) -> tuple[Document, bytes]:
+        """Return the response object and the first events of a response that is made in the background."""
+        document = self._document("queued")
+        return document, self._encoded(
+            [{"type": f"response.{kind}", "response": document} for kind in ("created", "queued")]
+        )
 
     async def keep(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> None:
         """Complete the response object with the deltas that `events` has not received, and store it."""
         for delta in deltas:
             for _ in self._feed(delta):
                 pass
-        document = self._finished(usage)
-        if self._rules.store is not None:
-            document["store"] = await self._rules.store(document)
-        self._kept = document
+        self._kept = await self._rules.keep(self._finished(usage))
 
     def end(self, usage: Usage) -> bytes:
-        document = self._kept or self._finished(usage)
-        return self._encoded([{"type": f"response.{document['status']}", "response": document}])
+        return self._encoded([_last_event(self._kept or self._finished(usage))])
 
     def failure(self, error: ApiError) -> bytes:
+        return self.failed(error)[1]
+
+    def failed(self, error: ApiError) -> tuple[Document, bytes]:
+        """Return the response object and the last events of a response that failed."""
         for _ in self._close("incomplete"):
             pass
-        told = {"code": error.code, "message": error.message, "param": error.param}
-        # The response object allows only some codes.
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        document = {**self._document("failed"), "error": {"code": code, "message": error.message}}
-        return self._encoded([{"type": "error", **told}, {"type": "response.failed", "response": document}])
+        document, events = failed_response(self._document("failed"), error)
+        return document, self._encoded(events)
+
+    def cancelled(self, usage: Usage) -> tuple[Document, bytes]:
+        """Return the response object and the last event of a response that was cancelled."""
+        for _ in self._close("incomplete"):
+            pass
+        document = {**self._document("cancelled"), "usage": _usage(usage)}
+        return document, self._encoded([_last_event(document)])
+
+    @property
+    def num_events(self) -> int:
+        return self._num_events
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
         if self._kept is not None:
@@ -134,10 +155,12 @@ class ResponseAnswer:
         self, kind: type[TextItem | ReasoningTextItem], text: str, logprobs: Sequence[Document] = ()
     ) -> Iterator[Event]:
         if not self._is_open or not isinstance(self._items[-1], kind):
-            index = len(self._items)
-            is_reasoning = kind is ReasoningTextItem
-            item = ReasoningTextItem(index, is_sealed=self._rules.seals_reasoning) if is_reasoning else TextItem(index)
-            yield from self._begin(item)
+            index, home = len(self._items), self._rules.home
+            yield from self._begin(
+                TextItem(index, home)
+                if kind is TextItem
+                else ReasoningTextItem(index, home, is_sealed=self._rules.seals_reasoning)
+            )
         if text:
             yield from self._items[-1].add(text, logprobs)
 
@@ -150,7 +173,7 @@ class ResponseAnswer:
         namespace = None if tool is None or tool.namespace is None else tool.namespace.name
         called = name if tool is None else tool.tool.name
         # Mistral templates accept only IDs of nine letters and digits.
-        return kind(len(self._items), Called(called, namespace, secrets.token_hex(5)[:9]))
+        return kind(len(self._items), self._rules.home, Called(called, namespace, secrets.token_hex(5)[:9]))
 
     def _begin(self, item: OutputItem) -> Iterator[Event]:
         yield from self._close()
@@ -170,25 +193,15 @@ class ResponseAnswer:
             document["completed_at"] = self._rules.now_s()
         else:
             document["incomplete_details"] = {"reason": "max_output_tokens"}
-        document["usage"] = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-        return document
+        return {**document, "usage": _usage(usage)}
 
     def _document(self, status: str) -> Document:
         output = [item.document() for item in self._items]
         return {**self._rules.head, "status": status, "output": output}
 
     def _encoded(self, events: Sequence[Event]) -> bytes:
-        encoded = []
-        for event in events:
-            kind = event["type"]
-            encoded.append(sse.event({"type": kind, "sequence_number": self._num_events, **event}, kind))
-            self._num_events += 1
+        encoded = numbered(events, self._num_events)
+        self._num_events += len(events)
         return b"".join(encoded)
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[Document]:
@@ -204,3 +217,43 @@ class ResponseAnswer:
         spelled = self._rules.tokenizer.token_bytes(token_id)
         token = spelled.decode("utf-8", "replace")
         return {"token": token, "logprob": shown_logprob(logprob), "bytes": list(spelled)}
+
+
+def numbered(events: Sequence[Event], first: int) -> list[bytes]:
+    """Encode events, of which the first has the sequence number `first`."""
+    return [
+        sse.event({"type": event["type"], "sequence_number": number, **event}, event["type"])
+        for number, event in enumerate(events, first)
+    ]
+
+
+def failed_response(document: Document, error: ApiError) -> tuple[Document, list[Event]]:
+    """Return a response object with an error, and the last events of its stream."""
+    told = {"code": error.code, "message": error.message, "param": error.param}
+    # The response object allows only some codes. The type of the error is this server's code.
+    code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+    shown = {"code": code, "message": error.message, "type": error.code}
+    failed = {**document, "status": "failed", "error": shown}
+    return failed, [{"type": "error", **told}, {"type": "response.failed", "response": failed}]
+
+
+def cancelled_response(document: Document) -> tuple[Document, list[Event]]:
+    """Return a response object that was cancelled, and the last event of its stream."""
+    cancelled = {**document, "status": "cancelled"}
+    return cancelled, [_last_event(cancelled)]
+
+
+def _last_event(document: Document) -> Event:
+    # OpenAI has no event for a cancelled response.
+    kind = "incomplete" if document["status"] == "cancelled" else document["status"]
+    return {"type": f"response.{kind}", "response": document}
+
+
+def _usage(usage: Usage) -> Document:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

@@ -20,7 +20,7 @@ from loramux.platform.responses_api.response_tools import chat_tool_choice, offe
 class ResponseChat(ChatRequest):
     """A chat request with the response request that it was.
 
-    `places` says which field each message comes from, and `earlier` are the items of the previous responses.
+    `places` says which field each message comes from, and `earlier` are the items before its own.
     """
 
     asked: ResponseRequest
@@ -33,7 +33,7 @@ class ResponseChat(ChatRequest):
 
 
 def read_response_request(document: dict[str, Any]) -> ResponseRequest:
-    """Validate a body. Raises InvalidRequest or NotFound."""
+    """Validate a body. Raises InvalidRequest."""
     refuse_built_in_tools(document.get("tools"))
     refuse_other_items(document.get("input"))
     asked = validated(document, ResponseRequest)
@@ -42,11 +42,12 @@ def read_response_request(document: dict[str, Any]) -> ResponseRequest:
 
 
 def chat_of(asked: ResponseRequest, earlier: Sequence[InputItem] = ()) -> ResponseChat:
-    """Turn a request into a chat request. `earlier` are the items of the previous response's conversation.
+    """Turn a request without references into a chat request. `earlier` are the items before its own.
 
     Raises InvalidRequest.
     """
-    messages = messages_of(asked.instructions, asked.input, earlier)
+    place = "previous_response_id" if asked.conversation is None else "conversation"
+    messages = messages_of(asked.instructions, asked.input, earlier, place)
     chat = {
         **{name: getattr(asked, name) for name in SamplingFields.model_fields},
         "messages": messages.documents,

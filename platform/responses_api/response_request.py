@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from loramux.platform.bodies import unsupported_fields
 from loramux.platform.bodies.chat_request import MAX_CHAT_LOGPROBS, Metadata, ReasoningEffort
@@ -13,7 +13,7 @@ from loramux.platform.bodies.sampling_fields import INT64, SamplingFields
 from loramux.platform.bodies.strict_model import StrictModel
 from loramux.platform.bodies.structural_tags import Schema
 from loramux.platform.bodies.unsupported_fields import Neutral
-from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.errors import InvalidRequest
 from loramux.platform.responses_api.input_items import Input, ItemReference
 from loramux.platform.responses_api.response_tools import ToolChoiceField, Tools
 
@@ -30,6 +30,18 @@ Includable = Literal[
     "web_search_call.results",
 ]
 """The values of `include`. Those after the second have no effect, because answers have no items of these types."""
+
+
+def _conversation_id(value: Any) -> Any:
+    match value:
+        case {"id": str(conversation_id), **others} if not others:
+            return conversation_id
+        case None | str():
+            return value
+    raise ValueError('must be an ID or {"id": ...}')
+
+
+ConversationId = Annotated[str, BeforeValidator(_conversation_id)]
 
 
 class PlainFormat(StrictModel):
@@ -99,7 +111,9 @@ class ResponseRequest(SamplingFields):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: str | None = None
+    conversation: ConversationId | None = None
     user: str | None = None
 
     client_metadata: dict[str, Any] | None = None
@@ -119,15 +133,18 @@ class ResponseRequest(SamplingFields):
     def includes(self, part: Includable) -> bool:
         return part in (self.include or ())
 
+    @property
+    def references(self) -> list[tuple[int, ItemReference]]:
+        """The references among the input items, each with its index."""
+        given = self.input if isinstance(self.input, list) else ()
+        return [(index, item) for index, item in enumerate(given) if isinstance(item, ItemReference)]
+
     def check(self) -> None:
-        """Raise InvalidRequest or NotFound for fields that contradict each other or name things that do not exist."""
-        for index, item in enumerate(self.input if isinstance(self.input, list) else ()):
-            if isinstance(item, ItemReference):
-                raise NotFound(
-                    "no stored response has such an item: send the item itself",
-                    param=f"input[{index}].id",
-                    code="item_not_found",
-                )
+        """Raise InvalidRequest for fields that contradict each other."""
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequest(
+                "a request continues either a conversation or a previous response", param="previous_response_id"
+            )
         if self.top_logprobs and not self.includes(LOGPROBS):
             raise InvalidRequest(f"top_logprobs needs {LOGPROBS} in include", param="top_logprobs")
         if self.stream_options is not None and not self.stream:

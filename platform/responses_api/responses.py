@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
 from fastapi import APIRouter, Request
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
 
-from loramux.engine.text.text_tokenizer import MAX_TOKENISED_AT_ONCE
-from loramux.platform.accounts.principals import Principal
-from loramux.platform.admission.database_health import DatabaseTrouble
-from loramux.platform.bodies.request_body import parse_body_on, read_body
-from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
+from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.generation.plan import Target
@@ -23,21 +18,20 @@ from loramux.platform.requests.answers import Answer, Document
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.chat_preparation import constrain_chat
 from loramux.platform.requests.endpoint import Endpoint, Prepared, Received
-from loramux.platform.requests.error_responses import json_response, request_id_of
+from loramux.platform.requests.error_responses import json_response
 from loramux.platform.requests.message_reader import MessageReader
 from loramux.platform.requests.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.requests.request_life import prepare, resolve, serve_received
 from loramux.platform.requests.services import GatewayServices
-from loramux.platform.responses_api.input_items import InputItem
+from loramux.platform.responses_api.background import begin_in_background
+from loramux.platform.responses_api.keeping import Keeping, home, is_stored
 from loramux.platform.responses_api.openapi_schemas import InputTokensDocument, ResponseDocument
 from loramux.platform.responses_api.response_answer import ResponseAnswer, ResponseRules
-from loramux.platform.responses_api.response_chat import ResponseChat, chat_of, read_response_request
+from loramux.platform.responses_api.response_chat import ResponseChat
+from loramux.platform.responses_api.response_input import read_line, read_response
 from loramux.platform.responses_api.response_request import ENCRYPTED, ResponseRequest
 from loramux.platform.responses_api.response_tools import CustomTool, NamespaceTool, offered_tools
-from loramux.platform.responses_api.stored_items import listed_items, read_items
-from loramux.platform.responses_api.stored_responses import find_response
 from loramux.platform.responses_api.truncation import prepare_response
-from loramux.platform.stored_responses.response_store import StoredResponse
 from loramux.platform.tool_calls.parsers import find_parser
 
 router = APIRouter()
@@ -52,9 +46,11 @@ log = structlog.get_logger(__name__)
 )
 async def create_response(request: Request, caller: Caller, services: Services) -> Response:
     """Respond to input items, in one response or as a stream of server-sent events."""
-    received = await _read(request, services, caller)
+    received = await read_response(request, services, caller)
     try:
         received.body.check()
+        if received.body.asked.background:
+            return await begin_in_background(request, services, caller, RESPONSES, received)
         return await serve_received(request, services, caller, RESPONSES, received)
     except ApiError as error:
         received.body.rename_fields(error)
@@ -70,7 +66,7 @@ async def create_response(request: Request, caller: Caller, services: Services) 
 )
 async def count_input_tokens(request: Request, caller: Caller, services: Services) -> Response:
     """Count the input tokens of a response, without running it. No quota is charged."""
-    received = await _read(request, services, caller)
+    received = await read_response(request, services, caller)
     try:
         received.body.check()
         target = await resolve(services, caller, received.body.model, received.body.user)
@@ -79,30 +75,6 @@ async def count_input_tokens(request: Request, caller: Caller, services: Service
         received.body.rename_fields(error)
         raise
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
-
-
-async def _read(request: Request, services: GatewayServices, caller: Principal) -> Received[ResponseChat]:
-    """Read the body and the conversation before it. Raises InvalidRequest, PayloadTooLarge or NotFound."""
-    sent = await read_body(request, services.settings.max_body_bytes)
-    asked = await parse_body_on(services.compute, sent, read_response_request)
-    earlier = await _earlier(services, caller, asked)
-    # The length of the earlier items is not known, so they always count as long.
-    size = MAX_TOKENISED_AT_ONCE + 1 if earlier else len(sent)
-    chat = await services.compute_if_long(size, chat_of, asked, earlier)
-    return Received(request_id_of(request), chat, len(sent))
-
-
-async def _earlier(services: GatewayServices, caller: Principal, asked: ResponseRequest) -> list[InputItem]:
-    """Return the items of the previous response's conversation. Raises NotFound or PermissionDenied."""
-    if asked.previous_response_id is None:
-        return []
-    missing = NotFound(
-        "there is no such stored response: send the items of the earlier turns in input",
-        param="previous_response_id",
-        code="previous_response_not_found",
-    )
-    found = await find_response(services, caller, asked.previous_response_id, missing)
-    return await services.compute(read_items, [*found.input, *found.response["output"]])
 
 
 @router.get("/v1/responses", include_in_schema=False)
@@ -129,8 +101,9 @@ async def _shape(
         seals_reasoning=body.asked.includes(ENCRYPTED),
         tools={tool.called_name: tool for tool in offered_tools(body.asked.tools or ())},
         note_call=None if tool_format is None else services.metrics.api.tool_calls.labels(tool_format).inc,
+        home=home(received),
         now_s=lambda: int(time.time()),
-        store=_store(services, target, received) if _is_stored(services, target, received) else None,
+        keep=Keeping(services, target, received).keep,
     )
     return ResponseAnswer(rules, MessageReader(None if parser is None else parser()))
 
@@ -140,46 +113,18 @@ async def _keep(answer: Answer, deltas: Sequence[ChoiceDelta], usage: Usage) -> 
     await answer.keep(deltas, usage)
 
 
-def _is_stored(services: GatewayServices, target: Target, received: Received[ResponseChat]) -> bool:
-    # As in the OpenAI API, a response is stored unless the request forbids it. Here the tenant must allow it, too.
-    is_allowed = services.responses.is_open and target.share.response_days > 0
-    return is_allowed and received.body.asked.store is not False
-
-
-def _store(
-    services: GatewayServices, target: Target, received: Received[ResponseChat]
-) -> Callable[[Document], Awaitable[bool]]:
-    body, adapter = received.body, target.model.adapter
-
-    async def store(document: Document) -> bool:
-        stored = StoredResponse(
-            id=document["id"],
-            tenant_id=target.tenant_id,
-            adapter_id=None if adapter is None else adapter.adapter_id,
-            input=[*listed_items(body.earlier), *listed_items(body.asked.input)],
-            response={**document, "store": True},
-        )
-        try:
-            return await services.call(services.responses.put, stored, target.share.response_days)
-        except (SQLAlchemyError, DatabaseTrouble) as error:
-            # The answer is complete and charged, so the client gets it, and `store` says that it is not stored.
-            log.warning("a response could not be stored", error=repr(error))
-            return False
-
-    return store
-
-
 def _head(services: GatewayServices, target: Target, received: Received[ResponseChat], created_s: int) -> Document:
     """Return the fields of the response object that repeat the request, with the defaults that apply."""
     asked = received.body.asked
     sampling = received.body.sampling(target.settings.defaults)
     wanted = None if asked.text is None or asked.text.format is None else asked.text.format
     return {
-        "id": f"resp_{received.request_id.removeprefix('req_')}",
+        "id": f"resp_{home(received)}",
         "object": "response",
         "created_at": created_s,
         "completed_at": None,
-        "background": False,
+        "conversation": None if asked.conversation is None else {"id": asked.conversation},
+        "background": bool(asked.background),
         "error": None,
         "incomplete_details": None,
         "instructions": asked.instructions,
@@ -193,7 +138,7 @@ def _head(services: GatewayServices, target: Target, received: Received[Response
         "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
         "safety_identifier": asked.safety_identifier,
         "service_tier": "default",
-        "store": _is_stored(services, target, received),
+        "store": is_stored(services, target, received),
         "temperature": sampling.temperature,
         "text": {
             "format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True),
@@ -220,7 +165,7 @@ def _tool(tool: Any) -> Document:
 
 RESPONSES = Endpoint(
     name="responses",
-    parse=lambda document: chat_of(read_response_request(document)),
+    parse=read_line,
     prepare=prepare_response,
     constraint=constrain_chat,
     shape=_shape,

@@ -21,11 +21,13 @@ _PREFIXES = {
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 
 
-def listed_items(given: str | Sequence[InputItem]) -> list[Document]:
-    """Return the input items of a request, each with an ID and with its content in parts."""
+def listed_items(given: str | Sequence[InputItem], home: str, first: int = 0) -> list[Document]:
+    """Return the input items of a request, each with an ID and with its content in parts. `home` names the object in
+    which new items are stored, and their IDs have numbers from `first` on.
+    """
     if isinstance(given, str):
         given = [MessageItem(role="user", content=given)]
-    return [_listed(item) for item in given]
+    return [_listed(item, home, number) for number, item in enumerate(given, first)]
 
 
 def read_items(items: list[Document]) -> list[InputItem]:
@@ -33,20 +35,20 @@ def read_items(items: list[Document]) -> list[InputItem]:
     return _ITEMS.validate_python(items)
 
 
-def _listed(item: InputItem) -> Document:
+def _listed(item: InputItem, home: str, number: int) -> Document:
     if isinstance(item, MessageItem):
         shown: Document = {
             "type": "message",
             "role": item.role,
             "content": _parts(item.content, is_output=item.role == "assistant"),
         }
-        return {"id": item.id or new_item_id("msg"), **shown, "status": item.status or "completed"}
+        return {"id": item.id or new_item_id("msg", home, number), **shown, "status": item.status or "completed"}
     document = item.model_dump(exclude_none=True)
     if isinstance(document.get("output"), tuple):
         document["output"] = _parts(document["output"], is_output=False)
     if document["type"] == "reasoning":
         document = {"summary": [], **document}
-    return {**document, "id": item.id or new_item_id(_PREFIXES[document["type"]])}
+    return {**document, "id": item.id or new_item_id(_PREFIXES[document["type"]], home, number)}
 
 
 def _parts(content: Content, *, is_output: bool) -> list[Document]:

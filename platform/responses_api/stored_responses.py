@@ -1,10 +1,10 @@
-"""`GET` and `DELETE /v1/responses/{id}`, and `GET /v1/responses/{id}/input_items`: stored responses."""
+"""`/v1/responses/{id}` and below: reads, streams again, cancels and deletes stored responses."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from loramux.platform.accounts.model_names import require_inference
@@ -12,12 +12,17 @@ from loramux.platform.accounts.principals import Principal
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.requests.authentication import Caller, Services
 from loramux.platform.requests.error_responses import json_response
+from loramux.platform.requests.item_pages import After, Limit, Order, item_page
 from loramux.platform.requests.openapi import errors
 from loramux.platform.requests.services import GatewayServices
+from loramux.platform.requests.sse import EventStream
+from loramux.platform.responses_api.lost_responses import end_if_lost
 from loramux.platform.responses_api.openapi_schemas import DeletedResponse, InputItemList, ResponseDocument
+from loramux.platform.responses_api.response_stream import check_resumable, follow
 from loramux.platform.stored_responses.response_store import StoredResponse
 
-MAX_ID_CHARACTERS = 64
+CANCEL_WAIT_S = 2.0
+"""How long a cancellation waits for the end of the response, in seconds."""
 
 router = APIRouter()
 
@@ -28,9 +33,7 @@ async def find_response(
     """Return a stored response of the caller's tenant. Raises `missing` if the caller cannot see such a response."""
     require_inference(caller)
     assert caller.tenant_id is not None
-    found = None
-    if len(response_id) <= MAX_ID_CHARACTERS and response_id.isprintable():
-        found = await services.call(services.responses.get, caller.tenant_id, response_id)
+    found = await end_if_lost(services, caller.tenant_id, response_id)
     if found is None or not caller.may_name(found.adapter_id):
         raise missing
     return found
@@ -38,24 +41,61 @@ async def find_response(
 
 @router.get("/v1/responses/{response_id}", tags=["responses"], response_model=ResponseDocument, responses=errors(404))
 async def retrieve_response(
-    response_id: str, caller: Caller, services: Services, stream: Annotated[bool, Query()] = False
+    response_id: str,
+    request: Request,
+    caller: Caller,
+    services: Services,
+    stream: Annotated[bool, Query()] = False,
+    starting_after: Annotated[
+        int | None,
+        Query(ge=0, lt=2**31, description="Sequence number of the event after which the stream continues."),
+    ] = None,
 ) -> Response:
-    """Retrieve a stored response. Stored streams cannot be resumed."""
+    """Retrieve a stored response. With `stream`, the events of a response in the background are sent again."""
+    found = await find_response(services, caller, response_id, _missing())
     if stream:
+        after = -1 if starting_after is None else starting_after
+        await check_resumable(services, found, after)
+        return EventStream(follow(services, request.receive, found, after), {})
+    if starting_after is not None:
+        raise InvalidRequest("starting_after needs stream=true", param="starting_after")
+    return json_response(found.response)
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel", tags=["responses"], response_model=ResponseDocument, responses=errors(404)
+)
+async def cancel_response(response_id: str, caller: Caller, services: Services) -> Response:
+    """Cancel a response in the background. The tokens generated until then are charged."""
+    found = await find_response(services, caller, response_id, _missing())
+    if found.state is None:
+        raise InvalidRequest("only responses with background: true can be cancelled", param="response_id")
+    if found.is_unfinished:
+        await _cancel(services, found)
+        found = await find_response(services, caller, response_id, _missing())
+    if found.response["status"] != "cancelled":
         raise InvalidRequest(
-            "only responses in the background could be streamed again, and this server runs none",
-            param="stream",
-            code="unsupported_parameter",
+            f"the response is already {found.response['status']}", param="response_id", code="response_finished"
         )
-    return json_response((await find_response(services, caller, response_id, _missing())).response)
+    return json_response(found.response)
 
 
 @router.delete("/v1/responses/{response_id}", tags=["responses"], response_model=DeletedResponse, responses=errors(404))
 async def delete_response(response_id: str, caller: Caller, services: Services) -> Response:
-    """Delete a stored response and the input that is stored with it."""
+    """Delete a stored response and the input that is stored with it. A response that is not finished is cancelled."""
     found = await find_response(services, caller, response_id, _missing())
-    await services.call(services.responses.delete, found.tenant_id, found.id)
+    if found.is_unfinished:
+        await _cancel(services, found)
+    await services.call(services.stored.responses.delete, found.tenant_id, found.id)
     return json_response({"id": found.id, "object": "response", "deleted": True})
+
+
+async def _cancel(services: GatewayServices, found: StoredResponse) -> None:
+    """Cancel an unfinished response. If this server makes it, it usually ends before this returns."""
+    with services.stored.changes.watch(found.id) as watch:
+        await services.call(services.stored.background.cancel, found)
+        if services.run.requests.cancel(found.request_id):
+            await watch.wait(CANCEL_WAIT_S)
 
 
 @router.get(
@@ -68,29 +108,13 @@ async def list_input_items(
     response_id: str,
     caller: Caller,
     services: Services,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: Annotated[str | None, Query(max_length=256)] = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+    after: After = None,
 ) -> Response:
     """List the input items of a stored response and of the responses before it, newest first."""
-    items: list[dict[str, Any]] = (await find_response(services, caller, response_id, _missing())).input
-    if order == "desc":
-        items = items[::-1]
-    if after is not None:
-        place = next((index for index, item in enumerate(items) if item["id"] == after), None)
-        if place is None:
-            raise InvalidRequest("the response has no input item with this id", param="after")
-        items = items[place + 1 :]
-    shown = items[:limit]
-    return json_response(
-        {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(items) > limit,
-        }
-    )
+    found = await find_response(services, caller, response_id, _missing())
+    return json_response(item_page(found.input, limit, order, after))
 
 
 def _missing() -> NotFound:

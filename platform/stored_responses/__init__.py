@@ -1,1 +1,1 @@
-"""Responses that are kept for tenants, encrypted, until they expire or are deleted."""
+"""Responses, chat completions and conversations that are kept for tenants, encrypted, until they expire."""

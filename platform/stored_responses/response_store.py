@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import hmac
-import secrets
-import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-import structlog
-from sqlalchemy import delete, insert, select
+from sqlalchemy import Connection, Row, delete, insert, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.platform.stored_responses.sealing import ContentTooLong, Sealing, is_possible_id
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-MAX_CONTENT_BYTES = 4 * 1024 * 1024
-"""Longest encrypted content of a stored response, in bytes."""
 DAY_US = 24 * 3600 * 1_000_000
-
-_NONCE_BYTES = 12
-log = structlog.get_logger(__name__)
+UNFINISHED = ("queued", "in_progress", "cancelling")
+"""States of a response in the background while a server runs it."""
+START_GRACE_US = 60 * 1_000_000
+"""Longest time between storing a response in the background and reserving quota for it, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,41 +28,42 @@ class StoredResponse:
     """The adapter that answered. None for the base."""
     input: list[dict[str, Any]]
     response: dict[str, Any]
+    state: str | None = None
+    """None unless the response was made in the background."""
+    num_events: int | None = None
+    """Number of events of its stream that have been stored. None if they are not stored."""
+    is_lost: bool = False
+    """True if no server runs the unfinished response any more."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.state in UNFINISHED
+
+    @property
+    def request_id(self) -> str:
+        return request_id_of(self.id)
+
+
+def request_id_of(response_id: str) -> str:
+    """Return the ID of the request that makes a response."""
+    return response_id.replace("resp_", "req_", 1)
 
 
 class ResponseStore:
-    """Encrypts each response with AES-256-GCM, under a key of its tenant that is derived from `secret`.
+    """Without a secret in `sealing`, nothing is stored, and no stored response can be read. Blocking."""
 
-    Without a secret, nothing is stored, and no stored response can be read. Blocking.
-    """
-
-    def __init__(self, database: Database, secret: bytes | None) -> None:
+    def __init__(self, database: Database, sealing: Sealing) -> None:
         self._database = database
-        self._secret = secret
-
-    @property
-    def is_open(self) -> bool:
-        return self._secret is not None
+        self._sealing = sealing
 
     def put(self, stored: StoredResponse, days: int) -> bool:
         """Store a response for a number of days. Return False if it is too long."""
-        content = zlib.compress(msgspec.json.encode({"input": stored.input, "response": stored.response}))
-        if len(content) > MAX_CONTENT_BYTES:
+        try:
+            content = sealed_content(self._sealing, stored)
+        except ContentTooLong:
             return False
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        sealed = nonce + self._cipher(stored.tenant_id).encrypt(nonce, content, stored.id.encode())
         with self._database.write() as connection:
-            now_us = self._database.now_us(connection)
-            connection.execute(
-                insert(schema.responses).values(
-                    id=stored.id,
-                    tenant_id=stored.tenant_id,
-                    adapter_id=stored.adapter_id,
-                    created_us=now_us,
-                    expires_us=now_us + days * DAY_US,
-                    content=sealed,
-                )
-            )
+            insert_response(connection, stored, content, self._database.now_us(connection), days)
         return True
 
     def get(self, tenant_id: str, response_id: str) -> StoredResponse | None:
@@ -78,32 +71,62 @@ class ResponseStore:
         secret.
         """
         table = schema.responses
-        if self._secret is None:
+        if not self._sealing.is_open or not is_possible_id(response_id):
             return None
         with self._database.read() as connection:
             query = select(table).where(table.c.id == response_id, table.c.tenant_id == tenant_id)
             row = connection.execute(query).one_or_none()
-            if row is None or row.expires_us <= self._database.now_us(connection):
+            now_us = self._database.now_us(connection)
+            if row is None or row.expires_us <= now_us:
                 return None
-        from cryptography.exceptions import InvalidTag
-
-        nonce, sealed = row.content[:_NONCE_BYTES], row.content[_NONCE_BYTES:]
-        try:
-            content = self._cipher(tenant_id).decrypt(nonce, sealed, response_id.encode())
-        except InvalidTag:
-            log.warning("a stored response was encrypted with another response_key", response=response_id)
+            is_lost = row.background_state in UNFINISHED and is_request_lost(connection, row, now_us)
+        document = self._sealing.open(tenant_id, response_id, row.content)
+        if document is None:
             return None
-        document = msgspec.json.decode(zlib.decompress(content))
-        return StoredResponse(id=response_id, tenant_id=tenant_id, adapter_id=row.adapter_id, **document)
+        state = row.background_state
+        if state in UNFINISHED:
+            document["response"]["status"] = "cancelled" if state == "cancelling" else state
+        return StoredResponse(
+            id=response_id,
+            tenant_id=tenant_id,
+            adapter_id=row.adapter_id,
+            state=state,
+            num_events=row.num_events,
+            is_lost=is_lost,
+            **document,
+        )
 
     def delete(self, tenant_id: str, response_id: str) -> None:
         table = schema.responses
         with self._database.write() as connection:
             connection.execute(delete(table).where(table.c.id == response_id, table.c.tenant_id == tenant_id))
 
-    def _cipher(self, tenant_id: str) -> AESGCM:
-        # Most servers store no responses, so they never import the library.
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        assert self._secret is not None
-        return AESGCM(hmac.digest(self._secret, b"loramux stored responses " + tenant_id.encode(), "sha256"))
+def sealed_content(sealing: Sealing, stored: StoredResponse) -> bytes:
+    """Return the encrypted content of a response's row. Raises ContentTooLong."""
+    return sealing.seal(stored.tenant_id, stored.id, {"input": stored.input, "response": stored.response})
+
+
+def insert_response(connection: Connection, stored: StoredResponse, content: bytes, now_us: int, days: int) -> None:
+    connection.execute(
+        insert(schema.responses).values(
+            id=stored.id,
+            tenant_id=stored.tenant_id,
+            adapter_id=stored.adapter_id,
+            created_us=now_us,
+            expires_us=now_us + days * DAY_US,
+            content=content,
+            background_state=stored.state,
+            num_events=stored.num_events,
+        )
+    )
+
+
+def is_request_lost(connection: Connection, row: Row[*tuple[Any, ...]], now_us: int) -> bool:
+    """Return whether the request of an unfinished response was recovered or never began.
+
+    A server stores the finished response before it settles the request, so the caller must then read the row again.
+    """
+    table = schema.reservations
+    query = select(table.c.id).where(table.c.id == request_id_of(row.id), table.c.state == "open")
+    return connection.execute(query).first() is None and row.created_us < now_us - START_GRACE_US

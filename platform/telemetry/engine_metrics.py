@@ -90,6 +90,10 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     yield _gauge("loramux_engine_grammar_processes", "Processes that compute masks", grammars.num_processes)
     yield _gauge("loramux_engine_graphs", "Cached CUDA graphs of steps", stats.graphs.num_graphs)
     yield _gauge("loramux_engine_graph_bytes", "Device memory taken by CUDA graphs", stats.graphs.num_bytes)
+    reads = stats.decode_reads
+    yield _counter("loramux_engine_decode_read_bytes", "Bytes that measured decode steps had to read", reads.num_bytes)
+    yield _counter("loramux_engine_decode_seconds", "Duration of measured decode steps", reads.seconds)
+    yield _gauge("loramux_engine_memory_bandwidth_bytes", "Measured bandwidth of device memory", reads.bandwidth)
     yield _gauge("loramux_engine_running_sequences", "Running sequences", stats.num_running)
     waiting = stats.waiting
     yield _gauges(

@@ -22,6 +22,7 @@ from loramux.platform.telemetry.package_metrics import (
     NewMetrics,
     QuotaMetrics,
     ReplicaMetrics,
+    ResponseMetrics,
 )
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -42,6 +43,7 @@ class GatewayMetrics:
         self.admin = AdminMetrics(new)
         self.evals = EvalMetrics(new)
         self.batches = BatchMetrics(new)
+        self.responses = ResponseMetrics(new)
         self.listeners = ListenerMetrics(new)
 
     def render(self) -> bytes:

@@ -213,6 +213,16 @@ class BatchMetrics:
         )
 
 
+class ResponseMetrics:
+    def __init__(self, new: NewMetrics) -> None:
+        self.background = new.counter(
+            "loramux_background_responses",
+            "Finished responses in the background",
+            "status",
+            values=("completed", "incomplete", "failed", "cancelled"),
+        )
+
+
 class IngestMetrics:
     """Metrics of `adapter_store`."""
 

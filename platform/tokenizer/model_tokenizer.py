@@ -53,14 +53,24 @@ class ModelTokenizer(TextTokenizer):
         """The base's own template, if it has one."""
         return self._chat_template
 
-    def encode(self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def encode(
+        self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> tuple[int, ...]:
         """Encode a plain prompt, by default with the special tokens that the model expects around it.
 
-        Raises InvalidRequest before tokenising if the text is too long to fit in `max_tokens`. A text that passes this
-        check can still have more tokens than that.
+        Raises InvalidRequest, about the field `param`, before tokenising if the text is too long to fit in
+        `max_tokens`. A text that passes this check can still have more tokens than that.
         """
-        self._check_length(text, max_tokens, "prompt")
+        self._check_length(text, max_tokens, param)
         return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_pair(
+        self, first: str, second: str, max_tokens: int | None, *, add_special_tokens: bool, param: str
+    ) -> tuple[int, ...]:
+        """Encode two texts as one prompt, as the tokenizer joins a pair. Raises InvalidRequest as `encode` does."""
+        # Each of the two is only roughly as long as its part of the prompt, so both together are checked.
+        self._check_length(first + second, max_tokens, param)
+        return self.joined(first, second, add_special_tokens=add_special_tokens)
 
     def encode_rendered(
         self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = False

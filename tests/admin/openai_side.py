@@ -12,11 +12,16 @@ from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.grammars.checker import GrammarChecker
+from loramux.platform.listener.app import create_openai_app
 from loramux.platform.requests.services import GatewayServices, ModelInfo
+from loramux.platform.runtime_adapters.load_sources import LoadSources
+from loramux.platform.runtime_adapters.runtime_adapters import RuntimeAdapters
 from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
+from tests.admin.admin_side import AdminSide
 from tests.admin.running_server import start_server
+from tests.platform.gateways import batches_in_memory
 
 CONTEXT = 256
 
@@ -37,6 +42,14 @@ def open_services(database: Database, demo_base: Path) -> Iterator[GatewayServic
         )
         yield services
         services.close()
+
+
+def whole_app(services: GatewayServices, side: AdminSide) -> FastAPI:
+    """An app with all routes that a server can have."""
+    adapters = side.services.adapters
+    sources = LoadSources(("file:///srv/loras/{tenant}",))
+    loads = RuntimeAdapters(services, adapters.registry, adapters.ingest, sources, services.executor, 256)
+    return create_openai_app(services, batches_in_memory(services.database), loads)
 
 
 @contextmanager

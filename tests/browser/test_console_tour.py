@@ -29,6 +29,7 @@ PAGES = {
     "bases": ("/bases", "this server"),
     "divide requests": ("/bases/weights", "Review changes"),
     "requests": ("/requests", "Live requests"),
+    "batches": ("/batches", "Batches"),
     "playground": ("/playground?tenant=harbour", "harbour"),
     "tenants": ("/tenants", "parcels"),
     "tenant": ("/tenants/harbour", "tokens per minute"),

@@ -100,6 +100,41 @@ async function responded(Fact) {
   };
 }
 
+// The same question, and an unknown model, in a batch.
+async function batched() {
+  const line = (custom_id, model) => JSON.stringify({
+    custom_id, method: "POST", url: "/v1/chat/completions", body: { ...chat, model },
+  });
+  const content = `${line("good", CLIENT_MODEL)}\n${line("bad", "nobody/nothing")}\n`;
+  const api = client();
+  const file = await api.files.create({ file: await OpenAI.toFile(Buffer.from(content), "in.jsonl"), purpose: "batch" });
+  let batch = await api.batches.create({
+    input_file_id: file.id, endpoint: "/v1/chat/completions", completion_window: "24h", metadata: { job: "test" },
+  });
+  while (!["completed", "failed", "expired"].includes(batch.status)) {
+    await new Promise((resolve) => setTimeout(resolve, 200));
+    batch = await api.batches.retrieve(batch.id);
+  }
+  const read = async (id) => (await (await api.files.content(id)).text()).trim().split("\n").map(JSON.parse);
+  const answers = await read(batch.output_file_id);
+  const errors = await read(batch.error_file_id);
+  const listed = [];
+  for await (const one of api.batches.list()) listed.push(one.id);
+  const found = {
+    status: batch.status,
+    counts: batch.request_counts,
+    metadata: batch.metadata,
+    text: answers.map((one) => one.response.body.choices[0].message.content),
+    usage: answers.map((one) => one.response.body.usage.total_tokens),
+    errors: errors.map((one) => [one.custom_id, one.response.status_code]),
+    "is listed": listed.includes(batch.id),
+    file: (await api.files.retrieve(file.id)).bytes === content.length,
+    cancelled: await refusal(() => api.batches.cancel(batch.id), OpenAI.ConflictError),
+  };
+  for (const id of [file.id, batch.output_file_id, batch.error_file_id]) await api.files.delete(id);
+  return { ...found, "files left": (await api.files.list()).data.length };
+}
+
 async function main() {
   const answer = await client().chat.completions.create(chat);
   const probable = await client().chat.completions.create({ ...chat, logprobs: true, top_logprobs: 2 });
@@ -136,6 +171,7 @@ async function main() {
     model: (await client().models.retrieve(CLIENT_MODEL)).id,
     structured: structured.choices[0].message.parsed,
     response: await responded(Fact),
+    batch: await batched(),
     together: together.map((one) => one.choices[0].message.content),
     left: await leave(),
     "unknown model": await refusal(

@@ -109,6 +109,41 @@ def responded(client: OpenAI) -> dict[str, Any]:
     }
 
 
+def batched(client: OpenAI) -> dict[str, Any]:
+    """Ask the same question, and for an unknown model, in a batch."""
+    models = {"good": MODEL, "bad": "nobody/nothing"}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {**CHAT, "model": model}}
+        for name, model in models.items()
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"job": "test"}
+    )
+    while batch.status not in ("completed", "failed", "expired"):
+        time.sleep(0.2)
+        batch = client.batches.retrieve(batch.id)
+    answers, errors = (
+        [json.loads(line) for line in client.files.content(file_id or "").text.splitlines()]
+        for file_id in (batch.output_file_id, batch.error_file_id)
+    )
+    found = {
+        "status": batch.status,
+        "counts": batch.request_counts and batch.request_counts.to_dict(),
+        "metadata": batch.metadata,
+        "text": [one["response"]["body"]["choices"][0]["message"]["content"] for one in answers],
+        "usage": [one["response"]["body"]["usage"]["total_tokens"] for one in answers],
+        "errors": [[one["custom_id"], one["response"]["status_code"]] for one in errors],
+        "is listed": batch.id in [one.id for one in client.batches.list()],
+        "file": client.files.retrieve(file.id).bytes == len(content),
+        "cancelled": refusal(lambda: client.batches.cancel(batch.id), openai.ConflictError),
+    }
+    for file_id in (file.id, batch.output_file_id, batch.error_file_id):
+        assert client.files.delete(file_id or "").deleted
+    return {**found, "files left": len(client.files.list().data)}
+
+
 def structured(answer: Any) -> Any:
     fact = answer.choices[0].message.parsed
     return fact and fact.model_dump()
@@ -147,6 +182,7 @@ def main() -> None:
         "model": client.models.retrieve(MODEL).id,
         "structured": structured(client.chat.completions.parse(**CHAT, response_format=Fact)),
         "response": responded(client),
+        "batch": batched(client),
         "together": asyncio.run(together()),
         "unknown model": refusal(
             lambda: client.chat.completions.create(**{**CHAT, "model": "nobody/nothing"}), openai.NotFoundError

@@ -32,6 +32,10 @@ CLIENTS = {
     "litellm": [str(ENVIRONMENT / "bin" / "python"), "litellm_python.py"],
     "langchain-openai": [str(ENVIRONMENT / "bin" / "python"), "langchain_python.py"],
 }
+STORING_CLIENTS = {
+    "openai (Python, litellm's)": [str(ENVIRONMENT / "bin" / "python"), "openai_stored.py"],
+    "openai (Python, ours)": [sys.executable, "openai_stored.py"],
+}
 TOOL_CLIENTS = {
     "openai (Python, litellm's)": [str(ENVIRONMENT / "bin" / "python"), "openai_tools.py"],
     "openai (Python, ours)": [sys.executable, "openai_tools.py"],
@@ -48,11 +52,14 @@ TOOL_MODELS = ("harbour/sailor", "harbour/concierge")
 
 @dataclass(frozen=True)
 class Stand:
-    """A running server, a key without limits, and a key limited to one request per five seconds."""
+    """A running server, a key without limits, a key limited to one request per five seconds, and a key of a tenant
+    whose answers are stored.
+    """
 
     deployment: Deployment
     key: str
     limited_key: str
+    storing_key: str = ""
 
     @property
     def url(self) -> str:
@@ -61,15 +68,18 @@ class Stand:
 
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator[Stand]:
-    made = deployment(demo_base, tmp_path_factory.mktemp("clients"), (), {})
+    environment = {"LORAMUX_RESPONSE_KEY": "a key of at least 32 characters."}
+    made = deployment(demo_base, tmp_path_factory.mktemp("clients"), (), environment)
     with made.running():
         keys = []
-        for slug in ("harbour", "limited"):
+        for slug in ("harbour", "limited", "storing"):
             made.json("tenants", "create", slug)
             keys.append(made.json("keys", "create", "--tenant", slug)["secret"])
         pushed = made.json("adapters", "push", str(PIRATE), "--tenant", "harbour", "--name", "pirate")
         assert pushed["model"] == MODEL
-        made.command("grants", "add", MODEL, "--tenant", "limited")
+        for slug in ("limited", "storing"):
+            made.command("grants", "add", MODEL, "--tenant", slug)
+        assert made.command("tenants", "set", "storing", "--response-days", "1").returncode == 0
         limit = ("--metric", "requests_per_minute", "--limit", "12", "--burst", "1")
         assert made.command("quotas", "set", "--tenant", "limited", *limit).returncode == 0
         yield Stand(made, *keys)
@@ -86,7 +96,7 @@ def tool_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
             folder = DEMO / "tools" / "adapters" / name
             pushed = made.json("adapters", "push", str(folder), "--tenant", "harbour", "--name", name)
             assert pushed["model"] == model
-        yield Stand(made, key, key)
+        yield Stand(made, key, key, key)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +124,7 @@ def output_of(stand: Stand, program: str, script: str, tool_model: str = "") -> 
         "CLIENT_URL": stand.url,
         "CLIENT_KEY": stand.key,
         "CLIENT_LIMITED_KEY": stand.limited_key,
+        "CLIENT_STORING_KEY": stand.storing_key,
         "CLIENT_MODEL": MODEL,
         "CLIENT_TOOL_MODEL": tool_model,
         "CLIENT_MODULES": str(ENVIRONMENT / "node"),
@@ -165,6 +176,48 @@ def test_a_response_is_the_same_answer(seen: dict[str, Any], plain: dict[str, An
     assert response["kinds"] == ["response.created", "response.in_progress", "response.completed"]
     assert response["structured"]["city"] in ("Paris", "Rome")
     assert response["previous"][:3] == ["NotFoundError", 404, "previous_response_not_found"]
+
+
+@pytest.mark.parametrize("client", STORING_CLIENTS)
+def test_stored_answers_conversations_and_the_background(client: str, stand: Stand, plain: dict[str, Any]) -> None:
+    seen = output_of(stand, *STORING_CLIENTS[client])
+    text, question = plain["choices"][0]["message"]["content"], "What is the capital of France?"
+    assert seen["chats"] == {
+        "text": text,
+        "messages": [question],
+        "listed": True,
+        "filtered": True,
+        "deleted": [True] * 3,
+        "missing": True,
+    }
+    assert seen["conversation"] == {
+        "text": text,
+        "referred": text,
+        "roles": ["user", "assistant"],
+        "is of it": True,
+        "deleted": True,
+        "missing": True,
+    }
+    assert seen["background"] == {
+        "first": "queued",
+        "status": "completed",
+        "text": text,
+        "streamed": text,
+        "numbers": True,
+        "last": "response.completed",
+        "cancelled": "cancelled",
+    }
+
+
+def test_a_batch_has_the_same_answer(seen: dict[str, Any], plain: dict[str, Any]) -> None:
+    if "batch" not in seen:
+        pytest.skip("this client's script does not run a batch")
+    batch, text, usage = seen["batch"], plain["choices"][0]["message"]["content"], plain["usage"]["total_tokens"]
+    assert (batch["status"], batch["metadata"]) == ("completed", {"job": "test"})
+    assert batch["counts"] == {"total": 2, "completed": 1, "failed": 1}
+    assert (batch["text"], batch["usage"], batch["errors"]) == ([text], [usage], [["bad", 404]])
+    assert (batch["is listed"], batch["file"], batch["files left"]) == (True, True, 0)
+    assert batch["cancelled"][:3] == ["ConflictError", 409, "batch_not_open"]
 
 
 def test_a_structured_answer_is_parsed(seen: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -19,11 +20,11 @@ import openai
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from loramux.admin.demo.prompts import DEMO_PROMPTS
 from tests.adapter_store.waiting import wait_until
@@ -97,13 +98,19 @@ def serve(made: Deployment, blobs: Any) -> Iterator[Stand]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[tuple[str | None, str], str]:
-    """The bfloat16 answers of transformers and peft to each demo prompt, by adapter. None stands for the base."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
+def reference() -> Any:
+    """The demo's base with its adapters, in peft."""
     base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, DEMO / "adapters" / "pirate", adapter_name="pirate")
     for name in ("formal", "json"):
         model.load_adapter(DEMO / "adapters" / name, adapter_name=name)
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Any) -> dict[tuple[str | None, str], str]:
+    """The bfloat16 answers of transformers and peft to each demo prompt, by adapter. None stands for the base."""
+    tokenizer, model = AutoTokenizer.from_pretrained(DEMO / "base"), reference
     answers: dict[tuple[str | None, str], str] = {}
     for prompt in DEMO_PROMPTS:
         text = tokenizer.apply_chat_template(
@@ -177,6 +184,33 @@ def test_every_tenant_gets_its_own_answers_and_its_own_bill(
     for tenant in ADAPTERS:
         billed = [now - then for now, then in zip(usage(stand, tenant), before[tenant], strict=True)]
         assert billed == spent[tenant]
+
+
+def test_embeddings_are_the_last_hidden_states_of_transformers_and_peft(stand: Stand, reference: Any) -> None:
+    tokenizer, texts = AutoTokenizer.from_pretrained(DEMO / "base"), [*DEMO_PROMPTS[:3], "A harbour " * 60]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    before = usage(stand, "harbour")
+    client = stand.deployment.client(stand.keys["harbour"])
+    for name, model in (("pirate", "pirate"), (None, "demo-base")):
+        found = client.embeddings.create(model=model, input=texts)
+        assert found.usage.prompt_tokens == sum(map(len, ids))
+        assert client.embeddings.create(model=model, input=ids).data == found.data
+        short = client.embeddings.create(model=model, input=texts[0], dimensions=16).data[0].embedding
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if name is None:
+                stack.enter_context(reference.disable_adapter())
+            else:
+                reference.set_adapter(name)
+            for one, tokens in zip(found.data, ids, strict=True):
+                run = reference(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+                state = run.hidden_states[-1][0, -1]
+                embedding = torch.tensor(one.embedding)
+                # The served K, V and adapters are in bfloat16.
+                assert embedding @ (state / state.norm()) > 0.9999
+                if one.index == 0:
+                    torch.testing.assert_close(torch.tensor(short), embedding[:16] / embedding[:16].norm())
+    spent = [now - then for now, then in zip(usage(stand, "harbour"), before, strict=True)]
+    assert spent == [6, 4 * sum(map(len, ids)) + 2 * len(ids[0]), 0]
 
 
 def test_models_are_the_tenants_own(stand: Stand) -> None:
@@ -338,6 +372,47 @@ def test_a_dora_adapter_is_packed_with_the_servers_base(
     for prompt in DEMO_PROMPTS:
         text, _, _ = ask(stand, "harbour", "dora", prompt, stream=False)
         assert text == expected["pirate", prompt]
+
+
+def test_a_classifier_is_pushed_and_only_classifies(stand: Stand, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        DEMO / "base", num_labels=3, dtype=torch.float32, pad_token_id=0
+    )
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    model = get_peft_model(base, config).eval()
+    model.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "adapter_config.json").read_text())
+    document["id2label"] = {"0": "bad", "1": "so-so", "2": "good"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(document))
+    made = stand.deployment
+    checked = made.json("check", str(tmp_path), "--model", str(DEMO / "base"))
+    assert checked["facts"]["task"]["labels"] == ["bad", "so-so", "good"]
+    pushed = made.json("adapters", "push", str(tmp_path), "--tenant", "harbour", "--name", "mood")
+    assert pushed["model"] == "harbour/mood"
+    version = made.json("adapters", "show", "harbour/mood@1")
+    assert version["task"] == {"kind": "classification", "labels": ["bad", "so-so", "good"], "activation": "softmax"}
+    assert "classification" in made.command("adapters", "show", "harbour/mood@1").stdout
+    texts = [*DEMO_PROMPTS[:3], "A harbour " * 60]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    client, before = made.client(stand.keys["harbour"]), usage(stand, "harbour")
+    body = {"model": "mood", "input": texts}
+    headers = {"authorization": f"Bearer {stand.keys['harbour']}"}
+    answer = httpx.post(f"http://127.0.0.1:{made.port}/classify", json=body, headers=headers, timeout=60).json()
+    for one, tokens in zip(answer["data"], ids, strict=True):
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([tokens])).logits[0].softmax(-1)
+        # The served K, V and adapters are in bfloat16.
+        torch.testing.assert_close(torch.tensor(one["probs"]), expected, atol=0.03, rtol=0)
+        assert one["label"] == version["task"]["labels"][int(torch.tensor(one["probs"]).argmax())]
+    with pytest.raises(openai.BadRequestError, match="is a classifier: call /classify"):
+        client.chat.completions.create(model="mood", messages=[{"role": "user", "content": "Hello"}])
+    spent = [now - then for now, then in zip(usage(stand, "harbour"), before, strict=True)]
+    assert spent == [1, sum(map(len, ids)), 0]
+    tasks = {one.id: (one.model_extra or {})["task"] for one in client.models.list()}
+    assert tasks["harbour/mood"] == "classification"
+    assert tasks["demo-base"] == tasks["harbour/pirate"] == "generation"
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

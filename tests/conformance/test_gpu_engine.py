@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +19,11 @@ from msgspec import structs
 from loramux.engine.architectures.model_config import ModelConfig
 from loramux.engine.device.accelerator import Accelerator, DeviceMemory, HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear
-from loramux.engine.execution import graph_executor
+from loramux.engine.execution import graph_executor, step_shape
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_shape import reachable_shapes
 from loramux.engine.loop.engine import Engine
-from loramux.engine.protocol.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
+from loramux.engine.protocol.messages import Add, DecodeReads, Finished, SamplingParams, StatsRequest, StepOutput
 from loramux.engine.sequences.layer_groups import LayerGroups
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.reference.lora import ReferenceLora
@@ -239,6 +240,42 @@ def test_a_long_prompt_is_taken_in_large_segments(
     assembled.adapters.close()
 
 
+@pytest.mark.parametrize(
+    "subject",
+    [pytest.param(one, marks=() if one == "llama" else pytest.mark.campaign) for one in FAMILIES],
+    indirect=True,
+)
+def test_large_steps_expand_adapters_without_affines_first(
+    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base's product adds to the adapters' outputs, except in steps with an adapter that rescales a sum."""
+    monkeypatch.setattr(step_shape, "MIN_EXPANDED_FIRST_ROWS", 16)
+    assembled = subject.assemble(backend, max_batch_tokens=16)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    noted: set[int] = set()
+    delta = executor._kernels.lora_delta
+
+    def note(x: torch.Tensor, call: LoraCall, slots: torch.Tensor, y: torch.Tensor) -> None:
+        noted.update(slots.tolist())
+        delta(x, call, slots, y.fill_(torch.nan))
+
+    monkeypatch.setattr(executor._kernels, "lora_delta", note)
+    for wanted, expands_first in (([(None, 5), ("by-layer", 7), ("r1", 3)], True), ([("r3", 7), (None, 3)], False)):
+        noted.clear()
+        asked = requests_of(subject, wanted, num_tokens=1)
+        recorder.by_sequence.clear()
+        tokens_of(assembled.engine, [add for _, add in asked.values()])
+        for sequence_id, (name, add) in asked.items():
+            assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+        # A layer with a bias does not add.
+        blocks = [block for layer in executor._decoder._layers for block in (layer.attention.qkv, layer.attention.o)]
+        adds = any(block.adding is not None for block in blocks)
+        assert len(noted) == (3 if expands_first and adds else 0), "the base and two adapters"
+    assembled.adapters.close()
+
+
 def test_shapes_of_few_modules_drop_no_graphs(graph_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = plain_backend(HostAccelerator(), compiles=True)
     assembled = graph_subject.assemble(backend, max_batch_tokens=16, max_sequences=1)
@@ -368,6 +405,52 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(
         assert executor.num_graphs == 2
     assert len(executor._has_run) > 2
     assembled.adapters.close()
+
+
+def test_decode_steps_count_what_they_must_read(graph_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of known bandwidth. On the CPU, nothing is counted."""
+
+    class MeasuredAccelerator(HostAccelerator):
+        """A device on which the weights take 1 MB more than embeddings and experts."""
+
+        num_bytes = 5000
+
+        def allocated_bytes(self) -> int:
+            return self.num_bytes
+
+        def bandwidth(self, memory: torch.Tensor) -> float:
+            assert memory.dtype is torch.uint8
+            assert memory.dim() == 1
+            assert memory.numel() > 0
+            return 1e12
+
+    counted: dict[str, DecodeReads] = {}
+    for name, accelerator in (("measured", MeasuredAccelerator()), ("host", HostAccelerator())):
+        backend = plain_backend(accelerator)
+
+        def make_linear(
+            weight: torch.Tensor, bias: torch.Tensor | None, accelerator: HostAccelerator = accelerator
+        ) -> DenseLinear:
+            if isinstance(accelerator, MeasuredAccelerator):
+                accelerator.num_bytes = 10_000_000
+            return DenseLinear(weight, bias)
+
+        assembled = graph_subject.assemble(replace(backend, make_linear=make_linear), max_batch_tokens=16)
+        asked = requests_of(graph_subject, [("r1", 9), (None, 3)], num_tokens=4)
+        tokens_of(assembled.engine, [add for _, add in asked.values()])
+        counted[name] = assembled.engine.stats(StatsRequest(call_id="")).decode_reads
+        decoder = assembled.engine._executor._decoder  # type: ignore[attr-defined]
+        assembled.adapters.close()
+    assert counted["host"] == DecodeReads()
+    reads = counted["measured"]
+    fixed = 10_000_000 - 5000 - decoder.embedding_bytes - decoder.expert_bytes
+    config = decoder.config
+    assert (decoder.expert_bytes > 0) == (config.mixture is not None)
+    assert (decoder.embedding_bytes == 0) == (config.tied_embeddings and not config.layer_input_size)
+    # Three decode steps of two sequences read all weights, and at most all experts and a few pages.
+    assert 3 * fixed < reads.num_bytes < 3 * (fixed + decoder.expert_bytes) + 3_000_000
+    assert reads.utilization is not None
+    assert reads.utilization > 0
 
 
 def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(

@@ -117,6 +117,8 @@ def compare(recipes: list[Recipe], directory: Path, monkeypatch: pytest.MonkeyPa
         problem = unexpected(recipe, verdict)
         if problem is not None:
             problems.append(problem)
+        elif recipe.is_classifier:
+            assert verdict.facts["task"]["labels"] == ["LABEL_0"]
         elif recipe.refusal is None:
             serve(subject, recipe.name, path, target, base_dir)
             subject.references[recipe.name] = recipe.reference(trained, base, path)

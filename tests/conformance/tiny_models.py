@@ -424,5 +424,6 @@ def pack_peft_directory(directory: Path, target: PackTarget, base_dir: Path) -> 
         report.invocation_tokens,
         report.trained,
         report.vocab_size,
+        report.num_labels,
     )
     return pack(canonical, target, BaseWeights(base_dir))

@@ -84,8 +84,9 @@ MEANINGS = {
     "device": "Device of the engine; `auto` uses an NVIDIA GPU of compute capability 8.0 or later if there is one.",
     "blob_url": "Store for adapter files: `file://DIR`, `s3://BUCKET/PREFIX`, or the URL of "
     "[an extension](extending.md#blob-stores); by default in the data directory.",
-    "adapter_sources": "Buckets, and owners or repositories of a Hugging Face hub, from which an operator can register "
-    "adapters, separated by commas: see [Adapters](adapters.md#adapters-that-the-server-reads-itself). "
+    "adapter_sources": "Buckets, directories, and owners or repositories of a Hugging Face hub, from which an "
+    "operator can register adapters, separated by commas: see "
+    "[Adapters](adapters.md#adapters-that-the-server-reads-itself). "
     "[Extensions](extending.md#adapter-sources) add other sources.",
     "presigned_uploads": "Whether clients upload files to the S3 bucket directly.",
     "pool_bytes": "Memory of the pool shared by adapters and KV cache; by default the memory that the model leaves "

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
-from loramux.platform.listener.app import OPENAI_DOCUMENT, create_openai_app
+from loramux.platform.listener.app import OPENAI_DOCUMENT
 from loramux.platform.requests.openapi import operations
 from tests.admin.admin_side import TARGET, open_admin_side
-from tests.admin.openai_side import open_services
+from tests.admin.openai_side import open_services, whole_app
 from tests.demo_base import DEMO_BASE
-from tests.platform.gateways import batches_in_memory
 
 _TABLE = ("| call | what | takes | refuses with |", "|---|---|---|---|")
 
@@ -81,7 +80,7 @@ def endpoints_page() -> str:
         open_services(side.services.database, DEMO_BASE) as services,
     ):
         admin = ADMIN_DOCUMENT.of(create_admin_app(side.services))
-        openai = OPENAI_DOCUMENT.of(create_openai_app(services, batches_in_memory(services.database)))
+        openai = OPENAI_DOCUMENT.of(whole_app(services, side))
     sections: dict[str, list[str]] = defaultdict(list)
     for path, operation, method in _guarded(admin, ADMIN_DOCUMENT.public):
         tag = (operation.get("tags") or [path.removeprefix("/admin/v1/").partition("/")[0]])[0]

@@ -13,6 +13,7 @@ from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.constraints.grammars import Grammars
 from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
+from loramux.engine.loop.decode_reads import ReadsPerStep
 from loramux.engine.loop.engine import Engine, EngineParts, Observers
 from loramux.engine.loop.engine_stats import EngineStats
 from loramux.engine.pages.eviction import LeastRecentlyUsed
@@ -145,16 +146,20 @@ def simulate_engine(
     num_state_pages: int = 0,
     cache: CacheLayout | None = None,
     vocab_sizes: dict[str, int] | None = None,
+    reads: ReadsPerStep | None = None,
+    num_labels: dict[str, int] | None = None,
     **waiting: float,
 ) -> Simulation:
     """`cache` replaces the layout that follows from `windows` and `num_state_pages`.
 
-    `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, by digest. Steps wait for masks
+    `vocab_sizes` are the numbers of tokens of adapters with a vocabulary of their own, and `num_labels` the numbers of
+    classes of classifiers, by digest. Steps wait for masks
     without end unless there is a `grammar_clock`.
     """
     pages = PagePool(num_pages)
     policy, queue = LeastRecentlyUsed(), FairQueue()
-    stager, adapter_pages = MemoryStager(simulated_adapters(adapters or {}, vocab_sizes)), SimulatedPages()
+    stager = MemoryStager(simulated_adapters(adapters or {}, vocab_sizes, num_labels))
+    adapter_pages = SimulatedPages()
     pool = AdapterPool(pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
     prefixes = PrefixCache(pages, policy, 16)
     if cache is None:
@@ -166,7 +171,7 @@ def simulate_engine(
     clock = Clock()
     grammars = Grammars(grammar_process, os.environ, vocab_size, clock if grammar_clock is None else grammar_clock)
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars)
-    observers = Observers(EngineStats(pages, pool, prefixes, scheduler))
+    observers = Observers(EngineStats(pages, pool, prefixes, scheduler, reads=reads))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
     return Simulation(engine, pages, pool, prefixes, scheduler, grammars, executor, stager, adapter_pages, clock)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,14 +45,23 @@ def reference() -> Any:
 
 
 @torch.no_grad()
-def reference_logits(model: Any, ids: tuple[int, ...], adapter: str | None) -> torch.Tensor:
+def run_reference(model: Any, ids: tuple[int, ...], adapter: str | None) -> Any:
     with contextlib.ExitStack() as stack:
         if adapter is None:
             stack.enter_context(model.disable_adapter())
         else:
             model.set_adapter(adapter)
-        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
-        return logits
+        return model(torch.tensor([ids]), output_hidden_states=True)
+
+
+def reference_logits(model: Any, ids: tuple[int, ...], adapter: str | None) -> torch.Tensor:
+    logits: torch.Tensor = run_reference(model, ids, adapter).logits[0]
+    return logits
+
+
+def reference_states(model: Any, ids: tuple[int, ...], adapter: str | None) -> torch.Tensor:
+    states: torch.Tensor = run_reference(model, ids, adapter).hidden_states[-1][0]
+    return states
 
 
 def test_a_mixed_batch_equals_peft(llm: LLM, reference: Any) -> None:
@@ -73,6 +84,70 @@ def test_scores_equal_peft(llm: LLM, reference: Any) -> None:
         assert score.logprobs[0] is None
         assert score.logprobs[1:] == pytest.approx(expected, abs=1e-4)
         assert score.total == pytest.approx(sum(expected), abs=1e-3)
+
+
+def test_embeddings_equal_peft(llm: LLM, reference: Any) -> None:
+    prompts = [PROMPT, PROMPT + " Then we sail.", list(range(2, 90))]
+    for adapter, pooling in (("pirate", "last"), (None, "mean")):
+        ids = [llm.tokenize(one) if isinstance(one, str) else tuple(one) for one in prompts]
+        found = llm.embed(prompts, adapter=adapter, pooling=pooling)  # type: ignore[arg-type]
+        for tokens, embedding in zip(ids, found, strict=True):
+            states = reference_states(reference, tokens, adapter)
+            state = states[-1] if pooling == "last" else states.mean(dim=0)
+            torch.testing.assert_close(torch.from_numpy(embedding), state / state.norm(), atol=1e-5, rtol=0)
+    [short], [raw] = (llm.embed(PROMPT, dimensions=9), llm.embed(PROMPT, normalize=False))
+    assert short.shape == (9,)
+    assert float(raw @ raw) > 1.5
+    np.testing.assert_allclose(short, raw[:9] / np.linalg.norm(raw[:9]), rtol=1e-5)
+    with pytest.raises(ValueError, match="dimensions must be from 1 to"):
+        llm.embed(PROMPT, dimensions=0)
+    with pytest.raises(RequestFailed):
+        llm.embed([[1] * (llm.max_model_len + 1)])
+
+
+def test_an_adapters_own_files_choose_its_pooling(tmp_path: Path, llm: LLM) -> None:
+    directory = tmp_path / "search"
+    shutil.copytree(ADAPTERS["pirate"], directory)
+    modules = [
+        {"type": f"sentence_transformers.models.{name}", "path": "1_Pooling"} for name in ("Transformer", "Pooling")
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    llm.add_adapter("search", directory)
+    own, plain = llm.embed([PROMPT, PROMPT], adapter=["search", "pirate"])
+    [mean] = llm.embed(PROMPT, adapter="pirate", pooling="mean", normalize=False)
+    [last] = llm.embed(PROMPT, adapter="search", pooling="last")
+    np.testing.assert_allclose(own, mean, atol=1e-5)
+    np.testing.assert_allclose(last, plain, atol=1e-6)
+    llm.remove_adapter("search")
+
+
+def test_classes_equal_peft(tmp_path: Path, llm: LLM) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        DEMO_BASE, num_labels=4, dtype=torch.float32, pad_token_id=0
+    )
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    wrapped = get_peft_model(model, config).eval()
+    wrapped.save_pretrained(tmp_path)
+    llm.add_adapter("mood", tmp_path)
+    ids = llm.tokenize(PROMPT)
+    [found] = llm.classify(PROMPT, adapter="mood")
+    with torch.no_grad():
+        expected = wrapped(input_ids=torch.tensor([ids])).logits[0].softmax(-1)
+    np.testing.assert_allclose(found.probabilities, expected, atol=1e-5)
+    assert found.label == f"LABEL_{int(expected.argmax())}" == found.labels[int(expected.argmax())]
+    with pytest.raises(RequestFailed, match="num_labels"):
+        llm.embed(PROMPT, adapter="mood")
+    with pytest.raises(RequestFailed, match="num_labels"):
+        llm.generate(PROMPT, adapter="mood")
+    with pytest.raises(ValueError, match="pirate is not a classifier"):
+        llm.classify(PROMPT, adapter="pirate")
+    llm.remove_adapter("mood")
 
 
 def test_pieces_join_to_the_answer(llm: LLM) -> None:

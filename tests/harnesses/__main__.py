@@ -1,7 +1,8 @@
 """Run evaluation harnesses and load generators against a server: `python -m tests.harnesses`.
 
 lm-eval's results must equal those of its own Hugging Face backend on the same files. The load generators must complete
-all of their requests with their default settings. `loramux bench` must measure what vLLM's benchmark measures.
+all of their requests with their default settings. `loramux bench` must measure what vLLM's benchmark measures. TRL must
+train a policy that the server runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.harnesses.evaluation import evaluations
 from tests.harnesses.finding import Finding
 from tests.harnesses.load import aiperf, guidellm, vllm_bench
 from tests.harnesses.tools import ENVIRONMENTS, ToolFailed
+from tests.harnesses.training import trl
 from tests.strangers.sdists import unpacked
 from tests.strangers.stand import Served, served
 
@@ -34,12 +36,17 @@ def _beside(_stand: Served, scratch: Path) -> Iterator[Finding]:
     return bench_beside_vllm(unpacked(VLLM, VLLM_FILES, ENVIRONMENTS), scratch)
 
 
+def _trl(_stand: Served, scratch: Path) -> Iterator[Finding]:
+    return trl(scratch)
+
+
 TOOLS: dict[str, Callable[[Served, Path], Iterator[Finding]]] = {
     "lm-eval": evaluations,
     "guidellm": guidellm,
     "aiperf": aiperf,
     "vllm bench": _vllm_bench,
     "loramux bench": _beside,
+    "trl": _trl,
 }
 
 

@@ -33,6 +33,7 @@ def in_layout(kernels: Any, weight: torch.Tensor, bias: torch.Tensor | None = No
         pytest.param(7, RoutingSpec(1, 1, True), 33, id="one-expert"),
         pytest.param(23, RoutingSpec(5, 3, True), 70, id="more-rows-than-a-tile"),
         pytest.param(130, RoutingSpec(3, 2, True), 48, id="large-tiles"),
+        pytest.param(130, RoutingSpec(11, 3, True), 48, id="listed-tiles"),
         pytest.param(0, RoutingSpec(4, 2, True), 16, id="no-rows"),
     ],
 )
@@ -50,14 +51,28 @@ def test_each_pair_is_multiplied_by_its_expert(kernels: Any, num_rows: int, spec
         torch.testing.assert_close(y[pair].double(), second[expert].double() @ expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("chosen", [[4], [0, 8], [1, 2, 7]], ids=["one", "first-and-last", "three"])
+def test_experts_without_pairs_have_no_tiles(kernels: Any, chosen: list[int]) -> None:
+    """All rows choose among a few of nine experts. The tiles of a large step belong to these experts alone."""
+    spec = RoutingSpec(9, 1, True)
+    logits = torch.full((131, 9), -10.0)
+    logits[torch.arange(131), torch.tensor(chosen)[torch.arange(131) % len(chosen)]] = 10.0
+    routing = kernels.route(logits, spec)
+    weight, x = torch.randn(9, 70, 40), torch.randn(131, 40)
+    y = kernels.multiply_experts(x, in_layout(kernels, weight), routing)
+    expected = torch.einsum("th,toh->to", x.double(), weight[routing.experts[:, 0].long()].double())
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_products_in_half_precision(kernels: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_rows", [9, 195], ids=["small-tiles", "large-tiles"])
+def test_products_in_half_precision(kernels: Any, num_rows: int, dtype: torch.dtype) -> None:
     spec = RoutingSpec(4, 2, True)
     if isinstance(kernels, CpuKernels) and dtype is torch.float16:
         pytest.skip("the CPU has no float16 kernels")
     is_gpu = type(kernels).__name__ == "GpuKernels"
-    weight, x = torch.randn(4, 48, 64).to(dtype), torch.randn(9, 64).to(dtype)
-    routing = kernels.route(torch.randn(9, 4), spec)
+    weight, x = torch.randn(4, 48, 64).to(dtype), torch.randn(num_rows, 64).to(dtype)
+    routing = kernels.route(torch.randn(num_rows, 4), spec)
     y = kernels.multiply_experts(x if is_gpu else x.float(), in_layout(kernels, weight), routing)
     rows = x.double().repeat_interleave(2, 0)
     expected = torch.einsum("pi,poi->po", rows, weight.double()[routing.experts.flatten().long()])

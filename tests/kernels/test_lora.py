@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.layout import AFFINE, NO_AFFINE, LinearShape, PageGeometry
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import LoraCall, ModuleGroup, Segments
 
@@ -127,6 +127,25 @@ def test_lora_add_equals_shrink_then_expand(
         poisoned_planes(kernels, call, len(slots))
         kernels.lora_add(x, call, found)
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
+def test_delta_equals_lora_add_on_zeros(
+    slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+) -> None:
+    """Rows without an adapter and modules that an adapter does not change become 0, whatever the memory contained."""
+    group = group_of(128, OUT_FEATURES["three"])
+    modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
+    ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
+    adapters = make_adapter_pool(modules, ranks, GEOMETRY[dtype], dtype)
+    adapters.tables.off[..., AFFINE] = NO_AFFINE
+    kernels = make_kernels(adapters.pool)
+    call = LoraCall(1, group, adapters.tables, segments_of(slots, kernels, max_rank=max(RANKS)))
+    x = torch.randn(len(slots), 128)
+    expected, found = torch.zeros(len(slots), group.total_out), torch.full((len(slots), group.total_out), torch.nan)
+    kernels.lora_add(x, call, expected)
+    kernels.lora_delta(x, call, torch.tensor(slots, dtype=torch.int32), found)
+    assert torch.equal(found, expected)
 
 
 def test_changed_ranks_apply_in_the_next_step(

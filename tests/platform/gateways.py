@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
@@ -70,15 +71,17 @@ class Gateway:
         versions: int = 1,
         files: Mapping[str, bytes] | None = None,
         invocation_tokens: Sequence[int] = (),
+        task: AdapterTask | None = None,
     ) -> str:
         """Add an adapter with ready versions and return its identifier. The last version is the default.
 
-        `files` are the optional files of each version, by name; `invocation_tokens` activate each version.
+        `files` are the optional files of each version, by name; `invocation_tokens` activate each version, and `task`
+        is what each is for.
         """
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
         digests = [digest_of(f"{tenant}/{name}@{number}") for number in range(1, versions + 1)]
-        return add_ready_adapter(self.database, owner.id, name, digests, files, invocation_tokens)
+        return add_ready_adapter(self.database, owner.id, name, digests, files, invocation_tokens, task=task)
 
 
 def batches_in_memory(database: Database) -> BatchServices:
@@ -113,6 +116,7 @@ async def open_gateway(
         templates=TenantTemplates(read_special_tokens(DEMO_BASE), tokenizer.chat_template),
         grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
         model=ModelInfo(
+            hidden_size=3,
             served_name="base",
             max_model_len=max(1024, max_model_len),
             vocab_size=1024,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import insert
 
+from loramux.adapter_store.formats.version_files.adapter_task import AdapterTask
 from loramux.adapter_store.formats.version_files.further_files import FurtherFiles, version_digest
 from loramux.adapter_store.registry.aliases import change_alias
 from loramux.adapter_store.registry.bases import note_validated
@@ -23,11 +24,12 @@ def add_ready_adapter(
     files: Mapping[str, bytes] | None = None,
     invocation_tokens: Sequence[int] = (),
     base_id: str | None = None,
+    task: AdapterTask | None = None,
 ) -> str:
     """Add an adapter with a ready version per digest, and return its identifier. The last version is the default.
 
     `files` are the optional files of each version, by name; `invocation_tokens` activate each version. The
-    versions are valid for `base_id`.
+    versions are valid for `base_id`, and are for `task`.
     """
     further = FurtherFiles(files or {})
     adapter_id = new_id("ada")
@@ -46,6 +48,7 @@ def add_ready_adapter(
                     max_rank=8,
                     num_pages=1,
                     invocation_tokens=list(invocation_tokens) or None,
+                    task=None if task is None else task.document(),
                     canonical_bytes=1,
                     upload_id=new_id("upl"),
                     report={},

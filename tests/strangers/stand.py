@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ BASES = {
     "tools": (DEMO / "tools" / "base", DEMO / "tools" / "adapters" / "concierge"),
 }
 # One of vLLM's tests calls its server below this path, and others start it with options.
-SETTINGS = {"LORAMUX_ROOT_PATH": "/llm"}
+SETTINGS = {
+    "LORAMUX_ROOT_PATH": "/llm",
+    # vLLM's tests load the demo's adapter, and broken copies of it from pytest's temporary directories.
+    "LORAMUX_LOAD_SOURCES": f"file://{DEMO},file://{Path(tempfile.gettempdir()).resolve()}",
+}
+SCOPES = ("adapters", "base", "tenant:develop")
 TELLING = {**SETTINGS, "LORAMUX_FORCE_INCLUDE_USAGE": "true", "LORAMUX_RETURN_TOKENS_AS_TOKEN_IDS": "true"}
 TENANT = "harbour"
 
@@ -70,7 +76,8 @@ def _one(name: str, scratch: Path) -> Iterator[Served]:
     config: dict[str, Any] = json.loads((base / "config.json").read_text())
     with made.running(scratch / "server.log"):
         made.json("tenants", "create", TENANT)
-        key = made.json("keys", "create", "--tenant", TENANT)["secret"]
+        scopes = [part for scope in SCOPES for part in ("--scope", scope)]
+        key = made.json("keys", "create", "--tenant", TENANT, *scopes)["secret"]
         pushed = made.json("adapters", "push", str(adapter), "--tenant", TENANT, "--name", adapter.name)
         yield Served(
             host="127.0.0.1",

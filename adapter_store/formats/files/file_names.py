@@ -1,7 +1,7 @@
 """The names of an adapter's files.
 
 PEFT writes the two required files. transformers writes two of the optional files and the tokenizer's files, and only
-loramux uses the other two.
+loramux uses the other three.
 """
 
 from __future__ import annotations
@@ -16,5 +16,8 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PARSERS_FILE = "parsers.json"
 VOCABULARY_FILE = "added_vocabulary.json"
-FURTHER_FILES = (TEMPLATE_FILE, GENERATION_FILE, PARSERS_FILE, VOCABULARY_FILE)
+POOLING_FILE = "pooling.json"
+MODULES_FILE = "modules.json"
+"""The list of steps that sentence-transformers writes beside a model."""
+FURTHER_FILES = (TEMPLATE_FILE, GENERATION_FILE, PARSERS_FILE, VOCABULARY_FILE, POOLING_FILE)
 """The names of an upload's optional files, in the order in which a version's digest covers them."""

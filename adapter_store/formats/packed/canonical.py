@@ -3,9 +3,9 @@
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
 key, `config`, whose value is JSON with sorted keys. The JSON contains each module's scale, to which alpha, rsLoRA and
 patterns have already been applied. If the adapter replaces rows of the embedding or the head, the JSON also says which
-rows, and which tensors contain the new ones. It contains the adapter's vocabulary size if that differs from the base's,
-and the tokens that activate an activated LoRA. Equal adapters yield equal bytes, regardless of the order and names of
-the tensors in the uploaded files.
+rows, and which tensors contain the new ones. The head of a classifier is stored as such rows. The JSON contains the
+adapter's vocabulary size if that differs from the base's, and the tokens that activate an activated LoRA. Equal
+adapters yield equal bytes, regardless of the order and names of the tensors in the uploaded files.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ def write_canonical(
     invocation_tokens: Sequence[int] = (),
     trained: Mapping[str, TrainedRows] = MappingProxyType({}),
     vocab_size: int | None = None,
+    num_labels: int | None = None,
 ) -> str:
     """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
     `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same. `scales`
     and `trained` map modules to their scales and to their replaced rows. `vocab_size` is the adapter's vocabulary size,
-    or None if it has the base's vocabulary.
+    or None if it has the base's vocabulary. `num_labels` is the number of rows of a classifier's head, which
+    `trained` contains as rows of `lm_head`, or None for other adapters.
     """
     # Facts that do not apply are left out, so an adapter without them keeps its digest when a new fact is introduced.
     facts: dict[str, object] = {"peft_type": "LORA", "scales": dict(scales)}
@@ -52,6 +54,8 @@ def write_canonical(
         facts["trained_rows"] = {key: rows.document() for key, rows in trained.items()}
     if vocab_size is not None:
         facts["vocab_size"] = vocab_size
+    if num_labels is not None:
+        facts["num_labels"] = num_labels
     config = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     with TensorFile(tensors, MAX_HEADER_BYTES) as file, destination.open("wb") as out:
         originals = names or {name: name for name in file.header.tensors}
@@ -98,6 +102,7 @@ class CanonicalAdapter(TensorFile):
             rows = config.get("trained_rows", {})
             self.trained = {key: TrainedRows.from_document(document) for key, document in rows.items()}
             self.vocab_size: int | None = config.get("vocab_size")
+            self.num_labels: int | None = config.get("num_labels")
         except (InvalidJson, KeyError, TypeError, AttributeError, ValueError) as error:
             self.__exit__(None, None, None)
             raise AdapterCorrupt("the canonical file has no valid configuration") from error

@@ -16,6 +16,7 @@ from loramux.adapter_store.formats.files.float_formats import to_pool_dtype
 from loramux.adapter_store.formats.files.ignored_tensors import is_ignored
 from loramux.adapter_store.formats.packed.affines import dora_affine, norm_affine
 from loramux.adapter_store.formats.packed.canonical import CanonicalAdapter, digest_of
+from loramux.adapter_store.formats.packed.class_head import CLASS_HEADS, class_head_names
 from loramux.adapter_store.formats.packed.module_places import (
     MAGNITUDE_SUFFIX,
     ModulePlace,
@@ -141,7 +142,7 @@ def _places_with_affine(
     whose rows it replaces.
     """
     yield from (vector.place for vector in vectors.values())
-    for place in shared_places(target):
+    for place in shared_places(target) if replaced.counts.num_labels is None else ():
         if place.layer is None and place.shape.has_bias and len(replaced.tokens[place.key]):
             yield place
 
@@ -177,6 +178,8 @@ def _places(file: CanonicalAdapter, target: PackTarget, vectors: Mapping[str, Tr
             raise AdapterRejected("base_mismatch", "the adapter was made for another base model", place.key)
     known = {name for place in places for name in (place.a_name, place.b_name, place.magnitude_name, place.bias_name)}
     known.update(name for module in target.outer_modules for name in outer_weight_names(module.name))
+    if file.num_labels is not None:
+        known.update(name for head in CLASS_HEADS for name in class_head_names(head))
     unused = unused_projections(target)
     known.update(name for name in entries if is_ignored(name) or module_of(name) in unused)
     known.update(name for name, vector in vectors.items() if entries[name].shape == (vector.size,))
@@ -288,7 +291,7 @@ def _affine(
     if (name := place.base_bias_name(has_lora)) in names:
         affine[1] += file.float32(name) - _base_bias(base, place, name)
     tokens = replaced.tokens.get(place.key)
-    if place.shape.has_bias and tokens is not None and len(tokens):
+    if place.shape.has_bias and tokens is not None and len(tokens) and replaced.counts.num_labels is None:
         # The products with replaced rows lack the base's bias.
         affine[1, tokens] += (1 + affine[0, tokens]) * _base_bias(base, place, place.key)[tokens]
     return affine

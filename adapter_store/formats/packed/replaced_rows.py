@@ -67,7 +67,7 @@ def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: WeightRows |
     if not file.trained:
         return ReplacedRows(tokens, RowCounts())
     counts = tuple(len(tokens[module.name]) for module in modules)
-    return ReplacedRows(tokens, RowCounts(counts, is_shared, file.vocab_size))
+    return ReplacedRows(tokens, RowCounts(counts, is_shared, file.vocab_size, file.num_labels))
 
 
 def write_rows(

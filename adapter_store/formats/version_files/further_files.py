@@ -12,22 +12,30 @@ from loramux.adapter_store.formats.files.file_names import (
     FURTHER_FILES,
     GENERATION_FILE,
     PARSERS_FILE,
+    POOLING_FILE,
     TEMPLATE_FILE,
     VOCABULARY_FILE,
 )
 from loramux.adapter_store.formats.version_files.added_vocabulary import AddedVocabulary
 from loramux.adapter_store.formats.version_files.answer_parsers import AnswerParsers
 from loramux.adapter_store.formats.version_files.generation_config import GenerationConfig
+from loramux.adapter_store.formats.version_files.pooling_files import Pooling
 
 MAX_FURTHER_BYTES: Mapping[str, int] = MappingProxyType(
-    {TEMPLATE_FILE: 64 << 10, GENERATION_FILE: 16 << 10, PARSERS_FILE: 1 << 10, VOCABULARY_FILE: 128 << 10}
+    {
+        TEMPLATE_FILE: 64 << 10,
+        GENERATION_FILE: 16 << 10,
+        PARSERS_FILE: 1 << 10,
+        VOCABULARY_FILE: 128 << 10,
+        POOLING_FILE: 1 << 10,
+    }
 )
 """Largest size of each optional file, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FurtherFiles:
-    """A version's optional files as uploaded, by name, and the parsed contents of three of them, all validated.
+    """A version's optional files as uploaded, by name, and the parsed contents of four of them, all validated.
 
     `has_template` is False if the chat template is a copy of the base's.
     """
@@ -37,6 +45,7 @@ class FurtherFiles:
     parsers: AnswerParsers | None = None
     vocabulary: AddedVocabulary | None = None
     has_template: bool = True
+    pooling: Pooling | None = None
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -57,6 +66,8 @@ class FurtherFiles:
             facts["parsers"] = self.parsers.document()
         if self.vocabulary is not None:
             facts["added_vocabulary"] = self.vocabulary.report()
+        if self.pooling is not None:
+            facts["pooling"] = self.pooling.document()
         return facts
 
 

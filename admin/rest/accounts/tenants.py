@@ -27,7 +27,7 @@ class TenantDocument(TypedDict):
     In an engine's host memory, other tenants cannot evict this tenant's adapters below `host_floor_bytes`. If the
     floors of all tenants do not fit, the floors that were set first take precedence.
 
-    Responses of `/v1/responses` are stored for `response_days` days. If it is 0, they are not stored.
+    Responses, chat completions and conversations are stored for `response_days` days. If it is 0, they are not stored.
     """
 
     id: str
@@ -76,7 +76,7 @@ async def get_tenant(id_or_slug: str, response: Response, services: Services, ca
 async def change_tenant(
     id_or_slug: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
 ) -> TenantDocument:
-    """Change a tenant's display name, weight, state, host memory floor, time zone or storage of responses.
+    """Change a tenant's display name, weight, state, host memory floor, time zone or storage of answers.
 
     In the state `suspended`, the tenant's keys are refused, immediately by this server and within five seconds by other
     gateways. Running requests finish, and no data is deleted. A new time zone starts new budget windows immediately. A

@@ -72,12 +72,13 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
     """Declare the name, size and SHA-256 of each file. The response says how to PUT each file.
 
     `adapter_config.json` and `adapter_model.safetensors` are required. `chat_template.jinja` (at most 64 KiB),
-    `generation_config.json` (at most 16 KiB), `parsers.json` (at most 1 KiB) and `added_vocabulary.json` (at most 128
-    KiB) are optional. The version then has its own template, sampling defaults, parsers or tokens. An example of
-    `parsers.json` is `{"tool_call_parser": "hermes"}`. The tokens extend the base's vocabulary. A file with only a
-    `url` is sent to this server. A file with `method` and `headers` is sent to the blob store, with exactly these
-    headers and no key. A large file has `parts` of `part_size` bytes. The last part can be shorter. The declared bytes
-    count against `adapter_bytes` until the upload is used, cancelled or expired.
+    `generation_config.json` (at most 16 KiB), `parsers.json` (at most 1 KiB), `added_vocabulary.json` (at most 128 KiB)
+    and `pooling.json` (at most 1 KiB) are optional. The version then has its own template, sampling defaults, parsers,
+    tokens or pooling of embeddings. An example of `parsers.json` is `{"tool_call_parser": "hermes"}`. The tokens extend
+    the base's vocabulary. A file with only a `url` is sent to this server. A file with `method` and `headers` is sent
+    to the blob store, with exactly these headers and no key. A large file has `parts` of `part_size` bytes. The last
+    part can be shorter. The declared bytes count against `adapter_bytes` until the upload is used, cancelled or
+    expired.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewUpload)

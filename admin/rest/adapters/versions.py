@@ -34,7 +34,8 @@ class VersionDocument(TypedDict):
     its sampling defaults and end tokens. `tool_call_parser` and `reasoning_parser` are the parsers uploaded with it.
     `added_tokens` contains the id of each token that the version adds to the base's vocabulary, or is null if it adds
     none. `invocation_tokens` lists the token ids that activate an activated LoRA, or is null if the adapter is always
-    active. `report` is the validation report. The digests and sizes are null until validation succeeds.
+    active. `task` is what the version is for: `classification`, with its labels, or `embedding`. It is null for
+    generation. `report` is the validation report. The digests and sizes are null until validation succeeds.
     """
 
     id: str
@@ -51,6 +52,7 @@ class VersionDocument(TypedDict):
     added_tokens: dict[str, int] | None
     max_rank: int | None
     invocation_tokens: list[int] | None
+    task: dict[str, Any] | None
     num_pages: int | None
     size: int | None
     pinned: bool
@@ -70,10 +72,11 @@ class WithdrawnVersion(VersionDocument):
 async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
     """Create a version from an upload. Poll the version until it is `ready` or `rejected`.
 
-    If a version with the same bytes exists and was not rejected, that version is returned. A platform administrator can
-    instead specify a `source` that the operator allows: `s3://BUCKET/PREFIX`, or `hf://OWNER/NAME@REVISION` of a
-    Hugging Face hub. The revision's commit is recorded. A version from a source is rejected if the revision moves
-    before the files are fetched, or if another version has the same bytes.
+    If a version with the same bytes exists and was not rejected, that version is returned. A platform administrator
+    can instead specify a `source` that the operator allows: `s3://BUCKET/PREFIX`, `file:///DIRECTORY` of the
+    server's machine, or `hf://OWNER/NAME@REVISION` of a Hugging Face hub. The revision's commit is recorded. A
+    version from a source is rejected if the revision moves before the files are fetched, or if another version has
+    the same bytes.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewVersion)
@@ -182,6 +185,7 @@ def describe_version(version: AdapterVersion) -> VersionDocument:
         "added_tokens": version.report.get("added_vocabulary", {}).get("tokens"),
         "max_rank": version.max_rank,
         "invocation_tokens": None if version.invocation_tokens is None else list(version.invocation_tokens),
+        "task": None if version.task is None else dict(version.task),
         "num_pages": version.num_pages,
         "size": version.canonical_bytes,
         "pinned": version.pinned_us is not None,

@@ -21,7 +21,11 @@ STATS_TIMEOUT_S = 5.0
 
 
 class EngineDocument(TypedDict):
-    """Limits, counters since the engine started, and counters of adapter loads into the pool (`loading`)."""
+    """Limits, counters since the engine started, and counters of adapter loads into the pool (`loading`).
+
+    `bandwidth_utilization` is the share of the GPU's memory bandwidth that decode steps have used. It is null if there
+    were none, or if the engine runs on a CPU.
+    """
 
     object: Literal["engine"]
     device: str
@@ -49,6 +53,7 @@ class EngineDocument(TypedDict):
     num_adapter_loads: int
     num_adapter_evictions: int
     num_preemptions: int
+    bandwidth_utilization: float | None
     loading: dict[str, Any]
 
 
@@ -86,6 +91,7 @@ async def get_engine(services: Services, caller: PlatformReader) -> EngineDocume
         "num_adapter_loads": stats.num_adapter_loads,
         "num_adapter_evictions": stats.num_adapter_evictions,
         "num_preemptions": stats.num_preemptions,
+        "bandwidth_utilization": stats.decode_reads.utilization,
         "loading": msgspec.to_builtins(stats.loading),
     }
 

@@ -53,6 +53,7 @@ class PriceDocument(TypedDict):
     prompt: int
     cached: int
     completion: int
+    batch_percent: int
     effective_at: int
     created_at: int
 
@@ -62,7 +63,7 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
     """Add a price that applies from `effective_at` until the next price for the same tenant and scope.
 
     `scope` is `all`, `base`, `adapters` or an adapter's identifier. A price in force never changes. A request is
-    charged at the price in force when it was admitted.
+    charged at the price in force when it was admitted. A request of a batch is charged `batch_percent` of it.
     """
     body = await read_json(request, NewPrice)
     tenant = None if body.tenant is None else await find_tenant(services, caller, body.tenant)
@@ -73,6 +74,7 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
         prompt_nanos=body.prompt,
         cached_nanos=body.cached,
         completion_nanos=body.completion,
+        batch_percent=body.batch_percent,
         currency=body.currency,
         effective_us=micros(body.effective_at),
     )
@@ -128,6 +130,7 @@ def _describe(price: Price, names: Mapping[str, str]) -> PriceDocument:
         "prompt": price.prompt_nanos,
         "cached": price.cached_nanos,
         "completion": price.completion_nanos,
+        "batch_percent": price.batch_percent,
         "effective_at": seconds(price.effective_us),
         "created_at": seconds(price.created_us),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -204,9 +205,10 @@ async def check_quotas(request: Request, services: Services, caller: Reader) -> 
         trial = await services.call(
             services.usage.quotas.propose, subject_id, wanted.metric, wanted.limit, wanted.burst, wanted.mode
         )
+    is_batch = body.is_batch or (trial is not None and METRICS[trial.metric].is_for_batches)
     answer = await services.call(
         services.usage.quota_overview.check,
-        who,
+        replace(who, is_batch=is_batch),
         prompt_tokens=body.prompt_tokens,
         completion_tokens=body.n * body.max_tokens,
         trial=trial,

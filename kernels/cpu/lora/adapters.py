@@ -71,6 +71,9 @@ class CpuLora:
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         self._run(x, self.lora_planes(call, y.shape[0]), y, call)
 
+    def lora_delta(self, x: torch.Tensor, call: LoraCall, slots: torch.Tensor, y: torch.Tensor) -> None:
+        self.lora_add(x, call, y.zero_())
+
     def lora_affine(self, call: LoraCall, y: torch.Tensor) -> None:
         self._read(call)
         if self._slots.shape[0]:

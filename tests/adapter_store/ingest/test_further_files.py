@@ -13,6 +13,7 @@ from loramux.adapter_store.formats.files.file_names import (
     FURTHER_FILES,
     GENERATION_FILE,
     PARSERS_FILE,
+    POOLING_FILE,
     TEMPLATE_FILE,
     VOCABULARY_FILE,
 )
@@ -42,6 +43,7 @@ FURTHER = {
     GENERATION_FILE: SETTINGS,
     PARSERS_FILE: PARSERS,
     VOCABULARY_FILE: VOCABULARY,
+    POOLING_FILE: b'{"pooling": "mean"}',
 }
 
 
@@ -71,6 +73,7 @@ def test_version_digest_covers_the_weights_and_each_file(world: IngestWorld, mak
     assert version.report["chat_template"] == {"sha256": hashlib.sha256(TEMPLATE).hexdigest(), "size": len(TEMPLATE)}
     assert version.report["generation_config"] == {"temperature": 0.5, "eos_token_id": [1, 2]}
     assert version.report["parsers"] == {"tool_call_parser": "pythonic"}
+    assert version.report["pooling"] == {"pooling": "mean", "normalize": True}
     assert version.report["added_vocabulary"] == {"vocab_size": VOCAB_SIZE, "tokens": {"<|ü|>": 68}}
 
 
@@ -135,6 +138,12 @@ REFUSED = [
     pytest.param(GENERATION_FILE, b'{"eos_token_id": "1"}', "invalid_generation_config", "eos_token_id", id="end"),
     pytest.param(VOCABULARY_FILE, b"{}", "invalid_vocabulary", VOCABULARY_FILE, id="no vocabulary"),
     pytest.param(VOCABULARY_FILE, b'{"\xff": 1}', "invalid_json", VOCABULARY_FILE, id="no UTF-8 in a vocabulary"),
+    pytest.param(POOLING_FILE, b"{}", "invalid_pooling", POOLING_FILE, id="no pooling"),
+    pytest.param(POOLING_FILE, b'{"pooling": "max"}', "invalid_pooling", "pooling", id="another pooling"),
+    pytest.param(POOLING_FILE, b'{"pooling": ["mean"]}', "invalid_pooling", "pooling", id="a list of poolings"),
+    pytest.param(POOLING_FILE, b'{"pooling": "cls", "normalize": 1}', "invalid_pooling", "normalize", id="a number"),
+    pytest.param(POOLING_FILE, b'{"pooling": "cls", "a": 1}', "invalid_pooling", POOLING_FILE, id="another key"),
+    pytest.param(POOLING_FILE, b"[", "invalid_json", POOLING_FILE, id="no JSON of pooling"),
     pytest.param(PARSERS_FILE, b"{}", "invalid_parsers", PARSERS_FILE, id="no parser"),
     pytest.param(PARSERS_FILE, b"[1]", "invalid_parsers", PARSERS_FILE, id="no object of parsers"),
     pytest.param(PARSERS_FILE, b'"', "invalid_json", PARSERS_FILE, id="no JSON of parsers"),
@@ -197,7 +206,7 @@ def test_accepted_files_survive_a_failing_store(
             world.ingest.process(version.id)
         with database.read() as connection:
             rows = connection.execute(select(func.count()).select_from(adapter_version_files)).scalar_one()
-        assert rows == 4, "a retry replaces the files"
+        assert rows == 5, "a retry replaces the files"
         assert world.registry.resolve("acme", "support") is None
     blobs.num_calls = 1_000_000
     ready = world.ingest.process(version.id)
@@ -212,6 +221,6 @@ def test_janitor_keeps_the_files_of_an_open_upload_and_deletes_those_of_a_cancel
     files = make_adapter()
     upload = world.upload(files.config_bytes, files.tensor_bytes, **FURTHER)
     world.ingest.remove_abandoned()
-    assert len(list(world.blobs.list_keys("uploads/"))) == 6
+    assert len(list(world.blobs.list_keys("uploads/"))) == 7
     world.ingest.cancel_upload(world.adapter_id, upload.id)
     assert not list(world.blobs.list_keys("uploads/"))

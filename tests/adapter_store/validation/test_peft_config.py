@@ -108,7 +108,7 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
         pytest.param({"init_lora_weights": "LoftQ"}, "unsupported_config", "init_lora_weights", id="LoftQ in capitals"),
         *(
             pytest.param({"task_type": task, "modules_to_save": [head]}, "unsupported_config", "task_type", id=task)
-            for task, head in (("SEQ_CLS", "score"), ("TOKEN_CLS", "classifier"), ("QUESTION_ANS", "qa_outputs"))
+            for task, head in (("TOKEN_CLS", "classifier"), ("QUESTION_ANS", "qa_outputs"))
         ),
         pytest.param({"swift_type": "ADAPTER"}, "unsupported_config", "swift_type", id="another tuner of ms-swift"),
         pytest.param({"lora_dtype": 16}, "invalid_config", "lora_dtype", id="dtype as number"),

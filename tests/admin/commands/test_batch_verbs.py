@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
+from loramux.migrations.schema import batches
 from loramux.platform.batches.batch_claims import BatchQueue, StoredAnswer
 from loramux.platform.batches.input_lines import InputLine
 from loramux.platform.batches.services import BatchServices
 from loramux.platform.batches.tenant_files import Owner, TenantFile
 from loramux.platform.listener.app import create_openai_app
+from tests.admin.added_batches import add_batch
 from tests.admin.admin_side import AdminSide
-from tests.admin.command_line import invoke, printed_json
+from tests.admin.command_line import Run, invoke, printed_json
 from tests.admin.openai_side import open_services
 from tests.admin.running_server import start_server
 from tests.platform.gateways import batches_in_memory
@@ -53,7 +56,7 @@ def answer_in_background(side: AdminSide, kept: BatchServices, tmp_path: Path, s
             pass
         claim, batch = claimed.claim, claimed.batch
         claim.begin(batch.id, [InputLine(2, 1, 10, "base")], lambda: True)
-        [line] = claim.waiting(batch.id, None, 10)
+        [line] = claim.waiting(batch.id, 10)
         claim.record(batch.id, line, StoredAnswer(status, b'{"custom_id": "a"}\n', None))
         begun = claim.begin_files(batch.id)
         source = tmp_path / "answers"
@@ -110,6 +113,28 @@ def test_batches_are_listed_shown_and_cancelled(kept: BatchServices, file: Path)
     for name in ("nonsense", "../files", "bat_" + "0" * 32):
         absent = invoke("batches", "show", name)
         assert absent.exit_code == 1, absent.output
+
+
+def test_administrator_lists_shows_and_cancels_batches_of_tenants(loramux: Run, admin_side: AdminSide) -> None:
+    services = admin_side.services
+    made = {}
+    for slug in ("acme", "globex"):
+        tenant = services.accounts.tenants.create(slug)
+        key_id = services.accounts.api_keys.create(tenant.id, "test").key.id
+        made[slug] = add_batch(services.database, tenant.id, key_id)
+    listed = loramux("batches", "list", "--admin").stdout
+    assert all(one in listed for pair in made.items() for one in pair)
+    only = printed_json(loramux("batches", "list", "--admin", "--tenant", "acme", "--json"))["data"]
+    assert [(one["id"], one["num_requests"], one["num_completed"]) for one in only] == [(made["acme"], 12, 2)]
+    assert "in_progress: 2 completed, 1 failed of 12" in loramux("batches", "show", "--admin", made["acme"]).stdout
+    assert f"{made['acme']} is cancelling" in loramux("batches", "cancel", "--admin", made["acme"]).stdout
+    changes = printed_json(loramux("audit", "--action", "batch.cancel", "--json"))["data"]
+    assert [(one["target"], one["tenant"]) for one in changes] == [(made["acme"], "acme")]
+    with services.database.write() as connection:
+        connection.execute(update(batches).values(state="completed", finished_us=1))
+    refused = loramux("batches", "cancel", "--admin", made["acme"])
+    assert (refused.exit_code, "the batch is completed" in refused.stderr) == (1, True)
+    assert loramux("batches", "list", "--tenant", "acme").exit_code == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", "nonsense", "{}"])

@@ -386,7 +386,7 @@ def test_tenant_is_changed_suspended_and_deleted(loramux: Run) -> None:
     changed = loramux("tenants", "set", "acme", "--weight", 3, "--display-name", "Acme Ltd")
     assert changed.stdout == "acme: Acme Ltd, weight 3, Europe/Berlin\n"
     stored = loramux("tenants", "set", "acme", "--response-days", 30)
-    assert stored.stdout == "acme: Acme Ltd, weight 3, Europe/Berlin, responses stored for 30 days\n"
+    assert stored.stdout == "acme: Acme Ltd, weight 3, Europe/Berlin, answers stored for 30 days\n"
     assert re.search(r"response_days +30", loramux("tenants", "show", "acme").stdout)
     assert "acme is suspended" in loramux("tenants", "suspend", "acme").stdout
     assert re.search(r"state +suspended", loramux("tenants", "show", "acme").stdout)

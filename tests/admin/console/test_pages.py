@@ -24,8 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loramux.adapter_store.registry.base_servers import OwnServer
 from loramux.admin.console.app import create_console
 from loramux.admin.serving.app import create_admin_app
-from loramux.migrations.schema import base_servers, version_bases
+from loramux.migrations.schema import adapter_versions, base_servers, version_bases
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from tests.admin.added_batches import add_batch
 from tests.admin.admin_side import ADMIN_KEY, MODEL_SOURCE, AdminSide
 from tests.admin.app_client import client_of
 from tests.admin.console.signed_in_browser import Browser, Stream, first_match
@@ -49,7 +50,7 @@ async def operator(console_app: ASGIApp) -> AsyncIterator[Browser]:
 
 PAGES = ["/", "/adapters", "/residency", "/residency?tier=disk", "/requests", "/playground", "/tenants", "/quotas"]
 PAGES += ["/bases", "/keys", "/usage", "/usage?days=30&group_by=endpoint", "/jobs", "/jobs?state=failed"]
-PAGES += ["/audit", "/health"]
+PAGES += ["/audit", "/health", "/batches"]
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -244,6 +245,26 @@ async def test_optional_files_of_a_version_are_shown(operator: Browser, make_ada
     assert 'title="temperature 0.5, top_k 3">settings</span>' in page
 
 
+async def test_what_a_version_is_for_is_shown(
+    operator: Browser, console_side: AdminSide, make_adapter: Callable[..., Path]
+) -> None:
+    await operator.post("/tenants", slug="searcher")
+    await operator.post("/adapters", tenant="searcher", name="vectors")
+    listed = (await operator.get("/adapters?tenant=searcher")).text
+    here = f"/adapters/{first_match(r'/console/adapters/(ada_[0-9a-f]{32})', listed)}"
+    await _upload(operator, here, make_adapter(config={"task_type": "FEATURE_EXTRACTION"}))
+    assert "<dt>Made for</dt><dd>embedding</dd>" in await _until_ready(operator, f"{here}/versions/1")
+    assert ">embedding</span>" in (await operator.get(here)).text
+    task = {"kind": "classification", "labels": ["<b>", "\"'&"], "activation": "softmax"}
+    with console_side.services.database.write() as connection:
+        connection.execute(update(adapter_versions).values(task=task))
+    for path in (here, f"{here}/versions/1"):
+        page = (await operator.get(path)).text
+        assert "classification" in page
+        assert "<b>" not in page
+        assert "&lt;b&gt;, &#34;&#39;&amp;" in page
+
+
 async def test_adapter_page_shows_how_clients_call_the_adapter(operator: Browser) -> None:
     await operator.post("/tenants", slug="clients")
     await operator.post("/adapters", tenant="clients", name="called")
@@ -353,6 +374,26 @@ async def test_destructive_actions_ask_for_confirmation(operator: Browser, conso
     assert "has already ended" in await _followed(operator, f"/requests/req_{'0' * 32}/cancel")
 
 
+async def test_batches_show_their_progress_and_are_cancelled(operator: Browser, console_side: AdminSide) -> None:
+    services = console_side.services
+    tenant = services.accounts.tenants.create("batching")
+    key = services.accounts.api_keys.create(tenant.id, "caller").key
+    batch_id = add_batch(services.database, tenant.id, key.id)
+    failure = {"code": "invalid_json_line", "message": "no JSON", "param": None, "line": 7}
+    changes: dict[str, Any] = {"state": "failed", "errors": [failure], "finished_us": 9, "num_lines": 0}
+    ended = add_batch(services.database, tenant.id, key.id, **changes)
+    page = (await operator.get("/batches?tenant=batching")).text
+    assert re.search(r'<progress max="100" value="25.0"[^>]*></progress><span>3 of 12</span>', page)
+    assert "line 7: <code>invalid_json_line</code>" in page
+    assert f"/batches/{ended}/cancel" not in page
+    asked = (await operator.get(first_match(rf"/console(/batches/{batch_id}/cancel)", page))).text
+    assert "3 requests of batching&#39;s batch answered, 9 to run" in asked
+    assert "is being cancelled" in await operator.confirm(f"/batches/{batch_id}/cancel")
+    assert services.usage.batches.get(batch_id).state == "cancelling"  # type: ignore[union-attr]
+    assert "already cancelling" in await _followed(operator, f"/batches/{batch_id}/cancel")
+    assert "No batches yet" in (await operator.get(f"/batches?tenant=batching&after=bat_{'0' * 32}")).text
+
+
 async def _followed(operator: Browser, path: str) -> str:
     return (await operator.client.get((await operator.get(path, 303)).headers["location"])).text
 
@@ -366,6 +407,7 @@ async def test_markup_in_names_is_escaped_on_every_page(
     services.usage.quotas.set(tenant.id, "tokens_per_minute", 1000)
     settle_request(console_side, tenant.id, key.key.id, "the-base", 5, 5)
     running = begin_request(console_side, tenant.id, key.key.id, "the-base", 5)
+    batch_id = add_batch(services.database, tenant.id, key.key.id)
     adapter = f"/adapters/{await _voice(operator, make_adapter)}"
     spoilt = Starlette(routes=[Mount("/console", create_console(services, HostileRest(console_app)))])
     pages = [path for path in PAGES if path != "/playground"]
@@ -381,6 +423,7 @@ async def test_markup_in_names_is_escaped_on_every_page(
         "/keys?tenant=marked",
     ]
     pages += [f"/keys/{key.key.id}/revoke", f"/requests/{running}/cancel", "/jobs?state=succeeded"]
+    pages += [f"/batches/{batch_id}/cancel"]
     pages += [f"{adapter}/move?alias=new&version=1&weight_1=1", f"{adapter}/grants/remove?tenant=%3Cb%3E%00"]
     base = _rejecting_base(console_side, "e" * 64, "marked-too")
     pages += [f"/bases?base={base}", f"/bases/{base}/revalidate", f"/bases/{base}/forget", "/bases/weights"]

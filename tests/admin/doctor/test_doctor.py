@@ -19,6 +19,7 @@ from loramux.admin.client.client import AdminClient
 from loramux.admin.doctor import checks, doctor
 from loramux.admin.doctor.doctor import HostSettings, check_host, check_server
 from loramux.admin.doctor.findings import Finding, Grade
+from loramux.engine.protocol.messages import DecodeReads
 from loramux.engine.quantizing.messages import QUALITY_FILE, Quality
 from loramux.migrations.database import Database
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
@@ -59,6 +60,10 @@ def test_healthy_server_passes_every_check(
         "object store",
         "disk",
     } <= set(checked)
+    assert "bandwidth" not in checked, "the engine runs on a CPU"
+    admin_side.engine.decode_reads = DecodeReads(num_bytes=600, seconds=2.0, bandwidth=500.0)
+    used = found(loramux("doctor", "--json"))["bandwidth"]
+    assert used["message"] == "decode steps have used 60 % of the GPU's memory bandwidth"
     spoken = loramux("doctor")
     assert (spoken.exit_code, "engine: the engine serves the-base" in spoken.stdout) == (0, True)
 

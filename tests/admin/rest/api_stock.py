@@ -10,6 +10,7 @@ from loramux.adapter_store.registry.records import Adapter, UploadFile
 from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.tenants import Tenant
 from tests.adapter_store.validation.hostile import good_files
+from tests.admin.added_batches import add_batch
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.metered_requests import begin_request
 
@@ -75,6 +76,7 @@ class ApiStock:
             "metric": "tokens_per_day",
             "price_id": price.id,
             "eval_id": self._eval(),
+            "batch_id": add_batch(services.database, self.tenant.id, key.id),
             "job_id": self.version.id.replace("adv_", "job_"),
             "request_id": begin_request(self._side, self.tenant.id, key.id, "acme/support@1", 10),
             "model": "the-base",

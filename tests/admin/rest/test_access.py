@@ -11,7 +11,7 @@ from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
 
 pytestmark = pytest.mark.anyio
 
-PUBLIC = {"/health", "/health/live", "/health/ready", "/ping", "/metrics"}
+PUBLIC = {"/health", "/health/live", "/health/ready", "/ping", "/metrics", "/metrics/routing"}
 
 
 def routes(admin_side: Any) -> list[tuple[str, str]]:

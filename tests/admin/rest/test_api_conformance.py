@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
-from loramux.platform.listener.app import OPENAI_DOCUMENT, create_openai_app
+from loramux.platform.listener.app import OPENAI_DOCUMENT
 from tests.adapter_store.validation.hostile import TARGET
 from tests.admin.admin_side import open_admin_side
-from tests.admin.openai_side import open_services, served
+from tests.admin.openai_side import open_services, served, whole_app
 from tests.admin.rest.api_cases import Cases, call_all
 from tests.admin.rest.api_stock import ApiStock
-from tests.platform.gateways import batches_in_memory
 
 CASES = int(os.environ.get("LORAMUX_API_CASES", "20000"))
 SEED = int(os.environ.get("LORAMUX_API_SEED", "1"))
@@ -58,7 +57,7 @@ def _run(
             document = ADMIN_DOCUMENT.of(app)
         else:
             app, keys = (
-                create_openai_app(services, batches_in_memory(services.database)),
+                whole_app(services, side),
                 [stock.caller, *stock.admin_keys()[-1:]],
             )
             document = OPENAI_DOCUMENT.of(app)

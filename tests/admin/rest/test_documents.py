@@ -10,11 +10,10 @@ from fastapi.routing import iter_route_contexts
 from jsonschema import Draft202012Validator
 
 from loramux.admin.serving.app import ADMIN_DOCUMENT, create_admin_app
-from loramux.platform.listener.app import OPENAI_DOCUMENT, create_openai_app
+from loramux.platform.listener.app import OPENAI_DOCUMENT
 from loramux.platform.requests.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, open_admin_side
-from tests.admin.openai_side import open_services
-from tests.platform.gateways import batches_in_memory
+from tests.admin.openai_side import open_services, whole_app
 
 Operation = tuple[str, str, str, dict[str, Any]]
 
@@ -27,7 +26,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> dict
     ):
         return {
             "admin": ADMIN_DOCUMENT.of(create_admin_app(side.services)),
-            "openai": OPENAI_DOCUMENT.of(create_openai_app(services, batches_in_memory(services.database))),
+            "openai": OPENAI_DOCUMENT.of(whole_app(services, side)),
         }
 
 
@@ -107,7 +106,7 @@ def test_documents_contain_every_route(tmp_path: Path, demo_base: Path, document
     ):
         for name, app in (
             ("admin", create_admin_app(side.services)),
-            ("openai", create_openai_app(services, batches_in_memory(services.database))),
+            ("openai", whole_app(services, side)),
         ):
             for route in iter_route_contexts(app.routes):
                 path = getattr(route, "path_format", None)

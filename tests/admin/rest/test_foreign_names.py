@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import event
 
 from loramux.migrations.identifiers import new_id
+from tests.admin.added_batches import add_batch
 from tests.admin.admin_side import AdminSide
 from tests.admin.metered_requests import begin_request
 from tests.admin.rest.adapters.ready_versions import add_ready_versions
@@ -49,6 +50,7 @@ async def stock(http: httpx.AsyncClient, admin_side: AdminSide) -> Stock:
         "model": "globex/secret",
         "key": key["id"],
         "quota": quota["id"],
+        "batch": add_batch(admin_side.services.database, made["globex"], key["id"]),
         "request": begin_request(admin_side, made["globex"], key["id"], "globex/secret@1", 1),
     }
     unknown = {kind: new_id(value[:3]) for kind, value in foreign.items()}
@@ -96,6 +98,8 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/quotas/effective?key={key}", None),
     ("GET", "/quotas/effective?adapter={adapter}", None),
     ("POST", "/quotas/check", {"adapter": "{adapter}", "prompt_tokens": 1, "max_tokens": 1}),
+    ("GET", "/batches/{batch}", None),
+    ("POST", "/batches/{batch}/cancel", None),
     ("GET", "/requests/{request}", None),
     ("POST", "/requests/{request}/cancel", None),
     ("GET", "/audit_log?tenant={slug}", None),

@@ -13,11 +13,9 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
 from loramux.admin.serving.app import create_admin_app
-from loramux.platform.listener.app import create_openai_app
 from tests.admin.admin_side import AdminSide
 from tests.admin.app_client import client_of
-from tests.admin.openai_side import open_services
-from tests.platform.gateways import batches_in_memory
+from tests.admin.openai_side import open_services, whole_app
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +43,7 @@ async def statuses_of(app: ASGIApp, calls: Iterable[Call]) -> dict[Call, httpx.R
 
 async def test_openai_routes_except_health_require_a_key(console_side: AdminSide, demo_base: Path) -> None:
     with open_services(console_side.services.database, demo_base) as services:
-        app = create_openai_app(services, batches_in_memory(services.database))
+        app = whole_app(services, console_side)
         calls = set(calls_of(app))
         answers = await statuses_of(app, calls)
     assert {("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models/1")} <= calls

@@ -225,7 +225,16 @@ def test_sources_can_be_a_comma_separated_string_or_a_list(
     assert load_settings(Settings, {"config": toml}).adapter_sources == ("s3://three/a", "s3://four")
     monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", "hf://acme,hf://acme/support")
     assert load_settings(Settings, {"config": toml}).adapter_sources == ("hf://acme", "hf://acme/support")
-    for wrong in ("file:///etc", '["s3://five"]', "s3://six/../seven", "hf://", "hf://a/b@main", "hf://a/b/c"):
+    for wrong in (
+        "file://etc",
+        "file:///a/../b",
+        "file:///",
+        '["s3://five"]',
+        "s3://six/../seven",
+        "hf://",
+        "hf://a/b@main",
+        "hf://a/b/c",
+    ):
         monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", wrong)
         with pytest.raises(SettingsError, match="not a source of adapters"):
             load_settings(Settings, {"model": model})

@@ -11,9 +11,12 @@ from sqlalchemy import Column, Table, insert, select
 
 from loramux.admin.serving.expired_rows import UNTIL, ExpiredRows
 from loramux.migrations.database import Database
+from loramux.migrations.schema import response_events, responses
 from loramux.platform.accounts.tenants import Tenants
 
 NOW_US = 1_000_000
+RESPONSE_ID = "resp_1"
+"""A response that does not expire, to which all events belong."""
 
 
 def rows_of(table: Table, until: Column[int], times_us: Sequence[int], tenant_id: str) -> list[dict[str, Any]]:
@@ -25,7 +28,7 @@ def rows_of(table: Table, until: Column[int], times_us: Sequence[int], tenant_id
             made_of = {bytes: number.to_bytes(32, "big"), str: str(number), int: number}
             row[column.name] = made_of.get(column.type.python_type, {})
             if column.foreign_keys:
-                row[column.name] = tenant_id
+                row[column.name] = RESPONSE_ID if column.name == "response_id" else tenant_id
         made.append(row)
     return made
 
@@ -36,6 +39,9 @@ def test_only_expired_rows_are_swept_in_batches(migrated_url: str, until: Column
     tenant_id = Tenants(database).create("acme").id
     over, lasting = [NOW_US - number for number in range(25)], [NOW_US + 1, NOW_US + 2]
     with database.write() as connection:
+        if until.table is response_events:
+            [lasting_response] = rows_of(responses, responses.c.expires_us, [NOW_US + 1], tenant_id)
+            connection.execute(insert(responses).values({**lasting_response, "id": RESPONSE_ID}))
         connection.execute(insert(until.table), rows_of(until.table, until, [*over, *lasting], tenant_id))
     num_swept: list[int] = []
 

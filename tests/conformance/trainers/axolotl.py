@@ -182,7 +182,7 @@ AXOLOTL = [
         for base in ("gemma3-multimodal", "qwen3_vl", "llava")
     ),
     _recipe("0.9.2", "full fine-tuning", "llama", SOME, is_whole_model, refusal=refusals.WHOLE_MODEL),
-    _recipe("0.13.0", "a reward model", "llama", SOME, is_classifier("SEQ_CLS", "score"), refusal=refusals.CLASSIFIER),
+    _recipe("0.13.0", "a reward model", "llama", SOME, is_classifier("SEQ_CLS", "score"), is_classifier=True),
     _recipe(
         "0.13.0",
         "a process reward model",

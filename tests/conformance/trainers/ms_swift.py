@@ -166,7 +166,7 @@ MS_SWIFT = [
         for kind in ("ADALORA", "BOFT", "FOURIERFT")
     ),
     _recipe("3.8", "lora_bias=all", "llama", seven(), sets(bias="all")),
-    _recipe("3.8", "a classifier", "qwen2", seven(), is_classifier("SEQ_CLS", "score"), refusal=refusals.CLASSIFIER),
+    _recipe("3.8", "a classifier", "qwen2", seven(), is_classifier("SEQ_CLS", "score"), is_classifier=True),
     _recipe("3.8", "merge_lora", "llama", seven(1), is_whole_model, pushed="", refusal=refusals.WHOLE_MODEL),
     SingleExpertsRecipe(
         name="ms-swift 3.8: experts exported by Megatron",

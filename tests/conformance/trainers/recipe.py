@@ -50,6 +50,8 @@ class Recipe:
     changes the trained weights. If PEFT cannot load the directory, `loads_in_peft` is false, and the trained model
     itself is the reference.
 
+    With `is_classifier`, the directory has the head of a classifier, which generates no text.
+
     `warnings` are the codes of the expected warnings. A `refusal` says why the directory is not served.
     """
 
@@ -66,6 +68,7 @@ class Recipe:
     loads_in_peft: bool = True
     warnings: tuple[str, ...] = ()
     refusal: Refusal | None = None
+    is_classifier: bool = False
 
     def train(self, base: PreTrainedModel) -> Any:
         """Return a PEFT model whose trained weights are random values of the saved dtype."""

@@ -23,8 +23,8 @@ LOFTQ = Refusal(
 )
 CLASSIFIER = Refusal(
     "unsupported_config",
-    "the adapter has a trained head for classification, but only adapters for text generation are served (task_type "
-    "CAUSAL_LM)",
+    "the adapter has a trained head for single tokens, but only adapters for text generation, embeddings and classes "
+    "of texts are served (task_type CAUSAL_LM, FEATURE_EXTRACTION or SEQ_CLS)",
     "task_type",
 )
 ZERO_3 = Refusal(

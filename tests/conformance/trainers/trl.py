@@ -157,9 +157,7 @@ TRL = [
         is_named("adapter_model.bin"),
         refusal=refusals.is_pickle("adapter_model.bin"),
     ),
-    _recipe(
-        "0.24.0", "a reward model", "llama", plain(), is_classifier("SEQ_CLS", "score"), refusal=refusals.CLASSIFIER
-    ),
+    _recipe("0.24.0", "a reward model", "llama", plain(), is_classifier("SEQ_CLS", "score"), is_classifier=True),
     _recipe("0.24.0", "trained norms", "llama", plain(modules_to_save=["norm"])),
     refused("0.16.1", "OLoRA", refusals.changed_base("olora"), init_lora_weights="olora"),
     refused(

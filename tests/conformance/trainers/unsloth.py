@@ -196,7 +196,7 @@ UNSLOTH = [
         "llama",
         seven(8),
         is_classifier("SEQ_CLS", "score"),
-        refusal=refusals.CLASSIFIER,
+        is_classifier=True,
     ),
     _recipe("2025.10", "save_pretrained_merged", "llama", seven(1), is_whole_model, refusal=refusals.WHOLE_MODEL),
     _recipe(

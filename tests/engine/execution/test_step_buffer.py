@@ -222,15 +222,17 @@ def test_views_are_aligned_for_vector_loads(buffer: StepBuffer) -> None:
     assert layout.inputs.attention[0].kv_slots.dtype is torch.int64
 
 
-@given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 256), st.booleans(), st.integers(1, 700))
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 256), st.booleans(), st.integers(1, 700), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_every_captured_shape_of_a_served_batch_was_warmed_up(
-    num_tokens: int, num_sequences: int, max_rank: int, is_decode: bool, num_adapters: int
+    num_tokens: int, num_sequences: int, max_rank: int, is_decode: bool, num_adapters: int, has_affines: bool
 ) -> None:
     num_sequences = num_tokens if is_decode else min(num_sequences, num_tokens)
     max_q = 1 if is_decode else 2
     has_single_rows = max_rank > 0 and num_tokens <= MAX_SINGLE_ROWS * num_adapters
-    shape = step_shape(num_tokens, num_sequences, max_q, max_rank, has_single_rows=has_single_rows)
+    shape = step_shape(
+        num_tokens, num_sequences, max_q, max_rank, has_single_rows=has_single_rows, has_affines=has_affines
+    )
     assert shape in set(reachable_shapes(700, 700)) or not shape.is_captured or num_tokens > 512
 
 
@@ -248,6 +250,25 @@ def test_segments_are_large_if_sequences_have_many_rows(
     num_tokens: int, num_sequences: int, max_q: int, expected: int
 ) -> None:
     assert step_shape(num_tokens, num_sequences, max_q, 16).segment_rows == expected
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_sequences", "max_rank", "has_affines", "expected"),
+    [
+        pytest.param(512, 512, 16, False, False, id="decode"),
+        pytest.param(250, 2, 16, False, False, id="few-rows"),
+        pytest.param(300, 2, 16, False, True, id="a-prompt"),
+        pytest.param(2048, 250, 16, False, True, id="prompts-and-decodes"),
+        pytest.param(2048, 1, 16, True, False, id="affines"),
+        pytest.param(2048, 1, 0, False, False, id="base"),
+    ],
+)
+def test_large_steps_without_affines_expand_adapters_first(
+    num_tokens: int, num_sequences: int, max_rank: int, has_affines: bool, expected: bool
+) -> None:
+    max_q = 1 if num_tokens == num_sequences else 2
+    shape = step_shape(num_tokens, num_sequences, max_q, max_rank, has_affines=has_affines)
+    assert shape.expands_first == expected
 
 
 def test_every_shape_fits_the_largest_buffer() -> None:

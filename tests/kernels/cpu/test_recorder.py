@@ -14,9 +14,12 @@ import torch
 
 from loramux.kernels.cpu.instructions.threads import set_num_threads
 from loramux.kernels.cpu.kernels import CpuKernels
+from loramux.kernels.cpu.linear import linear as cpu_linear
+from loramux.kernels.cpu.linear import quantized_linear
 from loramux.kernels.cpu.linear.linear import PackedLinear
 from loramux.kernels.cpu.linear.quantized_linear import make_quantized_linear
 from loramux.kernels.cpu.programs.program import SERIAL_WORK
+from loramux.kernels.cpu.recorded import products
 from loramux.kernels.cpu.recorder import start_recording
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -132,6 +135,15 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     set_num_threads(before)
 
 
+@pytest.fixture
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imitate a CPU without AMX, whose products with many rows a program does not contain."""
+    monkeypatch.setattr(cpu_linear, "has_amx", lambda: False)
+    for module in (products, quantized_linear):
+        monkeypatch.setattr(module, "has_integer_tiles", lambda: False)
+
+
+@pytest.mark.usefixtures("without_tiles")
 @pytest.mark.parametrize(
     ("dtype", "product", "spec", "gate", "has_sinks"),
     [

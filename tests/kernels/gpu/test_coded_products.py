@@ -98,6 +98,21 @@ def test_large_steps_dequantize_a_weight_in_parts(
     check(module, weight, x, torch.randn(out_features).to(dtype) if group == in_features else None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_large_steps_can_add_the_product(
+    dtype: torch.dtype, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MIN_DEQUANTIZED_ROWS", 3)
+    monkeypatch.setattr(import_kernels("dequantized_products")[0], "MAX_BYTES", 1)
+    weight = random_weight(*CODEBOOKS["uint4-zeros"], 140, 128, 64)
+    linear = module.make_coded_linear(weight, None, DEVICE)
+    x, before = torch.randn(3, 128).to(DEVICE, dtype), torch.randn(3, 140).to(DEVICE, dtype)
+    y = before.clone()
+    linear.add_to(x, y)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(y, before + linear(x), rtol=tolerance, atol=tolerance * 10)
+
+
 @pytest.mark.parametrize("name", ["fp8", "uint4-zeros", "uint4-halves"])
 def test_many_outputs_are_not_split(name: str, module: ModuleType) -> None:
     weight = random_weight(*CODEBOOKS[name], 64 * TARGET_PROGRAMS, 32, 32)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.layout import AFFINE, NO_AFFINE, LinearShape, PageGeometry
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
@@ -188,6 +188,56 @@ def test_equals_dense_matrices(
     make_adapter_pool: Callable[..., Any],
 ) -> None:
     run_case(shrink, expand, make_adapter_pool, torch.float32, torch.float32, 300, THREE, batch, 2)
+
+
+WRITTEN_BATCHES: dict[str, Batch] = {
+    **BATCHES,
+    "large-mixed": ([2] * 70 + [-1] * 3 + [0] + [4] * 20 + [0] * 2, 7, 64),
+    "large-all-base": ([-1] * 300, 3, 64),
+    "base-last": ([3] * 260 + [-1], 18, 16),
+}
+
+
+@pytest.mark.parametrize("batch", WRITTEN_BATCHES.values(), ids=WRITTEN_BATCHES.keys())
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="float32", marks=pytest.mark.campaign),
+        pytest.param(torch.float16, id="float16"),
+    ],
+)
+def test_written_products_equal_products_added_to_zeros(
+    dtype: torch.dtype,
+    batch: Batch,
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    """All columns of `y` are written, with zeros where no adapter changes them, and no memory beside them."""
+    slots, num_segments, max_rows = batch
+    rng = np.random.default_rng(len(slots))
+    group, layer, num_rows = group_of(128, THREE), 1, len(slots)
+    modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in THREE)]
+    ranks = rng.choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
+    ranks[4, 1, 2] = 0
+    # The scale of a module without ranks is undefined.
+    adapters = make_adapter_pool(modules, ranks, geometry_of(dtype), dtype)
+    adapters.tables.off[..., AFFINE] = NO_AFFINE
+    adapters.tables.scale[adapters.tables.rank == 0] = torch.inf
+    adapters = on_device(adapters)
+    segments = padded_segments(slots, num_segments, max_rows)
+    x = torch.randn(num_rows, 128).to(DEVICE, dtype)
+    planes = torch.full((2, num_rows, len(THREE), max(RANKS)), torch.nan, device=DEVICE)
+    call = LoraCall(layer, group, adapters.tables, segments)
+    shrink(adapters.pool, x, call, planes)
+    added = torch.zeros(num_rows, group.total_out, dtype=dtype, device=DEVICE)
+    expand(adapters.pool, planes, call, added)
+    wide = torch.full((num_rows + 2, group.total_out + 3), torch.nan, dtype=dtype, device=DEVICE)
+    row_slots = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+    expand(adapters.pool, planes, call, wide[1:-1, 1:-2], row_slots=row_slots)
+    assert torch.equal(wide[1:-1, 1:-2], added)
+    assert wide[[0, -1]].isnan().all()
+    assert wide[:, [0, -2, -1]].isnan().all()
 
 
 LARGE_BATCHES: dict[str, Batch] = {

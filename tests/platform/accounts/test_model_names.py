@@ -211,7 +211,7 @@ async def test_models_are_listed_and_retrieved_by_any_name(gateway: Any) -> None
     assert all(model.object == "model" and model.created > 1_600_000_000 for model in models)
     model = await gateway.openai.models.retrieve("acme/support@1")
     assert (model.id, model.owned_by) == ("acme/support@1", "acme")
-    described = {"root": "acme/support@1", "parent": "base", "max_model_len": 256}
+    described = {"root": "acme/support@1", "parent": "base", "max_model_len": 256, "task": "generation"}
     assert model.model_extra == {**described, "quantization": None}
     gateway.engine.quantization = "int4"
     model = await gateway.openai.models.retrieve("acme/support@1")

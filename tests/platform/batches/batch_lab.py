@@ -11,9 +11,11 @@ from typing import Any
 
 from openai.types import Batch
 
+from loramux.migrations.database import Database
 from loramux.platform.batches.batch_claims import BatchQueue
 from loramux.platform.batches.room import RoomLimits
 from loramux.platform.batches.runner import BatchPace, BatchRunner
+from loramux.platform.ledger.events import Ledger, UsageEvent
 from tests.platform.gateways import Gateway
 
 CHAT = "/v1/chat/completions"
@@ -28,6 +30,18 @@ def line(custom_id: str, model: str = "base", url: str = CHAT, **body: Any) -> d
 
 def content_of(lines: Sequence[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+def events_of(database: Database) -> list[UsageEvent]:
+    """All entries of the ledger."""
+    found: list[UsageEvent] = []
+    after = None
+    while True:
+        page = Ledger(database).events(None, limit=100, after=after)
+        found += page.data
+        if not page.has_more:
+            return found
+        after = page.data[-1].request_id
 
 
 @dataclass

@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import pytest
 from openai import BadRequestError, ConflictError, NotFoundError, RateLimitError
+from sqlalchemy import insert
 
+from loramux.adapter_store.errors import RequestsRunning
+from loramux.adapter_store.ingest.purge_rows import PurgeRows
 from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import prices
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.batches import batch_rows
 from loramux.platform.batches.tenant_files import Owner
 from loramux.platform.bodies.sampling_fields import MAX_PRIORITY
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.ledger.prices import Price
+from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.batches.batch_lab import CHAT, BatchLab, content_of, line
 from tests.platform.gateways import open_gateway
@@ -38,6 +47,23 @@ def places_of(digests: list[str | None], digest: str | None) -> list[int]:
 
 def ids(lines: list[dict[str, Any]]) -> list[str]:
     return [one["custom_id"] for one in lines]
+
+
+async def test_batch_of_embeddings_is_answered_and_charged(lab: BatchLab) -> None:
+    url = "/v1/embeddings"
+    bodies = [{"model": "base", "input": [[4], [1, 2, 3]]}, {"model": "base", "input": [[2] * 300]}]
+    lines = [{"custom_id": str(n), "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
+    batch = await lab.create(lines, endpoint=url)
+    async with lab.running():
+        batch = await lab.finished(batch)
+    [answer], [error] = await lab.outputs(batch)
+    body = answer["response"]["body"]
+    assert [one["index"] for one in body["data"]] == [0, 1]
+    assert body["data"][0]["embedding"] == pytest.approx([0.6, 0.0, -0.8])
+    assert error["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    [event] = lab.gateway.usage()
+    assert (event.endpoint, event.completion_tokens) == ("batches", 0)
+    assert event.prompt_tokens == body["usage"]["prompt_tokens"]
 
 
 async def test_batch_is_answered_and_charged(lab: BatchLab) -> None:
@@ -148,6 +174,71 @@ async def test_spent_quota_delays_the_lines(lab: BatchLab) -> None:
     assert len(lab.gateway.usage()) == 12
 
 
+async def test_tokens_of_batches_have_a_quota_of_their_own(lab: BatchLab) -> None:
+    async with lab.running():
+        await lab.finished(await lab.create([line("a")]))
+        used = lab.tokens()
+        # Room for one more line. Requests reserve max_tokens, and the scripted answers are shorter.
+        lab.gateway.limit("batch_tokens_per_day", used + 4)
+        batch = await lab.create([line("b"), line("c")])
+        await lab.until(batch, lambda now: now.request_counts.completed == 1)
+        await asyncio.sleep(0.2)
+        assert (await lab.gateway.openai.batches.retrieve(batch.id)).status == "in_progress"
+        # Other requests do not count, and pass.
+        for _ in range(3):
+            await lab.gateway.openai.chat.completions.create(
+                model="base", max_tokens=4, messages=[{"role": "user", "content": "a"}]
+            )
+        lab.gateway.limit("batch_tokens_per_day", 10 * used)
+        batch = await lab.finished(batch)
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 2
+
+
+async def test_spent_quota_of_an_adapter_delays_only_its_lines(lab: BatchLab) -> None:
+    policies, spent = QuotaPolicies(lab.gateway.database), lab.gateway.add_adapter("acme", "a")
+    lab.gateway.add_adapter("acme", "b")
+    policies.set(spent, "tokens_per_day", 12)
+    # A pause of the whole batch would outlast the test.
+    lab.pace = replace(lab.pace, retry_s=3600.0)
+    async with lab.running():
+        batch = await lab.create([line(f"{number}", model=f"acme/{'ab'[number % 2]}") for number in range(40)])
+        # All lines of b, and the one of a that the quota admits.
+        await lab.until(batch, lambda now: now.request_counts.completed == 21)
+    policies.set(spent, "tokens_per_day", 100_000)
+    async with lab.running():
+        batch = await lab.finished(batch)
+    answers, errors = await lab.outputs(batch)
+    assert (ids(answers), errors) == ([f"{number}" for number in range(40)], [])
+    assert len(lab.gateway.usage()) == 40
+
+
+async def test_batches_pay_a_part_of_the_price(lab: BatchLab) -> None:
+    listed = Price(
+        id=new_id("prc"),
+        tenant_id=None,
+        scope="all",
+        currency="USD",
+        prompt_nanos=4_000_000,
+        cached_nanos=4_000_000,
+        completion_nanos=8_000_000,
+        batch_percent=50,
+        effective_us=0,
+        created_us=0,
+    )
+    with lab.gateway.database.write() as connection:
+        connection.execute(insert(prices).values(asdict(listed)))
+    async with lab.running():
+        await lab.finished(await lab.create([line("a")]))
+    await lab.gateway.openai.chat.completions.create(
+        model="base", max_tokens=4, messages=[{"role": "user", "content": "a"}]
+    )
+    batch, chat = lab.gateway.usage()
+    assert (batch.endpoint, chat.endpoint, batch.price_id, chat.price_id) == ("batches", "chat", listed.id, listed.id)
+    assert batch.cost_nanos == 2 * batch.prompt_tokens + 4 * batch.completion_tokens
+    assert chat.cost_nanos == 4 * chat.prompt_tokens + 8 * chat.completion_tokens
+
+
 async def test_request_above_a_quota_fails(lab: BatchLab) -> None:
     lab.gateway.limit("tokens_per_minute", 2)
     async with lab.running():
@@ -227,18 +318,46 @@ async def test_lines_fail_without_their_caller(lab: BatchLab, how: str) -> None:
     assert lab.gateway.engine.adds == []
 
 
-async def test_adapter_that_is_disabled_midway_fails_its_lines(lab: BatchLab) -> None:
+@pytest.mark.parametrize("how", ["disabled", "purged"])
+async def test_adapter_that_goes_midway_fails_its_lines(lab: BatchLab, how: str) -> None:
     adapter_id = lab.gateway.add_adapter("acme", "support")
     lab.gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
     async with lab.running():
         batch = await lab.create([line(f"{number}", model="acme/support") for number in range(100)])
         await lab.until(batch, lambda now: now.request_counts.completed > 3)
-        with lab.gateway.database.write() as connection:
-            connection.exec_driver_sql(f"UPDATE adapters SET disabled_us = 1 WHERE id = '{adapter_id}'")
+        if how == "purged":
+            # A purge waits for running requests, so the batch must rest.
+            policy = QuotaPolicies(lab.gateway.database).set(lab.gateway.tenant.id, "concurrent_requests", 0)
+            async with asyncio.timeout(20):
+                while True:
+                    with suppress(RequestsRunning):
+                        PurgeRows(lab.gateway.database).purge_adapter(adapter_id)
+                        break
+                    await asyncio.sleep(0.01)
+            QuotaPolicies(lab.gateway.database).delete(policy.id)
+        else:
+            with lab.gateway.database.write() as connection:
+                connection.exec_driver_sql(f"UPDATE adapters SET disabled_us = 1 WHERE id = '{adapter_id}'")
         batch = await lab.finished(batch)
     answers, errors = await lab.outputs(batch)
     assert len(answers) + len(errors) == 100
     assert {one["response"]["body"]["error"]["code"] for one in errors} == {"model_not_found"}
+
+
+async def test_tenant_that_is_suspended_midway_keeps_its_answers(lab: BatchLab) -> None:
+    lab.gateway.engine.script = lambda add: Script(token_ids=(5, 6), delay_s=0.02)
+    owner = Owner(lab.gateway.tenant.id, "", is_limited=False)
+    async with lab.running():
+        batch = await lab.create([line(f"{number}") for number in range(100)])
+        await lab.until(batch, lambda now: now.request_counts.completed > 3)
+        Tenants(lab.gateway.database).update(lab.gateway.tenant.id, TenantChanges(state="suspended"), lambda _: None)
+        async with asyncio.timeout(20):
+            while not (found := lab.gateway.kept.batches.get(owner, batch.id)).is_finished:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert (found.state, found.num_completed + found.num_failed) == ("completed", 100)
+    assert found.num_completed > 3
+    assert found.num_failed > 50
+    assert len(lab.gateway.usage()) == found.num_completed
 
 
 async def test_batches_of_others_are_like_unknown_ones(lab: BatchLab) -> None:
@@ -262,7 +381,7 @@ async def test_lists_are_paged(lab: BatchLab) -> None:
 
 async def test_wrong_calls_are_refused(lab: BatchLab, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadRequestError, match="endpoint"):
-        await lab.create([line("a")], endpoint="/v1/embeddings")
+        await lab.create([line("a")], endpoint="/v1/moderations")
     with pytest.raises(BadRequestError, match="metadata"):
         await lab.create([line("a")], metadata={f"{number}": "x" for number in range(17)})
     batch = await lab.create([line("a")])

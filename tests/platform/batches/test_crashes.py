@@ -68,7 +68,7 @@ async def dead_server(lab: BatchLab, tmp_path: Path) -> Dead:
     path.write_bytes(content_of(lines))
     found = [one for one in read_lines(path, CHAT, 10_000) if isinstance(one, InputLine)]
     assert claimed.claim.begin(batch.id, found, lambda: True) == "in_progress"
-    named = list(claimed.claim.waiting(batch.id, None, 10))
+    named = list(claimed.claim.waiting(batch.id, 10))
     return Dead(lab, claimed.claim, batch.id, named, claimed.batch.api_key_id)
 
 
@@ -145,7 +145,7 @@ async def test_stalled_server_can_no_longer_store(gateway_on_each: Gateway, cloc
         with pytest.raises(ClaimLost):
             call()
     # The same server cannot store an answer under an older request, either.
-    taken.claim.waiting(dead.batch_id, None, 10)
+    taken.claim.waiting(dead.batch_id, 10)
     with pytest.raises(ClaimLost):
         replace(dead, claim=taken.claim).store(dead.lines[0], "a")
 

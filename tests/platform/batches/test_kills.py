@@ -19,8 +19,7 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.batches.batch_rows import Batch, Batches, NewBatch
 from loramux.platform.batches.tenant_files import Owner, TenantFile, TenantFiles
-from loramux.platform.ledger.events import Ledger, UsageEvent
-from tests.platform.batches.batch_lab import CHAT, content_of, line
+from tests.platform.batches.batch_lab import CHAT, content_of, events_of, line
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
@@ -43,17 +42,6 @@ async def server(url: str, directory: Path) -> AsyncIterator[None]:
         await process.wait()
         # The test's end closes the pipe otherwise, after the event loop.
         await process.stdout.read()
-
-
-def events_of(database: Database) -> list[UsageEvent]:
-    found: list[UsageEvent] = []
-    after = None
-    while True:
-        page = Ledger(database).events(None, limit=100, after=after)
-        found += page.data
-        if not page.has_more:
-            return found
-        after = page.data[-1].request_id
 
 
 async def test_killed_servers_lose_and_repeat_nothing(

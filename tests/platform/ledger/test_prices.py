@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,17 @@ def test_million_tokens_cost_the_list_price() -> None:
     assert cost_of(listed, 0, 0, MILLION) == 3 * DOLLAR
     assert cost_of(listed, 1000, 400, 10) == 600 * 500 + 400 * 50 + 10 * 3000
     assert cost_of(None, MILLION, 0, MILLION) == 0
+
+
+@pytest.mark.parametrize(
+    ("percent", "expected"), [(100, (3, 1, 200)), (50, (2, 1, 100)), (0, (0, 0, 0)), (1, (1, 1, 2))]
+)
+def test_batches_pay_a_part_of_the_price_rounded_up(percent: int, expected: tuple[int, int, int]) -> None:
+    book = PriceBook([replace(price(3, 1, 200), batch_percent=percent)], 0)
+    paid = book.price_of("ten_a", None, 0, is_batch=True)
+    assert paid is not None
+    assert (paid.prompt_nanos, paid.cached_nanos, paid.completion_nanos) == expected
+    assert book.price_of("ten_a", None, 0) == replace(price(3, 1, 200), batch_percent=percent)
 
 
 @pytest.mark.parametrize(("tokens", "nanos"), [(0, 0), (1, 1), (2, 1), (3, 2), (1_000_000, 500_000)])
@@ -139,6 +151,8 @@ def test_past_prices_cannot_change(price_list: PriceList, clock: Any) -> None:
         ({"prompt_nanos": -1}, "prompt"),
         ({"completion_nanos": MAX_PRICE_NANOS + 1}, "completion"),
         ({"cached_nanos": 2 * DOLLAR}, "cached"),
+        ({"batch_percent": 101}, "batch_percent"),
+        ({"batch_percent": -1}, "batch_percent"),
         ({"currency": "usd"}, "currency"),
         ({"currency": "EUR"}, "currency"),
         ({"effective_us": 2**62}, "effective_at"),

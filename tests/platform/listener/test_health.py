@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.listener.health import health_router
+from loramux.platform.listener.health import add_health
 
 pytestmark = pytest.mark.anyio
 
@@ -56,7 +56,7 @@ async def test_live_fails_for_an_unkillable_engine_but_not_for_a_restart(gateway
 async def test_last_output_of_an_engine_is_shown_only_to_operators(gateway: Any) -> None:
     services = gateway.services
     app = FastAPI()
-    app.include_router(health_router(services.database, services.engine, tells_why=True))
+    add_health(app, services.database, services.engine, tells_why=True)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as admin:
         assert "reason" not in (await admin.get("/health/ready")).json()
         gateway.engine.die()

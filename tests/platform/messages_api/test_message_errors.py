@@ -163,7 +163,7 @@ async def test_an_internal_error_has_the_envelope(gateway: Gateway, monkeypatch:
 
 
 async def test_other_paths_keep_the_openai_envelope(gateway: Gateway) -> None:
-    for path in ("/v1/chat/completions", "/v1/messagesx", "/v1/models/nobody"):
+    for path in ("/v1/completions", "/v1/messagesx", "/v1/models/nobody"):
         response = await gateway.http.get(path)
         assert response.json()["error"].keys() == {"message", "type", "param", "code"}
         assert "request-id" not in response.headers

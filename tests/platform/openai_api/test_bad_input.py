@@ -13,8 +13,9 @@ from sqlalchemy import select
 from loramux.engine.text.text_tokenizer import MAX_TOKENISED_AT_ONCE
 from loramux.migrations import schema
 from loramux.platform.bodies.chat_request import MAX_MESSAGES, ChatRequest
+from loramux.platform.bodies.prompts import MAX_PROMPTS
 from loramux.platform.bodies.request_body import MAX_PARSED_AT_ONCE, parse_body_on
-from loramux.platform.openai_api.completion_request import MAX_PROMPTS, CompletionRequest
+from loramux.platform.openai_api.completion_request import CompletionRequest
 from loramux.platform.requests.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 

@@ -25,14 +25,12 @@ ENDPOINTS = pytest.mark.parametrize(
 TOOL = {"type": "function", "function": {"name": "now"}}
 VALUES: dict[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("outlines",),
-    "metadata": ({"a": "b"},),
     "prediction": ({"type": "content", "content": "Bye"},),
     "prompt_cache_key": ("a",),
     "prompt_cache_options": ({"mode": "explicit", "ttl": "30m"},),
     "prompt_cache_retention": ("24h",),
     "safety_identifier": ("ann",),
     "service_tier": ("flex",),
-    "store": (True, False),
 }
 """Values to send for the fields that have no effect. Boolean fields list both."""
 

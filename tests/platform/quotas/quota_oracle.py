@@ -16,8 +16,15 @@ PROMPT, CACHED, COMPLETION = 1_234_567, 345_678, 7_654_321
 """Prices in nanos per million tokens, which are not round numbers, so that rounding errors show."""
 
 
-def cost(prompt: int, cached: int, completion: int) -> int:
-    nanos = (prompt - cached) * PROMPT + cached * CACHED + completion * COMPLETION
+BATCH_PERCENT = 37
+"""What batches pay of these prices."""
+TOKENS = ("tokens", "batch_tokens")
+
+
+def cost(prompt: int, cached: int, completion: int, is_batch: bool = False) -> int:
+    percent = BATCH_PERCENT if is_batch else 100
+    prices = [-(-price * percent // 100) for price in (PROMPT, CACHED, COMPLETION)]
+    nanos = (prompt - cached) * prices[0] + cached * prices[1] + completion * prices[2]
     return -(-nanos // 1_000_000)
 
 
@@ -72,6 +79,7 @@ class Request:
     completion: int
     """Tokens granted in addition to the prompt."""
     lease_us: int
+    is_batch: bool = False
     held: dict[Count, int] = field(default_factory=dict)
     state: str = "open"
     checkpoint: int = 0
@@ -110,7 +118,9 @@ class QuotaOracle:
             for count in [count for count in counts if count[0] == policy.id]:
                 del counts[count]
 
-    def binding(self, tenant: str, key: str, adapter: str | None, now_us: int) -> list[tuple[Policy, Count]]:
+    def binding(
+        self, tenant: str, key: str, adapter: str | None, now_us: int, is_batch: bool
+    ) -> list[tuple[Policy, Count]]:
         own = {
             metric
             for (subject, metric), policy in self.policies.items()
@@ -118,6 +128,8 @@ class QuotaOracle:
         }
         found = []
         for (subject, metric), policy in self.policies.items():
+            if metric.startswith("batch") and not is_batch:
+                continue
             is_inherited = subject == "platform" and metric not in own
             if subject in (tenant, key, adapter) or is_inherited:
                 # Calls to another tenant's adapter do not count against the owner's limit.
@@ -135,10 +147,10 @@ class QuotaOracle:
         local = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone)
         return (local.year, local.month, local.day) if policy.metric.endswith("_day") else (local.year, local.month)
 
-    def price(self, policy: Policy, prompt: int, completion: int) -> int:
-        if policy.metric.startswith("tokens"):
+    def price(self, policy: Policy, prompt: int, completion: int, is_batch: bool) -> int:
+        if policy.metric.startswith(TOKENS):
             return prompt + completion
-        return cost(prompt, 0, completion) if policy.metric.startswith("cost") else 1
+        return cost(prompt, 0, completion, is_batch) if policy.metric.startswith("cost") else 1
 
     def fits(self, policy: Policy, count: Count, wanted: int, now_us: int) -> bool:
         if policy.is_rate:
@@ -149,7 +161,7 @@ class QuotaOracle:
         """Record the amounts that an admitted request holds, and return the policies that it exceeds."""
         beyond = set()
         for policy, count in bound:
-            wanted = self.price(policy, request.prompt, request.completion)
+            wanted = self.price(policy, request.prompt, request.completion, request.is_batch)
             is_exceeded = not self.fits(policy, count, wanted, now_us)
             self.touch(policy, count, now_us)
             if is_exceeded:
@@ -173,11 +185,11 @@ class QuotaOracle:
             (
                 policy,
                 count,
-                self.price(policy, 0, tokens),
-                self.fits(policy, count, self.price(policy, 0, tokens), now_us),
+                self.price(policy, 0, tokens, request.is_batch),
+                self.fits(policy, count, self.price(policy, 0, tokens, request.is_batch), now_us),
             )
             for policy, count in self.holding(request)
-            if policy.metric.startswith(("tokens", "cost"))
+            if policy.metric.startswith((*TOKENS, "cost"))
         ]
         if any(not fits and policy.mode == "hard" for policy, _, _, fits in wanted):
             # Buckets of requests are not read here, so their time stays wrong until the next admission.
@@ -211,7 +223,7 @@ class QuotaOracle:
         request.state, request.charged = state, charged
         if was_recovered:
             request.corrected = charged[0] + charged[2] - before[0] - before[2]
-            request.corrected_nanos = cost(*charged) - cost(*before)
+            request.corrected_nanos = cost(*charged, request.is_batch) - cost(*before, request.is_batch)
 
     def expired(self, now_us: int) -> list[Request]:
         """Open requests with an expired lease, or one that ends so late that a wrong clock must have set it."""
@@ -236,7 +248,7 @@ class QuotaOracle:
             return 0
         closed = [one for one in self.requests.values() if one.state != "open" and count in one.held]
         if policy.metric.startswith("cost"):
-            return sum(cost(*request.charged) for request in closed)
+            return sum(cost(*request.charged, request.is_batch) for request in closed)
         return sum(request.charged[0] + request.charged[2] for request in closed)
 
     def late(self, policy: Policy, count: Count) -> int:

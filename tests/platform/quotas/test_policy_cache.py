@@ -42,9 +42,18 @@ def test_tenants_policy_replaces_the_platforms_unless_in_shadow_mode(mode: str, 
         policy("another tenant's", "other"),
     ):
         cache.put(one)
-    assert {binding.policy.id for binding in cache.bindings("tenant", "key", "adapter", 0)} == expected
-    inherited = {binding.key.subject_id for binding in cache.bindings("stranger", None, None, 0)}
+    assert {binding.policy.id for binding in cache.bindings("tenant", "key", "adapter", False, 0)} == expected
+    inherited = {binding.key.subject_id for binding in cache.bindings("stranger", None, None, False, 0)}
     assert inherited == {"stranger"}, "each tenant is counted separately"
+
+
+def test_only_batches_count_in_their_metric() -> None:
+    cache = PolicyCache(0)
+    cache.put(policy("all", "key"))
+    cache.put(policy("batches", "adapter", metric="batch_tokens_per_day"))
+    cache._timezones.update(tenant="UTC")
+    for is_batch, expected in ((False, {"all"}), (True, {"all", "batches"})):
+        assert {one.policy.id for one in cache.bindings("tenant", "key", "adapter", is_batch, 0)} == expected
 
 
 class SlowDict(dict[str, Any]):

@@ -41,6 +41,7 @@ from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.platform.clocked_databases import FakeClock, empty
 from tests.platform.quotas.quota_oracle import (
+    BATCH_PERCENT,
     CACHED,
     COMPLETION,
     LEASE_US,
@@ -67,6 +68,7 @@ LIMITS = {
     "tokens_per_minute": 60,
     "concurrent_requests": 3,
     "tokens_per_day": 150,
+    "batch_tokens_per_day": 90,
     "tokens_per_month": 250,
     "cost_per_day": cost(60, 0, 90),
     "cost_per_month": cost(90, 0, 160),
@@ -146,7 +148,12 @@ class QuotaMachine(RuleBasedStateMachine):
         self.keys = {tenant: keys.create(tenant, "key").key.id for tenant in self.tenants}
         self.adapters = {tenant: self._adapter(tenant) for tenant in self.tenants}
         PriceList(self.database).add(
-            tenant_id=None, scope="all", prompt_nanos=PROMPT, cached_nanos=CACHED, completion_nanos=COMPLETION
+            tenant_id=None,
+            scope="all",
+            prompt_nanos=PROMPT,
+            cached_nanos=CACHED,
+            completion_nanos=COMPLETION,
+            batch_percent=BATCH_PERCENT,
         )
         self.clock.now_us += PRICED_AHEAD_US
         owners = {self.keys[tenant]: tenant for tenant in self.tenants}
@@ -209,21 +216,29 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @rule(
         asked=st.lists(
-            st.tuples(st.integers(0, 1), st.sampled_from([None, 0, 1]), st.integers(1, 40), st.integers(1, 60)),
+            st.tuples(
+                st.integers(0, 1),
+                st.sampled_from([None, 0, 1]),
+                st.integers(1, 40),
+                st.integers(1, 60),
+                st.booleans(),
+            ),
             min_size=1,
             max_size=5,
         ),
         crash=st.sampled_from([None, None, 0, 2, 4, 6, 8, 10, 12]),
     )
-    def reserve(self, asked: list[tuple[int, int | None, int, int]], crash: int | None) -> None:
-        for which, whose, prompt, completion in asked:
-            self._reserve(which, whose, prompt, completion, crash)
+    def reserve(self, asked: list[tuple[int, int | None, int, int, bool]], crash: int | None) -> None:
+        for which, whose, prompt, completion, is_batch in asked:
+            self._reserve(which, whose, prompt, completion, is_batch, crash)
             crash = None
 
-    def _reserve(self, which: int, whose: int | None, prompt: int, completion: int, crash: int | None) -> None:
+    def _reserve(
+        self, which: int, whose: int | None, prompt: int, completion: int, is_batch: bool, crash: int | None
+    ) -> None:
         tenant = self.tenants[which]
         adapter = None if whose is None else self.adapters[self.tenants[whose]]
-        request = Request(new_id("req"), tenant, prompt, completion, self.clock.now_us + LEASE_US)
+        request = Request(new_id("req"), tenant, prompt, completion, self.clock.now_us + LEASE_US, is_batch)
         wanted = ReservationRequest(
             request_id=request.id,
             tenant_id=tenant,
@@ -231,23 +246,25 @@ class QuotaMachine(RuleBasedStateMachine):
             model="model",
             adapter_version_id=None,
             adapter_id=adapter,
-            endpoint="completions",
+            endpoint="batches" if is_batch else "completions",
             prompt_tokens=prompt,
             reserved_tokens=prompt + completion,
         )
-        bound = self.oracle.binding(tenant, self.keys[tenant], adapter, self.clock.now_us)
+        bound = self.oracle.binding(tenant, self.keys[tenant], adapter, self.clock.now_us, is_batch)
         against = {
             policy.id: policy
             for policy, count in bound
             if policy.mode == "hard"
-            and not self.oracle.fits(policy, count, self.oracle.price(policy, prompt, completion), self.clock.now_us)
+            and not self.oracle.fits(
+                policy, count, self.oracle.price(policy, prompt, completion, is_batch), self.clock.now_us
+            )
         }
         too_large = [
             policy.id
             for policy in against.values()
             if policy.metric != "concurrent_requests"
             and policy.limit > 0
-            and self.oracle.price(policy, prompt, completion) > policy.burst
+            and self.oracle.price(policy, prompt, completion, is_batch) > policy.burst
         ]
         if too_large:
             with pytest.raises(RequestTooLarge) as large:
@@ -381,7 +398,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     def _ledger_agrees(self) -> None:
         requests = self.oracle.requests.values()
-        charged = [request.charged for request in requests]
+        charged = [(request.charged, request.is_batch) for request in requests]
         with self.database.read() as connection:
             sums = []
             for table in (schema.usage_events, schema.usage_adjustments):
@@ -394,8 +411,8 @@ class QuotaMachine(RuleBasedStateMachine):
         assert sums[0][0] == sum(request.state != "open" for request in requests)
         total = [a + b for a, b in zip(sums[0][1:], sums[1][1:], strict=True)]
         assert total == [
-            *(sum(part) for part in zip((0, 0, 0), *charged, strict=True)),
-            sum(cost(*one) for one in charged),
+            *(sum(part) for part in zip((0, 0, 0), *(tokens for tokens, _ in charged), strict=True)),
+            sum(cost(*tokens, is_batch) for tokens, is_batch in charged),
         ]
 
     def _no_hard_limit_is_passed(self) -> None:

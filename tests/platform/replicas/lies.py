@@ -67,5 +67,6 @@ LIES: Mapping[str, Lie] = {
     "log-probabilities without tokens": output(logprobs=(TokenLogprobs(5, -0.5),) * 7),
     "log-probabilities of other tokens": output(logprobs=(TokenLogprobs(6, -0.5),)),
     "log-probabilities of another end": ending(stop_logprobs=TokenLogprobs(6, -0.5)),
+    "a state that nobody asked for": output(pooled=b"\0\0\0\0"),
     "log-probabilities of a longer prompt": output(prompt_logprobs=(PromptLogprob(5, -0.5, 1),) * 100),
 }

@@ -7,6 +7,7 @@ import pytest
 from loramux.platform.errors import ApiError
 from loramux.platform.responses_api.reasoning_text import opened, sealed
 from loramux.platform.responses_api.response_chat import chat_of, read_response_request
+from loramux.platform.responses_api.response_input import read_line
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
@@ -135,8 +136,6 @@ MESSAGE = {"type": "message", "role": "user"}
             "input[1].call_id",
             "invalid_value",
         ),
-        ([USER, {"type": "item_reference", "id": "msg_1"}], "input[1].id", "item_not_found"),
-        ([{"id": "msg_1"}], "input[0].id", "item_not_found"),
         ([{"type": "web_search_call", "id": "ws_1"}], "input[0].type", "unsupported_item"),
         ([{"type": "computer_call_output", "call_id": "c"}], "input[0].type", "unsupported_item"),
         ([{"type": 5}], "input[0].type", "invalid_value"),
@@ -166,3 +165,18 @@ def test_unsupported_content_is_named() -> None:
     for kind in ("input_image", "input_file", "input_audio"):
         with pytest.raises(ApiError, match=kind):
             conversation([{**MESSAGE, "content": [{"type": kind}]}])
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input[1].id"),
+    ],
+)
+def test_line_of_a_batch_names_no_stored_objects(change: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_line({"model": "base", "input": "Hi", **change})
+    assert caught.value.param == param

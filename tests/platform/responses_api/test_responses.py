@@ -51,6 +51,7 @@ async def test_response_object_repeats_the_request(tools: Gateway) -> None:
         "object": "response",
         "status": "completed",
         "background": False,
+        "conversation": None,
         "error": None,
         "incomplete_details": None,
         "instructions": "Be brief",

@@ -15,7 +15,8 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import TenantChanges, Tenants
 from loramux.platform.requests.services import GatewaySettings
-from loramux.platform.stored_responses.response_store import MAX_CONTENT_BYTES, ResponseStore
+from loramux.platform.stored_responses.response_store import ResponseStore
+from loramux.platform.stored_responses.sealing import MAX_CONTENT_BYTES, Sealing
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.openai_api.test_tools import prompt_of
@@ -160,12 +161,12 @@ async def test_content_is_encrypted_and_bound_to_its_tenant_and_id(storing: Gate
     with storing.database.read() as connection:
         row = connection.execute(select(table)).one()
     assert b"Secret" not in row.content
-    store = ResponseStore(storing.database, KEY)
+    store = ResponseStore(storing.database, Sealing(KEY))
     found = store.get(storing.tenant.id, made["id"])
     assert found is not None
     assert found.response == made
-    assert ResponseStore(storing.database, b"another key").get(storing.tenant.id, made["id"]) is None
-    assert ResponseStore(storing.database, None).get(storing.tenant.id, made["id"]) is None
+    assert ResponseStore(storing.database, Sealing(b"another key")).get(storing.tenant.id, made["id"]) is None
+    assert ResponseStore(storing.database, Sealing(None)).get(storing.tenant.id, made["id"]) is None
     with storing.database.write() as connection:
         connection.execute(update(table).values(id="resp_moved"))
     assert store.get(storing.tenant.id, "resp_moved") is None
@@ -184,7 +185,7 @@ async def test_response_expires_and_is_swept(storing: Gateway) -> None:
 
 async def test_too_long_response_is_not_stored(storing: Gateway) -> None:
     made = await respond(storing)
-    store = storing.services.responses
+    store = storing.services.stored.responses
     stored = store.get(storing.tenant.id, made["id"])
     assert stored is not None
     # Random hexadecimal digits cannot be compressed to less than half.
@@ -208,3 +209,63 @@ async def test_failing_database_only_costs_the_storage(
 async def test_streams_cannot_be_resumed(storing: Gateway) -> None:
     made = await respond(storing)
     assert await status_of(storing, f"{made['id']}?stream=true&starting_after=900") == (400, "unsupported_parameter")
+
+
+NO_ITEM = (
+    404,
+    {
+        "message": "no stored response or conversation has such an item: send the item itself",
+        "type": "invalid_request_error",
+        "param": "input[0].id",
+        "code": "item_not_found",
+    },
+)
+
+
+def referring(item_id: str) -> list[Any]:
+    return [{"type": "item_reference", "id": item_id}, {"role": "user", "content": "Again"}]
+
+
+async def test_references_stand_for_the_items_of_stored_responses(storing: Gateway) -> None:
+    answers(storing, f"<think>\nWell</think>\n\nLook.\n{CALL}")
+    first = await respond(storing, tools=[WEATHER], input="How is Rome?")
+    [question] = (await storing.http.get(f"{RESPONSES}/{first['id']}/input_items")).json()["data"]
+    result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "sunny"}
+    items = [question, *first["output"]]
+    references = [{"type": "item_reference", "id": items[0]["id"]}, *({"id": item["id"]} for item in items[1:])]
+    answers(storing, "Sunny.")
+    second = await respond(storing, tools=[WEATHER], input=[*references, result])
+    prompt = prompt_of(storing)
+    await respond(storing, tools=[WEATHER], input=[*items, result])
+    assert prompt_of(storing) == prompt
+    # The stored input has the items themselves, and each keeps its ID.
+    listed = (await storing.http.get(f"{RESPONSES}/{second['id']}/input_items?order=asc")).json()["data"]
+    assert [item["id"] for item in listed[:-1]] == [item["id"] for item in items]
+    await respond(storing, input=referring(listed[-1]["id"]), previous_response_id=second["id"])
+    # Items of a deleted response can still be named by a request that continues after it.
+    await storing.openai.responses.delete(first["id"])
+    assert await refused_reference(storing, items[1]["id"]) == NO_ITEM
+    await respond(storing, input=referring(items[1]["id"]), previous_response_id=second["id"])
+
+
+async def refused_reference(gateway: Gateway, item_id: str, **sent: Any) -> tuple[int, dict[str, Any]]:
+    response = await gateway.http.post(RESPONSES, json={"model": "base", "input": referring(item_id)}, **sent)
+    return response.status_code, response.json()["error"]
+
+
+async def test_references_to_unknown_and_foreign_items_get_the_same_error(storing: Gateway) -> None:
+    made = await respond(storing)
+    known = made["output"][0]["id"]
+    foreign = {"headers": {"authorization": f"Bearer {storing.key_of('other')}"}}
+    adapter_id = storing.add_adapter("acme", "support")
+    key = storing.services.callers.api_keys.create(storing.tenant.id, "limited", adapters=[adapter_id]).secret
+    limited = {"headers": {"authorization": f"Bearer {key}"}}
+    for sent in (foreign, limited):
+        assert await refused_reference(storing, known, **sent) == NO_ITEM
+    for unknown in (f"{known[:-1]}x", "msg_1", "", "_", "\x00" * 40, "é" * 64, f"msg_{'0' * 48}"):
+        assert await refused_reference(storing, unknown) == NO_ITEM, unknown
+    many = [{"id": f"msg_{number:048x}"} for number in range(0, 65 << 64, 1 << 64)]
+    response = await storing.http.post(RESPONSES, json={"model": "base", "input": many})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
+    counted = await storing.http.post(f"{RESPONSES}/input_tokens", json={"model": "base", "input": referring(known)})
+    assert counted.status_code == 200

@@ -16,7 +16,7 @@ from tests.platform.gateways import Gateway
 GOLDEN = Path(__file__).parent / "golden"
 RESPONSES = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-_ID = re.compile(r"(?:resp|msg|rs|fc|ctc)_[0-9a-f]{32}")
+_ID = re.compile(r"(?:resp|msg|rs|fc|ctc)_[0-9a-f]{32,48}")
 _SHOWN = ("status", "output", "usage", "incomplete_details", "error")
 
 

@@ -1,17 +1,16 @@
-"""Weights equal the results of the formats' own programs: bitsandbytes, compressed-tensors and transformers."""
+"""Weights equal the results of the formats' own programs: bitsandbytes, compressed-tensors and transformers.
+
+Tests import the first two themselves, because every process that collects tests would take seconds to import them.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -30,6 +29,8 @@ def read(directory: Path, tensors: dict[str, torch.Tensor], config: object, pref
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_bitsandbytes_four_bits(tmp_path: Path, quant_type: str, nested: bool) -> None:
+    import bitsandbytes.functional as bnb
+
     packed, state = bnb.quantize_4bit(WEIGHT, quant_type=quant_type, compress_statistics=nested)
     tensors = {"weight": packed, **{f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}}
     found = read(tmp_path, tensors, NF4_CONFIG).dequantize()
@@ -37,6 +38,8 @@ def test_bitsandbytes_four_bits(tmp_path: Path, quant_type: str, nested: bool) -
 
 
 def test_bitsandbytes_int8(tmp_path: Path) -> None:
+    import bitsandbytes.functional as bnb
+
     codes, largest, _ = bnb.int8_vectorwise_quant(WEIGHT.half())
     config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     found = read(tmp_path, {"weight": codes, "SCB": largest}, config).dequantize()
@@ -56,6 +59,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_compressed_tensors(tmp_path: Path, name: str) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
     arguments = QuantizationArgs(**SCHEMES[name]["config_groups"]["group_0"]["weights"])
     plan = QuantizationScheme(targets=["Linear"], weights=arguments)
     grouped = WEIGHT.view(96, -1, arguments.group_size or 256)

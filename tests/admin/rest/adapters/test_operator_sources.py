@@ -229,7 +229,7 @@ async def test_repeated_announcement_counts_once_and_requires_the_claim(
         pytest.param("s3://another/adapters/one", "source_not_allowed", id="another bucket"),
         pytest.param("s3://operator/adapters/../secrets", "invalid_source", id="traversal"),
         pytest.param("s3://operator/adapters//one", "invalid_source", id="empty part"),
-        pytest.param("file:///etc", "invalid_source", id="file"),
+        pytest.param("file:///etc", "source_not_allowed", id="directory"),
         pytest.param("http://169.254.169.254/latest", "invalid_source", id="http"),
         pytest.param("s3://operator/adapters/one?versionId=1", "invalid_source", id="query"),
         pytest.param("s3://operator/adapters/\x00", "invalid_source", id="nul"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from loramux.adapter_store.registry.digest_owners import DigestOwner
 from loramux.adapter_store.tiers.tier_figures import Held, TierFigures
 from loramux.admin.serving.app import create_admin_app
 from loramux.engine.protocol.messages import Load, Stats, StatsRequest
+from loramux.platform.telemetry.routing_metrics import FRESH_S, ResidentNames
+from tests.platform.ready_adapters import add_ready_adapter
 
 pytestmark = pytest.mark.anyio
 
@@ -101,6 +105,53 @@ async def test_adapter_loading_metrics_need_a_responding_engine(admin_side: Any)
         assert not re.search("loramux_adapter_(?!template_)", response.text)
         assert "loramux_engine_up 0.0" in response.text.splitlines()
         assert "loramux_running_requests" in response.text
+
+
+async def test_routers_find_the_load_and_the_adapters_in_the_pool(admin_side: Any) -> None:
+    database = admin_side.services.database
+    owner = admin_side.services.accounts.tenants.create("acme")
+    add_ready_adapter(database, owner.id, "support", ["a" * 64, "b" * 64])
+    add_ready_adapter(database, owner.id, "absent", ["c" * 64])
+    await admin_side.engine.call(Load(digest="b" * 64), 1.0)
+    # No version has this digest any more.
+    await admin_side.engine.call(Load(digest="d" * 64), 1.0)
+    async with stranger(admin_side, metrics_token=TOKEN) as http:
+        assert (await http.get("/metrics/routing")).status_code == 401
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        text = (await http.get("/metrics/routing", headers=headers)).text
+        admin_side.engine.die()
+        assert (await http.get("/metrics/routing", headers=headers)).status_code == 503
+    samples = {one.name: one for family in text_string_to_metric_families(text) for one in family.samples}
+    adapters = samples["vllm:lora_requests_info"]
+    assert adapters.labels["running_lora_adapters"] == "acme/support,acme/support@2"
+    assert int(adapters.labels["max_lora"]) > 0
+    assert adapters.value > 1_700_000_000
+    assert samples["vllm:num_requests_running"].labels == {"model_name": "the-base"}
+    assert (samples["vllm:num_requests_running"].value, samples["vllm:num_requests_waiting"].value) == (0, 0)
+    assert 0 < samples["vllm:kv_cache_usage_perc"].value < 1
+    assert samples["vllm:cache_config_info"].labels == {"block_size": "16", "num_gpu_blocks": "64"}
+
+
+def test_names_of_resident_adapters_are_read_again_after_a_while() -> None:
+    asked: list[list[str]] = []
+    now_s = 0.0
+
+    def named(name: str) -> DigestOwner:
+        return DigestOwner(tenant_id="", tenant_slug="t", adapter_id="", adapter_name=name, version=1)
+
+    def owners(digests: Sequence[str]) -> dict[str, list[DigestOwner]]:
+        asked.append(list(digests))
+        return {
+            one: [DigestOwner(tenant_id="", tenant_slug="t", adapter_id="", adapter_name=one, version=1)]
+            for one in digests
+        }
+
+    names = ResidentNames(owners, lambda: now_s)
+    assert names.of(["a", "b"]) == ["t/a", "t/a@1", "t/b", "t/b@1"]
+    assert names.of(["b", "c"]) == ["t/b", "t/b@1", "t/c", "t/c@1"]
+    now_s = FRESH_S
+    assert names.of(["c"]) == ["t/c", "t/c@1"]
+    assert asked == [["a", "b"], ["c"], ["c"]]
 
 
 async def answer(stats: Stats) -> Stats:

@@ -1,0 +1,191 @@
+"""Measures a polite tenant beside a full batch of another tenant, and the throughput of a batch, on a whole server.
+
+The server and its files are those of `benchmarks.serving`. The run measures, in this order:
+
+    saturated   the output tokens per second of a closed loop with more open requests than sequences
+    rounds      a polite tenant's Poisson arrivals, alone and beside a batch that never ends; the order alternates
+    batch       the output tokens per second of a batch alone
+
+The results are the median over the rounds of the p99 of the time to first token beside the batch, divided by the p99
+alone, and the throughput of the batch, divided by the saturated one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.answers import CheckError
+from benchmarks.gpu.machine import describe
+from benchmarks.harness import exit_on_sigterm, percentile, reports_failure, rotated
+from benchmarks.machine import add_allow_busy, require_idle
+from benchmarks.serving.__main__ import BASE_NAME, WARM_S, Server, Serving, add_server
+from benchmarks.serving.clients import arrivals, closed_loop, greedy, open_loop
+from benchmarks.serving.files import make_adapters, make_base
+from loramux.admin.bench.asks import COMPLETIONS, Ask
+from loramux.admin.client.batch_client import BatchClient
+from loramux.admin.client.openai_server import OpenAIServer
+
+ALONE, BESIDE = WAYS = ("alone", "beside a batch")
+POLITE = "polite"
+URL = "/v1/completions"
+MAX_RATIO, MIN_SHARE = 1.15, 0.95
+PATIENCE_S = 120.0
+POLL_S = 0.2
+
+
+class Measurement:
+    def __init__(self, serving: Serving, server: Server, scratch: Path) -> None:
+        self.serving = serving
+        self.arguments = serving.arguments
+        self.server = server
+        self.scratch = scratch
+        server.client.post("tenants", {"slug": POLITE})
+        key = server.client.post("api_keys", {"tenant": POLITE, "name": "bench"})["secret"]
+        self.polite = OpenAIServer(url=server.api.url, key=key)
+        self.capacity = 0.0
+        """Saturated requests per second."""
+
+    def saturated(self) -> float:
+        """Return the engine's output tokens per second when requests always wait."""
+        arguments = self.arguments
+        # The first load compiles what is left to compile, and loads the adapters.
+        for warm_s in (0.0, WARM_S):
+            asks = self.serving.asks(self.server.models, 1)
+            observed = closed_loop(self.server.api, asks, arguments.open, warm_s, arguments.seconds)
+        self.capacity = observed.tokens_s / arguments.answer
+        return observed.tokens_s
+
+    def first_tokens(self, number: int) -> list[float]:
+        """Return the polite tenant's times to first token in round `number`, whose requests are always the same."""
+        dice, arguments = random.Random(number), self.arguments
+        due = arrivals(self._polite_asks(dice), arguments.load * self.capacity, arguments.seconds + WARM_S, dice.random)
+        return open_loop(self.polite, due, WARM_S, arguments.seconds).first_tokens_s
+
+    @contextmanager
+    def batch(self, seconds: float) -> Iterator[BatchClient]:
+        """Run a batch with work for more than `seconds`, and cancel it. Raises CheckError if it has ended before."""
+        num_lines = math.ceil(2 * self.capacity * (seconds + WARM_S)) + 2 * self.arguments.sequences
+        asks = self.serving.asks(self.server.models, 3)
+        file = self.scratch / "batch.jsonl"
+        with file.open("w") as lines:
+            for number in range(num_lines):
+                lines.write(json.dumps(_line(number, next(asks))) + "\n")
+        with BatchClient(self.server.api) as client:
+            self.batch_id = client.create(client.upload(file)["id"], URL)["id"]
+            self._until(client, lambda found: found["request_counts"]["completed"] > 0)
+            yield client
+            if client.cancel(self.batch_id)["status"] != "cancelling":
+                raise CheckError("the batch ended within the window")
+            found = self._until(client, lambda found: found["status"] == "cancelled")
+            if self._num_failed(client, found):
+                raise CheckError("requests of the batch failed")
+
+    def throughput(self) -> float:
+        """Return the output tokens per second of a batch alone."""
+        with self.batch(self.arguments.seconds) as client:
+            time.sleep(WARM_S)
+            started, before = time.perf_counter(), self._completed(client)
+            time.sleep(self.arguments.seconds)
+            done, seconds = self._completed(client) - before, time.perf_counter() - started
+        return float(done * self.arguments.answer / seconds)
+
+    def _completed(self, client: BatchClient) -> int:
+        return int(client.get(self.batch_id)["request_counts"]["completed"])
+
+    def _num_failed(self, client: BatchClient, found: dict[str, Any]) -> int:
+        """The requests that ran and failed, without those that the cancellation has prevented."""
+        if found["error_file_id"] is None:
+            return 0
+        path = self.scratch / "errors.jsonl"
+        client.download(found["error_file_id"], path)
+        return sum(json.loads(line)["response"] is not None for line in path.read_text().splitlines())
+
+    def _until(self, client: BatchClient, is_so: Any) -> dict[str, Any]:
+        deadline_s = time.perf_counter() + PATIENCE_S
+        while not is_so(found := client.get(self.batch_id)):
+            if found["status"] in ("failed", "completed", "expired") or time.perf_counter() > deadline_s:
+                raise CheckError(f"the batch is {found['status']}: {found['errors']}")
+            time.sleep(POLL_S)
+        return dict(found)
+
+    def _polite_asks(self, dice: random.Random) -> Iterator[Ask]:
+        while True:
+            yield greedy(BASE_NAME, self.serving.prompt(self.serving.short_prompt, dice), self.arguments.answer)
+
+
+def _line(number: int, ask: Ask) -> dict[str, Any]:
+    body = {name: value for name, value in ask.body(COMPLETIONS).items() if not name.startswith("stream")}
+    return {"custom_id": f"{number}", "method": "POST", "url": URL, "body": body}
+
+
+def measure(measurement: Measurement) -> dict[str, Any]:
+    arguments, keep = measurement.arguments, measurement.serving.keep
+    saturated = measurement.saturated()
+    keep("saturated_tokens_s", round(saturated, 1))
+    rounds: list[dict[str, float]] = []
+    for number in range(arguments.repeats):
+        p99: dict[str, float] = {}
+        for way in rotated(WAYS, number):
+            if way == ALONE:
+                p99[way] = percentile(measurement.first_tokens(number), 99)
+                continue
+            with measurement.batch(arguments.seconds):
+                p99[way] = percentile(measurement.first_tokens(number), 99)
+        rounds.append(p99)
+        keep(f"round {number + 1}", {way: round(1e3 * value, 1) for way, value in p99.items()})
+    ratio = statistics.median(one[BESIDE] / one[ALONE] for one in rounds)
+    share = measurement.throughput() / saturated
+    return {
+        "ttft_p99_ratio": {"median": round(ratio, 3), "goal": MAX_RATIO, "is_met": ratio <= MAX_RATIO},
+        "throughput_share": {"share": round(share, 3), "goal": MIN_SHARE, "is_met": share >= MIN_SHARE},
+    }
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.batches",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_server(parser)
+    add_allow_busy(parser)
+    parser.add_argument("--repeats", type=int, default=7, help="rounds (%(default)s)")
+    parser.add_argument("--load", type=float, default=0.1, help="the polite tenant's share of the capacity")
+    return parser.parse_args(argv)
+
+
+@reports_failure
+def main(argv: Sequence[str] | None = None) -> int:
+    exit_on_sigterm()
+    arguments = parse(argv)
+    require_idle(arguments.allow_busy)
+    serving = Serving(arguments, {"command": sys.argv[1:], "machine": describe()})
+    with tempfile.TemporaryDirectory(dir=arguments.files) as files, tempfile.TemporaryDirectory() as data:
+        base = Path(files) / BASE_NAME
+        make_base(serving.model, serving.max_len, base, serving.device, serving.dtype)
+        made = make_adapters(serving.model, serving.names, Path(files) / "adapters", serving.device, serving.dtype)
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+        with serving.server(base, Path(data) / "data") as server:
+            serving.push(server, made)
+            serving.check(server)
+            for name, value in measure(Measurement(serving, server, Path(data))).items():
+                serving.keep(name, value)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

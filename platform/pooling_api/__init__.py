@@ -1,0 +1,1 @@
+"""Embeddings, classes and scores: answers that are made from the pooled states of prompts."""

@@ -1,0 +1,87 @@
+"""Stores complete responses, and adds their items to conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.platform.admission.database_health import DatabaseTrouble
+from loramux.platform.generation.plan import Target
+from loramux.platform.requests.answers import Document
+from loramux.platform.requests.endpoint import Received
+from loramux.platform.requests.services import GatewayServices
+from loramux.platform.responses_api.response_chat import ResponseChat
+from loramux.platform.responses_api.stored_items import listed_items
+from loramux.platform.stored_responses.conversation_store import Answered, ConversationFull
+from loramux.platform.stored_responses.response_store import StoredResponse
+from loramux.platform.stored_responses.sealing import ContentTooLong
+
+P = ParamSpec("P")
+log = structlog.get_logger(__name__)
+
+
+def is_stored(services: GatewayServices, target: Target, received: Received[ResponseChat]) -> bool:
+    # As in the OpenAI API, a response is stored unless the request forbids it. Here the tenant must allow it, too.
+    is_allowed = services.stored.is_open and target.share.response_days > 0
+    return is_allowed and received.body.asked.store is not False
+
+
+def home(received: Received[ResponseChat]) -> str:
+    """Return the part of the response's ID after the underscore."""
+    return received.request_id.removeprefix("req_")
+
+
+class Keeping:
+    """Stores the response of one request, and its items in its conversation."""
+
+    def __init__(self, services: GatewayServices, target: Target, received: Received[ResponseChat]) -> None:
+        self._services = services
+        self._target = target
+        self._received = received
+
+    def stored(self, document: Document) -> StoredResponse:
+        """Return the row of the response object `document`."""
+        body, adapter, place = self._received.body, self._target.model.adapter, home(self._received)
+        return StoredResponse(
+            id=document["id"],
+            tenant_id=self._target.tenant_id,
+            adapter_id=None if adapter is None else adapter.adapter_id,
+            input=[*listed_items(body.earlier, place), *listed_items(body.asked.input, place)],
+            response=document,
+        )
+
+    async def keep(self, document: Document) -> Document:
+        """Add the items to the conversation, if there is one, and store a complete response object, unless it is in the
+        background. Return it as it turned out.
+        """
+        asked = self._received.body.asked
+        if asked.conversation is not None:
+            is_added = await self._is_kept(self._append, asked.conversation, document)
+            document = {**document, "conversation": {"id": asked.conversation} if is_added else None}
+        if asked.background or not is_stored(self._services, self._target, self._received):
+            return document
+        stored = self.stored({**document, "store": True})
+        return {**document, "store": await self._is_kept(self._put, stored)}
+
+    async def _is_kept(self, function: Callable[P, bool], *args: P.args, **kwargs: P.kwargs) -> bool:
+        try:
+            return await self._services.call(function, *args, **kwargs)
+        except (SQLAlchemyError, DatabaseTrouble, ConversationFull, ContentTooLong) as error:
+            # The answer is complete and charged, so the client gets it, with fields that say what is stored.
+            log.warning("a response could not be stored", error=repr(error))
+            return False
+
+    def _put(self, stored: StoredResponse) -> bool:
+        return self._services.stored.responses.put(stored, self._target.share.response_days)
+
+    def _append(self, conversation_id: str, document: Document) -> bool:
+        target, adapter, days = self._target, self._target.model.adapter, self._target.share.response_days
+        items = [*listed_items(self._received.body.asked.input, home(self._received)), *document["output"]]
+        answered = Answered(None if adapter is None else adapter.adapter_id)
+        # The tenant's setting can have changed since the conversation began.
+        return days > 0 and self._services.stored.conversations.append(
+            target.tenant_id, conversation_id, items, days, answered
+        )

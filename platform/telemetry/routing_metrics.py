@@ -1,0 +1,105 @@
+"""Figures for routers in front of several servers, under the names that vLLM gives them.
+
+The Gateway API's inference extension and llm-d read these names to choose a server that has an adapter and room
+(their model server protocol). Only adapters in the engine's pool are listed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from loramux.adapter_store.registry.digest_owners import DigestOwner, owners_of
+from loramux.engine.protocol.messages import EngineReady, Stats
+from loramux.migrations.database import Database
+
+FRESH_S = 30.0
+"""How long the names of a digest are used before they are read again, because a version can be added or purged."""
+
+FindOwners = Callable[[Sequence[str]], Mapping[str, Sequence[DigestOwner]]]
+
+
+class ResidentNames:
+    """The names that requests can use for adapters in the engine. Blocking, and safe to use from several threads.
+
+    `monotonic` is the clock, in seconds.
+    """
+
+    def __init__(self, find_owners: FindOwners, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._find_owners = find_owners
+        self._monotonic = monotonic
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._fresh_until_s = 0.0
+
+    @classmethod
+    def over(cls, database: Database) -> ResidentNames:
+        return cls(lambda digests: owners_of(database, digests, None))
+
+    def of(self, digests: Sequence[str]) -> list[str]:
+        """Return the names of adapters: `tenant/adapter@version` for each version with a digest, and `tenant/adapter`
+        for each adapter that has one.
+        """
+        now_s = self._monotonic()
+        names = self._names
+        if now_s >= self._fresh_until_s:
+            names, self._fresh_until_s = {}, now_s + FRESH_S
+        unknown = [digest for digest in digests if digest not in names]
+        if unknown:
+            owners = self._find_owners(unknown)
+            names = names | {digest: tuple(_names(owners.get(digest, ()))) for digest in unknown}
+        self._names = names
+        return list(dict.fromkeys(name for digest in digests for name in names[digest]))
+
+
+def render_routing(stats: Stats, info: EngineReady | None, served_name: str, names: Sequence[str]) -> bytes:
+    """Return the text exposition. `names` are the adapters in the pool."""
+    registry = CollectorRegistry()
+    registry.register(_Routing(stats, info, served_name, names))
+    return generate_latest(registry)
+
+
+class _Routing(Collector):
+    def __init__(self, stats: Stats, info: EngineReady | None, served_name: str, names: Sequence[str]) -> None:
+        self._stats = stats
+        self._info = info
+        self._served_name = served_name
+        self._names = names
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        used = stats.num_pages - stats.num_free_pages - stats.num_idle_prefix_pages
+        yield self._gauge("num_requests_running", "Sequences in the engine's steps", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait", stats.num_waiting)
+        share = used / stats.num_pages if stats.num_pages else 0.0
+        yield self._gauge("kv_cache_usage_perc", "Share of the pool that cannot be evicted, from 0 to 1", share)
+        adapters = _family(
+            "lora_requests_info",
+            "The adapters in the pool, at the time that is the value",
+            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
+        adapters.add_metric((str(stats.num_slots), ",".join(self._names), ""), time.time())
+        yield adapters
+        if self._info is not None:
+            cache = _family("cache_config_info", "The pool's pages", ("block_size", "num_gpu_blocks"))
+            cache.add_metric((str(self._info.page_tokens), str(self._info.num_pages)), 1)
+            yield cache
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = _family(name, text, ("model_name",))
+        family.add_metric((self._served_name,), value)
+        return family
+
+
+def _family(name: str, text: str, labels: Iterable[str]) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"vllm:{name}", text, labels=tuple(labels))
+
+
+def _names(owners: Sequence[DigestOwner]) -> Iterator[str]:
+    for owner in owners:
+        name = f"{owner.tenant_slug}/{owner.adapter_name}"
+        yield name
+        yield f"{name}@{owner.version}"

@@ -1,0 +1,1 @@
+NCCLTrainerSendWeightsArgs = NCCLWeightTransferEngine = None

@@ -1,0 +1,1 @@
+get_ip = get_open_port = None

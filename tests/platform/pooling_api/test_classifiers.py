@@ -1,0 +1,166 @@
+"""`/classify` and `/score`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+
+from loramux.adapter_store.formats.version_files.adapter_task import EMBEDDING_TASK, classification_task
+from loramux.engine.protocol.messages import Add
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.platform.gateways import Gateway
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def classifiers(gateway: Gateway) -> Gateway:
+    """A gateway with classifiers whose engine answers with the logits 1, 2, ..."""
+    gateway.add_adapter("acme", "mood", task=classification_task(3, ("bad", "so-so", "good")))
+    gateway.add_adapter("acme", "tags", task=classification_task(2, problem_type="multi_label_classification"))
+    gateway.add_adapter("acme", "price", task=classification_task(1, problem_type="regression"))
+    gateway.add_adapter("acme", "rank", task=classification_task(1))
+
+    def script(add: Add) -> Script:
+        state = tuple(float(1 + label) for label in range(add.num_labels or 3))
+        return Script(token_ids=add.prompt[: add.max_tokens], state=state)
+
+    gateway.engine.script = script
+    return gateway
+
+
+async def test_the_body_of_classify_matches_vllms_exactly(classifiers: Gateway, tokenizer: ModelTokenizer) -> None:
+    response = await classifiers.http.post("/classify", json={"model": "acme/mood", "input": ["Yes", "No"]})
+    document = response.json()
+    weights = [math.exp(one) for one in (1, 2, 3)]
+    probs = [pytest.approx(one / sum(weights)) for one in weights]
+    num_tokens = len(tokenizer.encode("Yes")) + len(tokenizer.encode("No"))
+    assert document == {
+        "id": response.headers["x-request-id"].replace("req_", "classify-"),
+        "object": "list",
+        "created": document["created"],
+        "model": "acme/mood",
+        "data": [{"index": index, "label": "good", "probs": probs, "num_classes": 3} for index in range(2)],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    assert [(add.pooling, add.num_labels, add.max_tokens) for add in classifiers.engine.adds] == [("last", 3, 0)] * 2
+    [event] = classifiers.usage()
+    assert (event.endpoint, event.model, event.prompt_tokens, event.completion_tokens) == (
+        "classify",
+        "acme/mood@1",
+        num_tokens,
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "probs", "label"),
+    [
+        ("tags", {}, [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))], "LABEL_1"),
+        ("price", {}, [1.0], "LABEL_0"),
+        ("rank", {}, [1 / (1 + math.exp(-1))], "LABEL_0"),
+        ("mood", {"use_activation": False}, [1.0, 2.0, 3.0], "good"),
+    ],
+)
+async def test_the_problem_type_chooses_the_activation(
+    classifiers: Gateway, model: str, fields: dict[str, Any], probs: list[float], label: str
+) -> None:
+    body = {"model": model, "input": [1, 2, 3], **fields}
+    [one] = (await classifiers.http.post("/v1/classify", json=body)).json()["data"]
+    assert one == {"index": 0, "label": label, "probs": pytest.approx(probs), "num_classes": len(probs)}
+
+
+async def test_a_classifier_with_one_label_scores_pairs(classifiers: Gateway, tokenizer: ModelTokenizer) -> None:
+    body = {"model": "rank", "text_1": "Where is it?", "text_2": ["Here.", "There."]}
+    response = await classifiers.http.post("/score", json=body)
+    document = response.json()
+    pairs = [tokenizer.joined("Where is it?", text) for text in ("Here.", "There.")]
+    assert [add.prompt for add in classifiers.engine.adds] == pairs
+    num_tokens = sum(map(len, pairs))
+    score = pytest.approx(1 / (1 + math.exp(-1)))
+    assert document == {
+        "id": response.headers["x-request-id"].replace("req_", "score-"),
+        "object": "list",
+        "created": document["created"],
+        "model": "rank",
+        "data": [{"index": index, "object": "score", "score": score} for index in range(2)],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    [event] = classifiers.usage()
+    assert (event.endpoint, event.prompt_tokens) == ("score", num_tokens)
+
+
+async def test_other_models_score_by_the_cosine_of_embeddings_that_are_made_once(
+    gateway: Gateway, tokenizer: ModelTokenizer
+) -> None:
+    def script(add: Add) -> Script:
+        return Script(token_ids=(), state=(3.0, 4.0, 0.0) if add.prompt == tokenizer.encode("a") else (0.0, 2.0, 0.0))
+
+    gateway.engine.script = script
+    body = {"model": "base", "queries": ["a", "b", "a"], "documents": ["b", "b", "a"]}
+    response = await gateway.http.post("/v1/score", json=body)
+    assert [one["score"] for one in response.json()["data"]] == pytest.approx([0.8, 1.0, 1.0])
+    num_tokens = len(tokenizer.encode("a")) + len(tokenizer.encode("b"))
+    assert response.json()["usage"]["prompt_tokens"] == num_tokens == gateway.usage()[0].prompt_tokens
+    assert len(gateway.engine.adds) == 2
+
+
+async def test_a_version_says_what_it_is_for(classifiers: Gateway) -> None:
+    classifiers.add_adapter("acme", "search", task=EMBEDDING_TASK)
+    calls: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/chat/completions", {"model": "mood", "messages": [{"role": "user", "content": "a"}]}, "call /classify"),
+        ("/v1/completions", {"model": "rank", "prompt": "a"}, "call /classify or /score"),
+        ("/v1/embeddings", {"model": "mood", "input": "a"}, "is a classifier: call /classify"),
+        ("/v1/responses", {"model": "mood", "input": "a"}, "call /classify"),
+        ("/classify", {"model": "base", "input": "a"}, "base is not a classifier"),
+        ("/classify", {"model": "search", "input": "a"}, "acme/search@1 is not a classifier"),
+        ("/score", {"model": "mood", "text_1": "a", "text_2": "b"}, "has 3 classes"),
+    ]
+    for path, body, message in calls:
+        response = await classifiers.http.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, "model", "wrong_task"), path
+        assert message in error["message"]
+    assert not classifiers.engine.adds
+    assert not classifiers.usage()
+    assert (await classifiers.openai.embeddings.create(model="search", input="a")).data
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no input": ("/classify", {}, "input"),
+    "a stream": ("/classify", {"input": "a", "stream": True}, "stream"),
+    "dimensions": ("/classify", {"input": "a", "dimensions": 3}, "dimensions"),
+    "one side": ("/score", {"text_1": "a"}, "text_1"),
+    "no side": ("/score", {}, "text_1"),
+    "sides of two kinds": ("/score", {"text_1": "a", "documents": ["b"]}, "documents"),
+    "three sides": ("/score", {"text_1": "a", "text_2": "b", "queries": "c"}, "queries"),
+    "no texts": ("/score", {"text_1": "a", "text_2": []}, "text_2"),
+    "tokens": ("/score", {"text_1": "a", "text_2": [1]}, "text_2"),
+    "other numbers": ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+    "too many": ("/score", {"text_1": "a", "text_2": ["b"] * 2049}, "text_2"),
+    "too long": ("/score", {"text_1": "a " * 200, "text_2": "b " * 200}, "text_2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+async def test_bad_input_is_refused_by_name(classifiers: Gateway, case: str) -> None:
+    path, fields, param = BAD[case]
+    response = await classifiers.http.post(path, json={"model": "rank", **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not classifiers.engine.adds
+
+
+async def test_large_logits_are_probabilities_too(classifiers: Gateway) -> None:
+    classifiers.engine.script = lambda add: Script(token_ids=(), state=(3e38, -3e38, 0.0)[: add.num_labels])
+    for model, probs in (("mood", [1.0, 0.0, 0.0]), ("tags", [1.0, 0.0])):
+        [one] = (await classifiers.http.post("/classify", json={"model": model, "input": "a"})).json()["data"]
+        assert one["probs"] == probs
+
+
+async def test_openais_client_gets_the_error(classifiers: Gateway) -> None:
+    with pytest.raises(BadRequestError, match="is a classifier"):
+        await classifiers.openai.chat.completions.create(model="mood", messages=[{"role": "user", "content": "a"}])
