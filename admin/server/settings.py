@@ -75,7 +75,6 @@ FLAGS = frozenset(
         "served_name",
         "generation_config",
         "adapter_generation_config",
-        "pooling",
         "tool_call_parser",
         "reasoning_parser",
         "engine",

@@ -40,15 +40,15 @@ async def _authenticate(request: Request, services: Services) -> Principal:
 
 
 def _presented(request: Request) -> str:
-    """Return the key that the request presents: as a bearer token, in the header of Anthropic's clients, or as the
+    """Return the key that the request presents: as a bearer token, in the header of Anthropic's clients, or else as the
     password in the URL of a client that cannot send a key in another way (RFC 7617).
     """
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    token = token.strip()
-    if kind.lower() == "basic":
-        return _password(token)
-    bearer = token if kind.lower() == "bearer" else ""
-    return bearer or request.headers.get("x-api-key", "").strip()
+    kind, token = kind.lower(), token.strip()
+    if kind == "bearer" and token:
+        return token
+    in_header = request.headers.get("x-api-key", "").strip()
+    return _password(token) if kind == "basic" and not in_header else in_header
 
 
 def _password(credentials: str) -> str:

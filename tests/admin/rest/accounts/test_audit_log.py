@@ -54,8 +54,8 @@ AUDITED = {
 """The action that each route called in this module must log."""
 
 ELSEWHERE = {
-    # These routes need an engine, an upload, another base or a suspended tenant. Other test modules check their audit
-    # records.
+    # These routes need an engine, an upload, a batch, another base or a suspended tenant. Other test modules check their
+    # audit records.
     ("POST", "/admin/v1/bases/{base_id}/revalidate"): "base.revalidate",
     ("DELETE", "/admin/v1/bases/{base_id}"): "base.forget",
     ("PUT", "/admin/v1/bases/weights"): "base.weight",
@@ -66,6 +66,7 @@ ELSEWHERE = {
     ("POST", f"{_ADAPTER}/versions/{{number}}/pin"): "version.pin",
     ("POST", f"{_ADAPTER}/versions/{{number}}/unpin"): "version.unpin",
     ("POST", "/admin/v1/requests/{request_id}/cancel"): "request.cancel",
+    ("POST", "/admin/v1/batches/{batch_id}/cancel"): "batch.cancel",
 }
 CHANGES_NOTHING = {
     # Not audited: upload routes (only creating the version is audited), a cache hint, and a dry run.
