@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -72,6 +72,7 @@ class LocalCluster:
         head = self.head()
         if head is not None:
             return head
+        self._clean()
         # Another cluster may use Ray's own choice.
         ports = _free_ports(4)
         self.prepare()
@@ -99,7 +100,11 @@ class LocalCluster:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._is_up(head):
             if process.poll() is not None or time.monotonic() > deadline_s:
-                self.stop()
+                with suppress(ProcessLookupError):
+                    # Processes of the head's group outlive it for a while.
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                self._clean()
                 raise StartRefused(f"Ray did not start: see {self._directory / LOG_NAME}")
             time.sleep(POLL_S)
         return head
@@ -116,18 +121,27 @@ class LocalCluster:
         """End the head and everything that it has started. Return False if there was no head. Blocks."""
         head = self.head()
         if head is None:
+            self._clean()
             return False
         # The head leads a process group. Ray's node manager, in the group, ends the replicas.
-        os.killpg(head.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGTERM)
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
         while _started(head.pid) == head.started:
             if time.monotonic() > deadline_s:
-                os.killpg(head.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.killpg(head.pid, signal.SIGKILL)
             time.sleep(POLL_S)
+        self._clean()
+        return True
+
+    def _clean(self) -> None:
+        """Remove the files of a head that has ended."""
+        with suppress(OSError, msgspec.MsgspecError):
+            head = msgspec.json.decode((self._directory / HEAD_NAME).read_bytes(), type=Head)
+            shutil.rmtree(head.temp_dir, ignore_errors=True)
         for name in (HEAD_NAME, TOKEN_NAME):
             (self._directory / name).unlink(missing_ok=True)
-        shutil.rmtree(head.temp_dir, ignore_errors=True)
-        return True
 
     def _is_up(self, head: Head) -> bool:
         # Ray writes this line last.

@@ -77,6 +77,10 @@ class ClusterSharing:
             raise StartRefused(str(error)) from error
         self.fleet = ClusterFleet(calls, cluster, self.engine, draw, metrics)
 
+    def capacity(self) -> int:
+        """Return how many sequences the engines of `engine` can run at once."""
+        return self.fleet.capacity()
+
     def open_presence(self) -> ClusterFleet:
         return self.fleet
 

@@ -49,7 +49,12 @@ def bring_up(settings: Settings) -> None:
                 base = quantize_base(config, directory.quantized.absolute(), settings.quantization)
                 config = msgspec.structs.replace(config, quantized_dir=str(base.directory))
             if settings.cluster == LOCAL_CLUSTER:
-                num_gpus = settings.cluster_max_replicas or settings.cluster_replicas if config.device == "cuda" else 0
+                import torch
+
+                num_gpus = torch.cuda.device_count()
+                num_replicas = settings.cluster_max_replicas or settings.cluster_replicas
+                if config.device == "cuda" and num_replicas > num_gpus:
+                    raise StartRefused(f"{num_replicas} replicas need as many GPUs, but this machine has {num_gpus}")
                 LocalCluster(directory.cluster).start(len(os.sched_getaffinity(0)), num_gpus)
             place = ClusterPlace.of(settings)
             _join(place)

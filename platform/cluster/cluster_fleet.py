@@ -179,6 +179,10 @@ class ClusterFleet:
         for state, count in {**counts, "refused": len(self._refused)}.items():
             self._metrics.peers.labels(state).set(count)
 
+    def capacity(self) -> int:
+        """Return how many sequences the ready replicas can run at once."""
+        return sum(one.identity.capacity for one in self._replicas.values() if one.engine.is_ready)
+
     def reports(self) -> Sequence[ReplicaReport]:
         """Report on the replicas in use first, then on the refused replicas, each sorted by identifier."""
         now_s = self._clock()

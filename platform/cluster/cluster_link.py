@@ -89,7 +89,7 @@ class ClusterLink:
 
     def watch(self, note: NoteReplicas) -> None:
         self._note = note
-        note(self._last)
+        self._show(self._last)
 
     def keep(self, replica_ids: frozenset[str]) -> None:
         if replica_ids != self._kept:
@@ -220,7 +220,11 @@ class ClusterLink:
 
     def _show(self, replicas: tuple[ListedReplica, ...]) -> None:
         self._last = replicas
-        self._note(replicas)
+        try:
+            self._note(replicas)
+        except Exception:
+            # The link must go on whatever the fleet makes of a list.
+            log.exception("the list of replicas could not be noted")
 
 
 def _check(ended: Ended) -> None:

@@ -10,7 +10,15 @@ from msgspec import structs
 
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierCounts, added
-from loramux.engine.protocol.messages import GrammarCounts, GraphMemory, ResidentAdapter, Stats, StepTimes, Waiting
+from loramux.engine.protocol.messages import (
+    DecodeReads,
+    GrammarCounts,
+    GraphMemory,
+    ResidentAdapter,
+    Stats,
+    StepTimes,
+    Waiting,
+)
 
 COUNTERS = (
     *("num_steps", "mixed_steps", "num_rows", "num_step_sequences", "num_preemptions", "num_prefix_evictions"),
@@ -39,10 +47,10 @@ class ClusterStats:
         self._last[replica_id] = stats
 
     def forget(self, replica_id: str) -> None:
-        """Note that a replica is gone."""
-        last = self._last.pop(replica_id, None)
+        """Note that a replica is gone. Its counters keep its name, because it can answer late or be listed again."""
+        last = self._last.get(replica_id)
         if last is not None:
-            self._retire(last)
+            self._last[replica_id] = structs.replace(last, adapters=(), tiers=())
 
     def total(self, replica_ids: Iterable[str]) -> Stats | None:
         """Return the sum over these replicas, or None if none of them has reported.
@@ -80,6 +88,11 @@ def combined(live: Sequence[Stats], retired: Sequence[Stats] = ()) -> Stats:
         waiting=waiting,
         graphs=graphs,
         grammars=GrammarCounts(**grammars),
+        decode_reads=DecodeReads(
+            num_bytes=sum(one.decode_reads.num_bytes for one in every),
+            seconds=sum(one.decode_reads.seconds for one in every),
+            bandwidth=max(one.decode_reads.bandwidth for one in live),
+        ),
         max_adapters_in_step=max(one.max_adapters_in_step for one in every),
         step_times=_step_times([one.step_times for one in every]),
         # Only live replicas use memory.

@@ -52,6 +52,7 @@ class EngineReplica:
         assert self._engine.info is not None
         self._identity = ReplicaIdentity.of(self._engine.info, parsed.engine.max_sequences)
         self._coarse = CoarseState(self._identity)
+        self._last_work = 0
 
     async def session(self, session_id: str) -> AsyncGenerator[bytes, None]:
         async for data in self._sessions.run(session_id):
@@ -72,13 +73,19 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         stats = await self._stats()
-        return as_values(HeldState() if stats is None else self._coarse.observe(stats))
+        if stats is not None:
+            return as_values(self._coarse.observe(stats))
+        # A busy engine that answers late must not look idle.
+        return as_values(self._coarse.last if self._engine.is_ready else HeldState())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the number of running, waiting and loading sequences, and how many can run at once."""
         stats = await self._stats()
-        work = 0 if stats is None else stats.num_running + stats.num_waiting
-        return {"work": float(work), "capacity": float(self._identity.capacity)}
+        if stats is not None:
+            self._last_work = stats.num_running + stats.num_waiting
+        elif not self._engine.is_ready:
+            self._last_work = 0
+        return {"work": float(self._last_work), "capacity": float(self._identity.capacity)}
 
     async def _stats(self) -> Stats | None:
         try:

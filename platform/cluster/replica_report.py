@@ -70,6 +70,10 @@ class CoarseState:
         self._page_step = max(1, identity.num_pages // NUM_STEPS)
         self._last = HeldState(num_free_pages=identity.num_pages)
 
+    @property
+    def last(self) -> HeldState:
+        return self._last
+
     def observe(self, stats: Stats) -> HeldState:
         self._last = HeldState(
             holds=summarise(one.digest for one in stats.adapters),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
-from loramux.engine.protocol.messages import ResidentAdapter, Stats, StepTimes
+from loramux.engine.protocol.messages import DecodeReads, ResidentAdapter, Stats, StepTimes
 from loramux.platform.cluster.cluster_stats import COUNTERS, GAUGES, ClusterStats, combined
 from tests.platform.cluster.test_replica_report import stats
 
@@ -17,7 +17,7 @@ def numbered(number: int) -> Stats:
 def test_every_number_of_the_statistics_is_added_up_or_named_here() -> None:
     others = {
         *("call_id", "max_adapters_in_step", "page_bytes", "step_times", "waiting", "loading", "adapters", "graphs"),
-        *("grammars", "tiers"),
+        *("grammars", "tiers", "decode_reads"),
     }
     assert set(Stats.__struct_fields__) == {*COUNTERS, *GAUGES, *others}
 
@@ -59,3 +59,23 @@ def test_adapters_and_tiers_are_listed_once() -> None:
     assert (tier.used_bytes, tier.max_bytes, tier.num_adapters, len(tier.adapters)) == (2, 8, 2, 1)
     assert not combined([with_adapter(1, True), with_adapter(1, False)]).adapters[0].is_pinned
     assert not combined([with_adapter(1, True), stats()]).adapters[0].is_pinned
+
+
+def test_reads_of_decode_steps_are_added_up_and_the_bandwidth_is_that_of_a_live_replica() -> None:
+    def reading(number: int) -> Stats:
+        reads = DecodeReads(num_bytes=number, seconds=float(number), bandwidth=float(number))
+        return structs.replace(stats(), decode_reads=reads)
+
+    total = combined([reading(1), reading(2)], [reading(4)])
+    assert total.decode_reads == DecodeReads(num_bytes=7, seconds=7.0, bandwidth=2.0)
+
+
+def test_a_late_answer_of_a_lost_replica_counts_once() -> None:
+    cluster = ClusterStats()
+    cluster.note("a", numbered(5))
+    cluster.note("b", numbered(7))
+    cluster.forget("a")
+    cluster.note("a", numbered(6))
+    total = cluster.total(["b"])
+    assert total is not None
+    assert total.num_steps == 13
